@@ -1,0 +1,62 @@
+"""raypipe: one run is one stream. Deterministic, resumable image input for Ray Train.
+
+`import raypipe` imports neither ray nor torch: each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Albumentations asks the network for a newer version when it is imported; every process that unpickles
+# a transform imports raypipe first.
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+# Under `uv run`, Ray would build the project's environment anew for its workers. A local cluster shares the
+# driver's; only a remote one (RAY_ADDRESS) needs the copy.
+if "RAY_ADDRESS" not in os.environ:
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+if TYPE_CHECKING:
+    from raypipe.cluster import connect as connect
+    from raypipe.config import PoolConfig as PoolConfig
+    from raypipe.config import TransformConfig as TransformConfig
+    from raypipe.errors import RaypipeError as RaypipeError
+    from raypipe.handover import feed as feed
+    from raypipe.pipeline import StreamSpec as StreamSpec
+    from raypipe.pipeline import stream as stream
+    from raypipe.plan import Cursor as Cursor
+    from raypipe.plan import Plan as Plan
+    from raypipe.plan import PlanConfig as PlanConfig
+    from raypipe.source import read_lmdb as read_lmdb
+    from raypipe.stores import open_store as open_store
+
+_HOME = {
+    "Cursor": "plan",
+    "Plan": "plan",
+    "PlanConfig": "plan",
+    "PoolConfig": "config",
+    "RaypipeError": "errors",
+    "StreamSpec": "pipeline",
+    "TransformConfig": "config",
+    "connect": "cluster",
+    "feed": "handover",
+    "open_store": "stores",
+    "read_lmdb": "source",
+    "stream": "pipeline",
+}
+
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'raypipe' has no attribute {name!r}")
+    value = getattr(import_module(f"raypipe.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

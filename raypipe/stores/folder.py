@@ -1,0 +1,145 @@
+"""A folder of class folders of images, as torchvision's ImageFolder reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.stores.base import Columns
+from raypipe.stores.checks import IMAGE_SUFFIXES, check_columns, check_indices
+
+
+class FolderStore:
+    """A store in `root/class/**/file`.
+
+    Every folder in the root is a class, in the order of the names, even one without images: a split
+    that lacks a class then keeps the labels of the others. Samples are sorted by class, then by path.
+    Hidden files and folders do not count, files in the root neither. Links are followed.
+
+    Args:
+        address: the root; a relative one is made absolute, since other processes have other folders.
+    """
+
+    def __init__(self, address: str | Path) -> None:
+        self.address = str(Path(address).absolute())
+        self._scanned: _Scan | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.address,)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("image", "label")
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self._scan().classes
+
+    @property
+    def groups(self) -> None:
+        return None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over the class names and the files' relative paths and sizes."""
+        return self._scan().fingerprint
+
+    def __len__(self) -> int:
+        return len(self._scan().paths)
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        """Read samples, see `Store.read`. A file that cannot be read is an image None."""
+        scan = self._scan()
+        wanted = check_indices(indices, len(scan.paths), self.address)
+        check_columns(columns, self.columns, self.address)
+        result: Columns = {}
+        for name in columns:
+            if name == "label":
+                result[name] = scan.labels[wanted]
+            else:
+                result[name] = [_content(f"{self.address}/{scan.paths[i]}") for i in wanted.tolist()]
+        return result
+
+    def close(self) -> None:
+        self._scanned = None
+
+    def _scan(self) -> _Scan:
+        if self._scanned is None:
+            self._scanned = _Scan(self.address)
+        return self._scanned
+
+
+class _Scan:
+    """What is in a folder: class names, and the relative path and label of each sample."""
+
+    def __init__(self, root: str) -> None:
+        try:
+            entries = sorted(_visible(root), key=lambda entry: entry.name)
+            self.classes = tuple(entry.name for entry in entries if entry.is_dir())
+            self.paths: list[str] = []
+            labels: list[int] = []
+            for label, name in enumerate(self.classes):
+                images = sorted(_images(f"{root}/{name}", name, frozenset()))
+                self.paths += images
+                labels += [label] * len(images)
+        except OSError as error:
+            raise StoreError(f"{root} cannot be scanned: {error}") from error
+        if not self.paths:
+            raise StoreError(
+                f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}): "
+                "the layout is root/class/image.jpg"
+            )
+        self.labels = np.array(labels, dtype=np.int64)
+        self._root = root
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        # Only here are the sizes asked for: one system call per file, which readers need not pay.
+        if self._fingerprint is None:
+            digest = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
+            for path in self.paths:
+                digest.update(f"{path}\0{_num_bytes(f'{self._root}/{path}')}\n".encode(errors="surrogateescape"))
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+
+def _visible(folder: str) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        yield from (entry for entry in entries if not entry.name.startswith("."))
+
+
+def _images(folder: str, relative: str, ancestors: frozenset[str]) -> Iterator[str]:
+    """Yield the relative paths of all images below a folder, in no order."""
+    real = os.path.realpath(folder)
+    if real in ancestors:
+        return  # a link back to a folder that this walk is inside of
+    for entry in _visible(folder):
+        path = f"{relative}/{entry.name}"
+        if entry.is_dir():
+            yield from _images(entry.path, path, ancestors | {real})
+        elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES and (
+            # A link that leads nowhere is a sample that cannot be read; a pipe would block its reader.
+            entry.is_file() or entry.is_symlink()
+        ):
+            yield path
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return None
+
+
+def _num_bytes(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return -1

@@ -1,0 +1,226 @@
+"""LMDB stores in raypipe's own layout: one single-file environment, or a folder of them as shards.
+
+Keys are the index as big-endian uint64, values are records (see `raypipe.stores.record`), and the key
+`__raypipe__` holds a JSON record: version, count, columns, classes, fingerprint. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.stores.base import Columns
+from raypipe.stores.checks import check_columns, check_indices, image_and_label_first
+from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, VERSION, Shard, open_shard
+from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
+
+_FLUSH_BYTES = 32 << 20  # a few hundred images per commit: the cost of a commit no longer shows
+
+
+class LMDBStore:
+    """A store in one LMDB file, an LMDB environment folder, or a folder of `*.lmdb` shards.
+
+    Shards are sorted by name and concatenated; they must agree in columns and classes.
+
+    Args:
+        address: the path; a relative one is made absolute, since other processes have other folders.
+    """
+
+    def __init__(self, address: str | Path) -> None:
+        self.address = str(Path(address).absolute())
+        self._opened: _Opened | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.address,)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return image_and_label_first(self._open().shards[0].layout.types)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        return self._open().shards[0].classes
+
+    @property
+    def groups(self) -> None:
+        return None
+
+    @property
+    def fingerprint(self) -> str:
+        """The written fingerprint of a single file; for shards, the hash over those of the shards."""
+        shards = self._open().shards
+        if len(shards) == 1:
+            return shards[0].fingerprint
+        return hashlib.blake2b("".join(s.fingerprint for s in shards).encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return int(self._open().offsets[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        """Read samples, see `Store.read`. Numbers of a missing or damaged record are 0, the rest None."""
+        opened = self._open()
+        layout = opened.shards[0].layout
+        wanted = check_indices(indices, len(self), self.address)
+        check_columns(columns, layout.types, self.address)
+        # Keys in ascending order walk the tree and the file forwards; results go where they were asked for.
+        order = np.argsort(wanted, kind="stable")
+        bounds = np.searchsorted(wanted[order], opened.offsets)
+        rows: list[dict[str, Any]] = [{}] * len(wanted)
+        for number, shard in enumerate(opened.shards):
+            positions = order[bounds[number] : bounds[number + 1]]
+            if positions.size:
+                keys = wanted[positions] - opened.offsets[number]
+                shard.read_into(rows, positions.tolist(), keys.tolist(), columns)
+        return {name: _column(rows, name, layout.types[name]) for name in columns}
+
+    def close(self) -> None:
+        self._opened = None
+
+    def _open(self) -> _Opened:
+        if self._opened is None or self._opened.pid != os.getpid():
+            shards = [open_shard(path) for path in self._shard_paths()]
+            for shard in shards[1:]:
+                if (shard.layout.types, shard.classes) != (shards[0].layout.types, shards[0].classes):
+                    raise StoreError(
+                        f"{shard.path} and {shards[0].path} differ in columns or classes; "
+                        "all shards of one store have the same"
+                    )
+            offsets = np.cumsum([0] + [shard.count for shard in shards], dtype=np.int64)
+            self._opened = _Opened(os.getpid(), shards, offsets)
+        return self._opened
+
+    def _shard_paths(self) -> list[Path]:
+        path = Path(self.address)
+        if not path.exists():
+            raise StoreError(f"{path} does not exist")
+        if path.is_file() or (path / "data.mdb").exists():
+            return [path]
+        shards = sorted(child for child in path.iterdir() if child.suffix == ".lmdb")
+        if not shards:
+            raise StoreError(f"{path} is neither an LMDB environment nor a folder of *.lmdb shards")
+        return shards
+
+
+def _column(rows: list[dict[str, Any]], name: str, kind: str) -> Any:
+    if kind == "int64" or kind == "float64":
+        return np.array([row.get(name, 0) for row in rows], dtype=kind)
+    return [row.get(name) for row in rows]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a store holds while open in process `pid`; `offsets` int64 of shape (num_shards + 1,)."""
+
+    pid: int
+    shards: list[Shard]
+    offsets: np.ndarray
+
+
+class LMDBWriter:
+    """Writes one new LMDB file in raypipe's own layout, and leaves no lock file beside it.
+
+    Args:
+        path: the file to make; it must not exist.
+        columns: all columns, name → one of `raypipe.stores.record.COLUMN_TYPES`, in order; None for
+            `image` and `label` alone.
+        classes: class names, position = label; None where there are none.
+        map_bytes: first size of the map; it doubles as often as needed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        columns: Mapping[str, str] | None = None,
+        classes: Sequence[str] | None = None,
+        map_bytes: int = 1 << 30,
+    ) -> None:
+        self._path = Path(path)
+        self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
+        self._classes = None if classes is None else list(classes)
+        self._map_bytes = map_bytes
+        self._count = 0
+        self._pending: list[tuple[bytes, bytes]] = []
+        self._pending_bytes = 0
+
+    def __enter__(self) -> LMDBWriter:
+        try:
+            self._path.open("xb").close()  # LMDB takes an empty file for a new environment
+        except OSError as error:
+            raise StoreError(f"{self._path} cannot be made: {error}") from error
+        self._fingerprint = Fingerprint(self._layout.types, self._classes)
+        try:
+            # No lock: this writer has just made the file, so nobody else can be in it. No sync before
+            # the end: until __exit__ the file is worth nothing anyway.
+            self._env = lmdb.open(str(self._path), subdir=False, lock=False, sync=False, map_size=self._map_bytes)
+        except lmdb.Error as error:
+            self._path.unlink()
+            raise StoreError(f"{self._path} cannot be made: {error}") from error
+        return self
+
+    def append(self, sample: Mapping[str, Any]) -> None:
+        """Add one sample with exactly the declared columns; None is allowed in binary and string ones."""
+        record = self._layout.pack(sample)
+        self._fingerprint.add(record)
+        self._put(KEY.pack(self._count), record)
+        self._count += 1
+
+    def __exit__(self, *exc: object) -> None:
+        finished = False
+        try:
+            if exc[0] is None:
+                self._finish()
+                finished = True
+        except (lmdb.Error, OSError) as error:
+            raise StoreError(f"{self._path} cannot be written: {error}") from error
+        finally:
+            self._env.close()
+            if not finished:
+                self._path.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        metadata = {
+            "version": VERSION,
+            "count": self._count,
+            "columns": [{"name": name, "type": kind} for name, kind in self._layout.types.items()],
+            "classes": self._classes,
+            "fingerprint": self._fingerprint.hexdigest(),
+        }
+        self._put(METADATA_KEY, json.dumps(metadata).encode())
+        self._flush()
+        # LMDB may count a page at the end that it then had no need to write; readers take a file that is
+        # shorter than its pages for truncated.
+        required_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if self._path.stat().st_size < required_bytes:
+            os.truncate(self._path, required_bytes)
+        self._env.sync(True)
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._pending.append((key, value))
+        self._pending_bytes += len(value)
+        if self._pending_bytes >= _FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Commit what is pending, in a larger map if this one is full."""
+        while True:
+            try:
+                with self._env.begin(write=True) as txn:
+                    for key, value in self._pending:
+                        txn.put(key, value, append=True)
+                break
+            except lmdb.MapFullError:
+                self._map_bytes *= 2
+                self._env.set_mapsize(self._map_bytes)
+            except lmdb.Error as error:
+                raise StoreError(f"{self._path} cannot be written: {error}") from error
+        self._pending.clear()
+        self._pending_bytes = 0

@@ -1,0 +1,196 @@
+"""Parquet stores: a file, or a folder of files, local or on any file system that pyarrow knows.
+
+Two layouts are understood: flat, with the image column `binary`, and that of Hugging Face, with the
+image column `struct{bytes: binary, path: string}`. A row group is the unit of reading, so a store
+keeps the last ones decoded.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from raypipe.errors import StoreError
+from raypipe.stores.base import Columns
+from raypipe.stores.checks import check_columns, check_indices
+from raypipe.stores.parquet_files import Dataset, open_dataset
+from raypipe.stores.parquet_writer import ParquetWriter
+
+__all__ = ["ParquetStore", "ParquetWriter"]
+
+DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
+
+
+class ParquetStore:
+    """A store in Parquet files, sorted by name, that all have one schema.
+
+    Args:
+        address: path or URI of a file or folder; a relative path is made absolute, since other
+            processes have other folders.
+        image_column: the column that becomes `image`.
+        label_column: the column, of any integer type, that becomes `label`. A file without a column
+            `label` is a store without labels; any other name must be there.
+        cache_bytes: decoded row groups that this object keeps; the last one always stays.
+    """
+
+    def __init__(
+        self,
+        address: str | Path,
+        image_column: str = "image",
+        label_column: str = "label",
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        self.address = str(address) if "://" in str(address) else str(Path(address).absolute())
+        self._options = (image_column, label_column, cache_bytes)
+        self._opened: _Opened | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.address, *self._options)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self._open().dataset.columns)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        return self._open().dataset.classes
+
+    @property
+    def groups(self) -> np.ndarray:
+        return self._open().dataset.offsets
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over the files' footers: schema, rows, sizes, positions and statistics, not the data.
+
+        Files by `ParquetWriter` hold a hash of the data in the footer.
+        """
+        return self._open().dataset.fingerprint
+
+    def __len__(self) -> int:
+        return int(self._open().dataset.offsets[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        """Read samples, see `Store.read`. Null images are None; null labels raise StoreError."""
+        opened = self._open()
+        dataset = opened.dataset
+        wanted = check_indices(indices, len(self), self.address)
+        check_columns(columns, dataset.columns, self.address)
+        # Each group is visited once: its rows stand together in `order`.
+        order = np.argsort(wanted, kind="stable")
+        bounds = np.searchsorted(wanted[order], dataset.offsets)
+        parts: dict[str, list[Any]] = {name: [] for name in columns}
+        for group in np.flatnonzero(np.diff(bounds)).tolist():
+            rows = wanted[order[bounds[group] : bounds[group + 1]]] - dataset.offsets[group]
+            decoded = opened.group(group, columns)
+            for name in columns:
+                where = f"{dataset.groups[group].path}, column {dataset.columns[name].name!r}"
+                parts[name].append(_take(decoded[name], rows, name == "label", where))
+        places = np.argsort(order, kind="stable")  # where in `order` each asked-for sample stands
+        return {name: _join(parts[name], places, dataset.columns[name].type, name == "label") for name in columns}
+
+    def cached_bytes(self) -> int:
+        """Return the size of the decoded row groups held now."""
+        return 0 if self._opened is None else self._opened.num_bytes
+
+    def close(self) -> None:
+        self._opened = None
+
+    def _open(self) -> _Opened:
+        # A forked child starts anew, since its parent's lock may have been held.
+        if self._opened is None or self._opened.pid != os.getpid():
+            image_column, label_column, cache_bytes = self._options
+            self._opened = _Opened(open_dataset(self.address, image_column, label_column), cache_bytes)
+        return self._opened
+
+
+@dataclass
+class _Opened:
+    """An open dataset, and its decoded row groups, the last used last."""
+
+    dataset: Dataset
+    cache_bytes: int
+    pid: int = field(default_factory=os.getpid)
+    num_bytes: int = 0
+    _cache: OrderedDict[int, dict[str, pa.ChunkedArray]] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def group(self, group: int, names: Iterable[str]) -> dict[str, pa.ChunkedArray]:
+        """Return columns of a row group, maybe with others that were asked for earlier."""
+        with self._lock:
+            held = self._cache.pop(group, {})
+            missing = [name for name in names if name not in held]
+            if missing:
+                try:
+                    loaded = self._load(group, missing)
+                except BaseException:
+                    self.num_bytes -= _num_bytes(held)  # it has left the cache
+                    raise
+                self.num_bytes += _num_bytes(loaded)
+                held = held | loaded
+            self._cache[group] = held
+            while self.num_bytes > self.cache_bytes and len(self._cache) > 1:
+                _, evicted = self._cache.popitem(last=False)
+                self.num_bytes -= _num_bytes(evicted)
+            return held
+
+    def _load(self, group: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
+        place = self.dataset.groups[group]
+        fields = {name: self.dataset.columns[name] for name in names}
+        # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.
+        leaves = [f"{f.name}.bytes" if _is_hf_image(name, f) else f.name for name, f in fields.items()]
+        try:
+            with self.dataset.filesystem.open_input_file(place.path) as file:
+                reader = pq.ParquetFile(file, metadata=place.metadata, pre_buffer=self.dataset.is_remote)
+                # One thread: a reader inside an actor has the CPUs of that actor and no more.
+                table = reader.read_row_group(place.row_group, columns=leaves, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())  # pyarrow's have several lines
+            raise StoreError(
+                f"{place.path}, row group {place.row_group}, cannot be read: {reason}; copy or ingest it again"
+            ) from error
+        return {
+            name: pc.struct_field(table[f.name], "bytes") if _is_hf_image(name, f) else table[f.name]
+            for name, f in fields.items()
+        }
+
+
+def _is_hf_image(name: str, column: pa.Field) -> bool:
+    return name == "image" and pa.types.is_struct(column.type)
+
+
+def _num_bytes(columns: dict[str, pa.ChunkedArray]) -> int:
+    return sum(column.get_total_buffer_size() for column in columns.values())
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str) -> Any:
+    """Return the rows of a column: numbers as an array, other values as a list."""
+    if not _is_number(column.type):
+        return [column[row].as_py() for row in rows.tolist()]
+    taken = column.take(pa.array(rows))
+    if is_label and taken.null_count:
+        raise StoreError(f"{where}: a label is null; training on a made-up one would not be noticed")
+    return taken.to_numpy()
+
+
+def _join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
+    """Put the parts, one per group, together in the order asked for."""
+    if not _is_number(kind):
+        values = [value for part in parts for value in part]
+        return [values[place] for place in places.tolist()]
+    joined = np.concatenate(parts)[places] if parts else np.empty(0, kind.to_pandas_dtype())
+    return joined.astype(np.int64) if is_label else joined

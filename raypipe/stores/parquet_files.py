@@ -1,0 +1,172 @@
+"""What is known of Parquet files before any row is read: their footers, put together as one dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from raypipe.errors import StoreError
+
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 8  # uint32 size of the footer, then the magic
+_NUM_FOOTER_THREADS = 16  # a remote footer takes two round trips; a store may have thousands
+
+
+@dataclass(frozen=True)
+class Group:
+    """One row group: which file, and which of its groups."""
+
+    path: str
+    metadata: pq.FileMetaData
+    row_group: int
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Parquet files of one schema, as one sequence of row groups.
+
+    Attributes:
+        filesystem, is_remote: where the files are.
+        columns: name in the store → field in the files; `image` and `label` first.
+        classes: class names from the label's Hugging Face feature, None without one.
+        groups: all row groups that have rows, in order.
+        offsets: int64 of shape (num_groups + 1,), the first sample of each group, and the end.
+        fingerprint: hash over all footers.
+    """
+
+    filesystem: pafs.FileSystem
+    is_remote: bool
+    columns: dict[str, pa.Field]
+    classes: tuple[str, ...] | None
+    groups: list[Group]
+    offsets: np.ndarray
+    fingerprint: str
+
+
+def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
+    """Read all footers at an absolute path or URI.
+
+    Raises:
+        StoreError: no file, a broken file, files of different schemas, or a column that is missing or
+            of an unusable type.
+    """
+    is_remote = "://" in address
+    try:
+        filesystem, root = pafs.FileSystem.from_uri(address) if is_remote else (pafs.LocalFileSystem(), address)
+        paths = _list_files(filesystem, root)
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"{address} cannot be opened: {error}") from error
+    if not paths:
+        raise StoreError(f"{address} has no *.parquet files")
+    with ThreadPoolExecutor(_NUM_FOOTER_THREADS) as pool:
+        footers = list(pool.map(lambda path: _read_footer(filesystem, path), paths))
+    metadata = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
+
+    schema = metadata[0].schema.to_arrow_schema()
+    classes = _class_names(schema, label_column)
+    for path, other in zip(paths[1:], metadata[1:], strict=True):
+        other_schema = other.schema.to_arrow_schema()
+        if not other_schema.equals(schema) or _class_names(other_schema, label_column) != classes:
+            raise StoreError(f"{path} and {paths[0]} differ in schema or classes: a store has one schema")
+
+    groups = [
+        Group(path, parsed, row_group)
+        for path, parsed in zip(paths, metadata, strict=True)
+        for row_group in range(parsed.num_row_groups)
+        if parsed.row_group(row_group).num_rows
+    ]
+    sizes = [group.metadata.row_group(group.row_group).num_rows for group in groups]
+    digest = hashlib.blake2b(digest_size=16)
+    for footer in footers:
+        digest.update(len(footer).to_bytes(8, "little") + footer)
+    return Dataset(
+        filesystem=filesystem,
+        is_remote=is_remote,
+        columns=_columns(paths[0], schema, image_column, label_column),
+        classes=classes,
+        groups=groups,
+        offsets=np.cumsum([0, *sizes], dtype=np.int64),
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def _list_files(filesystem: pafs.FileSystem, root: str) -> list[str]:
+    info = filesystem.get_file_info(root)
+    if info.type == pafs.FileType.NotFound:
+        raise FileNotFoundError("no such file or folder")
+    if info.type == pafs.FileType.File:
+        return [root]
+    children = filesystem.get_file_info(pafs.FileSelector(root))
+    names = (child.path for child in children if child.type == pafs.FileType.File)
+    return sorted(name for name in names if name.endswith(".parquet") and Path(name).name[0] not in "._")
+
+
+def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
+    """Return the footer as it stands in the file, so that its hash does not depend on pyarrow's version."""
+    try:
+        with filesystem.open_input_file(path) as file:
+            num_bytes = file.size()
+            tail = file.read_at(_TAIL_BYTES, max(0, num_bytes - _TAIL_BYTES))
+            start = num_bytes - _TAIL_BYTES - int.from_bytes(tail[:4], "little")
+            if tail[4:] != _MAGIC or start < len(_MAGIC):
+                raise StoreError(f"{path} is truncated or no Parquet: no footer at its end; copy it again")
+            return file.read_at(num_bytes - _TAIL_BYTES - start, start)
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _parse_footer(path: str, footer: bytes) -> pq.FileMetaData:
+    # A footer between two magics is itself a Parquet file, one without data.
+    file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
+    try:
+        return pq.read_metadata(pa.BufferReader(file))
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"{path} has a broken footer: {error}; copy or ingest it again") from error
+
+
+def _columns(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
+    """Return the store's columns, after checking that image and label are of usable types."""
+    there = ", ".join(schema.names)
+    renamed = {"image": image_column, "label": label_column}
+    columns: dict[str, pa.Field] = {}
+    for name, stored in renamed.items():
+        if stored in schema.names:
+            columns[name] = schema.field(stored)
+        elif name == "image" or stored != "label":
+            raise StoreError(f"{path} has no column {stored!r} for {name}, only: {there}; set {name}_column")
+    image = columns["image"].type
+    if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
+        image = image.field("bytes").type
+    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
+        raise StoreError(
+            f"{path}, column {image_column!r} has type {columns['image'].type}; an image is binary, "
+            "large_binary or struct{bytes, path}"
+        )
+    if "label" in columns and not pa.types.is_integer(columns["label"].type):
+        raise StoreError(
+            f"{path}, column {label_column!r} has type {columns['label'].type}; a label is an integer; "
+            "set label_column"
+        )
+    extra = (column for column in schema if column.name not in renamed.values())
+    for column in extra:
+        columns.setdefault(column.name, column)
+    return columns
+
+
+def _class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
+    """Return the names in the label's ClassLabel feature. Older files leave the feature's `_type` out."""
+    try:
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label_column]
+        if feature.get("_type", "ClassLabel") != "ClassLabel":
+            return None
+        return tuple(str(name) for name in feature["names"])
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None

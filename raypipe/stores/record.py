@@ -1,0 +1,127 @@
+"""One sample as one value: the bytes that raypipe's own layouts store, and that writers fingerprint.
+
+    | fixed columns, 8 bytes each, little-endian | for each variable column: uint32 length | bytes |
+
+Columns keep the order in which they were declared, the fixed ones (int64, float64) going before the
+variable ones (binary, string). A length of 0xFFFFFFFF says None.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from raypipe.errors import StoreError
+
+COLUMN_TYPES = ("int64", "float64", "binary", "string")
+DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
+
+_FIXED_CODES = {"int64": "q", "float64": "d"}
+_LENGTH = struct.Struct("<I")
+_NONE = 0xFFFFFFFF
+
+
+def check_column_types(types: Mapping[str, str]) -> None:
+    """Raise StoreError unless every column type is one of `COLUMN_TYPES` and image, label are usable."""
+    for name, kind in types.items():
+        if kind not in COLUMN_TYPES:
+            raise StoreError(f"column {name!r} has type {kind!r}; types are: {', '.join(COLUMN_TYPES)}")
+    for name, kind in DEFAULT_COLUMNS.items():
+        if types.get(name, kind) != kind:
+            raise StoreError(f"column {name!r} has type {types[name]!r}; it must be {kind}")
+
+
+class RecordLayout:
+    """Packs samples into records and back.
+
+    Args:
+        types: all columns, name → one of `COLUMN_TYPES`, in order.
+    """
+
+    def __init__(self, types: Mapping[str, str]) -> None:
+        check_column_types(types)
+        self.types = dict(types)
+        self._fixed_names = [name for name, kind in types.items() if kind in _FIXED_CODES]
+        self._variable_names = [name for name, kind in types.items() if kind not in _FIXED_CODES]
+        self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
+
+    def pack(self, sample: Mapping[str, Any]) -> bytes:
+        """Return the record of a sample.
+
+        Raises:
+            StoreError: a column is missing, undeclared, or of another type than declared.
+        """
+        if sample.keys() != self.types.keys():
+            raise StoreError(f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared")
+        try:
+            parts = [self._fixed.pack(*(sample[name] for name in self._fixed_names))]
+        except struct.error as error:
+            values = {name: sample[name] for name in self._fixed_names}
+            raise StoreError(f"a sample's numbers do not fit their columns: {values}: {error}") from error
+        for name in self._variable_names:
+            value = sample[name]
+            if value is None:
+                parts.append(_LENGTH.pack(_NONE))
+                continue
+            if not isinstance(value, str if self.types[name] == "string" else bytes | bytearray | memoryview):
+                raise StoreError(f"column {name!r} is {self.types[name]}, not {type(value).__name__}")
+            encoded = value.encode() if isinstance(value, str) else bytes(value)
+            if len(encoded) >= _NONE:
+                raise StoreError(f"column {name!r} holds {len(encoded)} bytes; the limit is {_NONE - 1}")
+            parts += (_LENGTH.pack(len(encoded)), encoded)
+        return b"".join(parts)
+
+    def unpack(self, value: memoryview, wanted: Collection[str]) -> dict[str, Any]:
+        """Return the wanted columns of a record, copied out of it.
+
+        Damage never raises. A record shorter than its fixed columns has no columns at all; a variable
+        column that ends beyond the record, or is no UTF-8, is None, and so are those after it.
+        """
+        row: dict[str, Any] = {}
+        if len(value) < self._fixed.size:
+            return row
+        if self._fixed_names:
+            numbers = zip(self._fixed_names, self._fixed.unpack_from(value), strict=True)
+            row.update((name, number) for name, number in numbers if name in wanted)
+        start = self._fixed.size
+        for name in self._variable_names:
+            if start + _LENGTH.size > len(value):
+                break
+            (length,) = _LENGTH.unpack_from(value, start)
+            start += _LENGTH.size
+            if length == _NONE:
+                continue
+            end = start + length
+            if end > len(value):
+                break
+            if name in wanted:
+                content = bytes(value[start:end])
+                row[name] = content if self.types[name] == "binary" else _text(content)
+            start = end
+        return row
+
+
+def _text(content: bytes) -> str | None:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+class Fingerprint:
+    """Hash of a store's contents: its columns, its classes, and every record in order."""
+
+    def __init__(self, types: Mapping[str, str], classes: Collection[str] | None) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.add(json.dumps([list(types.items()), None if classes is None else list(classes)]).encode())
+
+    def add(self, record: bytes) -> None:
+        # The length goes in first: otherwise moving bytes from one record to the next would not show.
+        self._hash.update(len(record).to_bytes(8, "little"))
+        self._hash.update(record)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()

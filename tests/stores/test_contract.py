@@ -1,0 +1,262 @@
+"""One contract that every store keeps."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raypipe.errors import StoreError
+from raypipe.stores import Store, open_store, open_writer
+from raypipe.stores.memory import MemoryStore
+
+CLASSES = ("ant", "bee", "cat")
+LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
+# No store looks into an image; sizes around LMDB's page size matter more than pixels do.
+IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (700 * i) for i in range(len(LABELS))]
+
+
+def _write(path: Path, images: list[bytes], labels: list[int], **options: object) -> None:
+    with open_writer(path, classes=CLASSES, **options) as writer:
+        for image, label in zip(images, labels, strict=True):
+            writer.append({"image": image, "label": label})
+
+
+def make_lmdb(folder: Path, images: list[bytes]) -> Store:
+    _write(folder / "data.lmdb", images, LABELS)
+    return open_store(folder / "data.lmdb")
+
+
+def make_lmdb_shards(folder: Path, images: list[bytes]) -> Store:
+    for number, (start, end) in enumerate([(0, 4), (4, 5), (5, 10)]):
+        _write(folder / f"{number:05d}.lmdb", images[start:end], LABELS[start:end])
+    return open_store(folder)
+
+
+def make_parquet(folder: Path, images: list[bytes]) -> Store:
+    _write(folder / "data.parquet", images, LABELS, row_group_size=3)
+    return open_store(folder / "data.parquet")
+
+
+def make_parquet_hf(folder: Path, images: list[bytes]) -> Store:
+    names = ",".join(f'"{name}"' for name in CLASSES)
+    metadata = {
+        "huggingface": '{"info": {"features": {"image": {"_type": "Image"}, '
+        f'"label": {{"names": [{names}], "_type": "ClassLabel"}}}}}}}}'
+    }
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    schema = pa.schema([("image", kind), ("label", pa.int64())], metadata=metadata)
+    for number, (start, end) in enumerate([(0, 6), (6, 10)]):
+        column = [{"bytes": image, "path": f"{i}.png"} for i, image in enumerate(images[start:end])]
+        table = pa.table({"image": column, "label": LABELS[start:end]}, schema=schema)
+        pq.write_table(table, folder / f"train-{number}.parquet", row_group_size=4)
+    return open_store(folder)
+
+
+def make_folder(folder: Path, images: list[bytes]) -> Store:
+    for number, (image, label) in enumerate(zip(images, LABELS, strict=True)):
+        file = folder / CLASSES[label] / f"{number:03d}.PNG"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(image)
+    return open_store(folder)
+
+
+def make_tar(folder: Path, images: list[bytes]) -> Store:
+    (folder / "train").mkdir()
+    make_folder(folder / "train", images)
+    with tarfile.open(folder / "data.tar", "w") as tar:
+        tar.add(folder / "train", arcname="./train", filter=_without_time)
+    return open_store(folder / "data.tar")
+
+
+def _without_time(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.mtime = 0  # part of the fingerprint
+    return member
+
+
+def make_memory(folder: Path, images: list[bytes]) -> Store:
+    return MemoryStore(images, LABELS, CLASSES)
+
+
+def make_memory_groups(folder: Path, images: list[bytes]) -> Store:
+    return MemoryStore(images, LABELS, CLASSES, group_size=4)
+
+
+MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
+    "lmdb": make_lmdb,
+    "lmdb_shards": make_lmdb_shards,
+    "parquet": make_parquet,
+    "parquet_hf": make_parquet_hf,
+    "folder": make_folder,
+    "tar": make_tar,
+    "memory": make_memory,
+    "memory_groups": make_memory_groups,
+}
+GROUPS = {
+    "parquet": [0, 3, 6, 9, 10],
+    "parquet_hf": [0, 4, 6, 10],
+    "memory_groups": [0, 4, 8, 10],
+}
+
+
+@pytest.fixture(params=MAKERS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def store(kind: str, tmp_path: Path) -> Store:
+    return MAKERS[kind](tmp_path, IMAGES)
+
+
+def test_is_a_store(store: Store) -> None:
+    assert isinstance(store, Store)
+
+
+def test_names_its_address(store: Store, tmp_path: Path) -> None:
+    assert store.address.startswith((str(tmp_path), "memory:"))
+
+
+def test_reads_all_in_order(store: Store) -> None:
+    assert len(store) == len(IMAGES)
+    batch = store.read(np.arange(len(IMAGES)))
+    assert list(batch) == ["image", "label"]
+    assert batch["image"] == IMAGES
+    assert all(type(image) is bytes for image in batch["image"])
+    assert isinstance(batch["label"], np.ndarray)
+    assert batch["label"].dtype == np.int64
+    assert batch["label"].tolist() == LABELS
+
+
+@pytest.mark.parametrize("indices", [[7], [9, 0, 4, 4, 3, 9, 1], [5, 5, 5], list(range(9, -1, -1))])
+def test_reads_in_the_order_asked_for(store: Store, indices: list[int]) -> None:
+    batch = store.read(np.array(indices))
+    assert batch["image"] == [IMAGES[i] for i in indices]
+    assert batch["label"].tolist() == [LABELS[i] for i in indices]
+
+
+def test_reads_random_batches(store: Store) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        indices = rng.integers(0, len(IMAGES), size=rng.integers(1, 40))
+        batch = store.read(indices)
+        assert batch["image"] == [IMAGES[i] for i in indices]
+        assert batch["label"].tolist() == [LABELS[i] for i in indices]
+
+
+def test_reads_nothing(store: Store) -> None:
+    batch = store.read(np.empty(0, np.int64))
+    assert batch["image"] == []
+    assert batch["label"].dtype == np.int64
+    assert batch["label"].shape == (0,)
+
+
+def test_reads_the_columns_asked_for(store: Store) -> None:
+    assert list(store.read(np.array([1]), columns=("label",))) == ["label"]
+    assert list(store.read(np.array([1]), columns=("label", "image"))) == ["label", "image"]
+
+
+def test_result_belongs_to_the_reader(store: Store) -> None:
+    store.read(np.arange(4))["label"][:] = 77
+    assert store.read(np.arange(4))["label"].tolist() == LABELS[:4]
+
+
+def test_columns_and_classes(store: Store) -> None:
+    assert store.columns == ("image", "label")
+    assert store.classes == CLASSES
+
+
+def test_groups(store: Store, kind: str) -> None:
+    if kind not in GROUPS:
+        assert store.groups is None
+        return
+    assert store.groups is not None
+    assert store.groups.dtype == np.int64
+    assert store.groups.tolist() == GROUPS[kind]
+
+
+@pytest.mark.parametrize("index", [-1, 10, 1 << 40])
+def test_index_outside(store: Store, index: int) -> None:
+    with pytest.raises(IndexError, match=rf"{index} is outside \[0, 10\)"):
+        store.read(np.array([0, index]))
+
+
+def test_unknown_column(store: Store) -> None:
+    with pytest.raises(StoreError, match=r"no column 'caption'; its columns are: image, label"):
+        store.read(np.array([0]), columns=("image", "caption"))
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_pickles(store: Store, opened: bool) -> None:
+    if opened:
+        store.read(np.array([0]))
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.address == store.address
+    assert copy.fingerprint == store.fingerprint
+    assert copy.read(np.array([8, 2]))["image"] == [IMAGES[8], IMAGES[2]]
+    # Both are open now, in one process.
+    assert store.read(np.array([8]))["image"] == [IMAGES[8]]
+
+
+def test_pickles_without_its_contents(store: Store, kind: str) -> None:
+    store.read(np.arange(10))
+    if not kind.startswith("memory"):
+        assert len(pickle.dumps(store)) < 500
+
+
+def test_fingerprint(store: Store, kind: str, tmp_path: Path) -> None:
+    assert re.fullmatch("[0-9a-f]{32}", store.fingerprint)
+    again = tmp_path / "again"
+    again.mkdir()
+    assert MAKERS[kind](again, IMAGES).fingerprint == store.fingerprint
+    store.close()
+    assert pickle.loads(pickle.dumps(store)).fingerprint == store.fingerprint
+
+
+def test_fingerprint_shows_other_contents(store: Store, kind: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    images = [*IMAGES[:-1], IMAGES[-1] + b"!"]
+    assert MAKERS[kind](other, images).fingerprint != store.fingerprint
+
+
+def test_fingerprint_of_writers_shows_one_bit(tmp_path: Path) -> None:
+    images = [*IMAGES[:-1], IMAGES[-1][:-1] + b"!"]
+    for make in (make_lmdb, make_lmdb_shards, make_parquet):
+        folders = tmp_path / make.__name__ / "a", tmp_path / make.__name__ / "b"
+        for folder in folders:
+            folder.mkdir(parents=True)
+        assert make(folders[0], IMAGES).fingerprint != make(folders[1], images).fingerprint
+
+
+def test_reads_after_close(store: Store) -> None:
+    store.close()
+    store.read(np.array([0]))
+    store.close()
+    store.close()
+    assert store.read(np.array([3]))["image"] == [IMAGES[3]]
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "parquet", "tar"])
+def test_reads_in_another_process(store: Store, kind: str, tmp_path: Path) -> None:
+    store.read(np.array([0]))
+    (tmp_path / "store.pickle").write_bytes(pickle.dumps(store))
+    program = (
+        "import pathlib, pickle, sys, numpy as np\n"
+        "store = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "print(store.fingerprint, len(store.read(np.array([9]))['image'][0]))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "store.pickle")]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=60
+    )
+    assert result.stdout.split() == [store.fingerprint, str(len(IMAGES[9]))]

@@ -1,0 +1,93 @@
+"""Folder stores: what counts as a class and as a sample."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypipe.errors import StoreError
+from raypipe.stores.folder import FolderStore
+
+
+def make(root: Path, *names: str) -> FolderStore:
+    for name in names:
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(name.encode())
+    return FolderStore(root)
+
+
+def names_of(store: FolderStore) -> list[str]:
+    return [image.decode() for image in store.read(np.arange(len(store)))["image"]]
+
+
+def test_order_and_suffixes(tmp_path: Path) -> None:
+    names = ["b/1.JPG", "b/0/z.jpeg", "a/x.webp", "a/X.png", "a-b/1.tiff", "c/1.gif", "c/2.bmp", "c/3.tif"]
+    store = make(tmp_path, *names, "a/notes.txt", "a/jpg", "root.jpg")
+    assert store.classes == ("a", "a-b", "b", "c")
+    assert names_of(store) == [
+        "a/X.png",
+        "a/x.webp",
+        "a-b/1.tiff",
+        "b/0/z.jpeg",
+        "b/1.JPG",
+        "c/1.gif",
+        "c/2.bmp",
+        "c/3.tif",
+    ]
+    assert store.read(np.arange(8))["label"].tolist() == [0, 0, 1, 2, 2, 3, 3, 3]
+
+
+def test_hidden_files_do_not_count(tmp_path: Path) -> None:
+    store = make(tmp_path, "a/1.png", "a/._1.png", "a/.cache/2.png", ".git/3.png")
+    assert store.classes == ("a",)
+    assert names_of(store) == ["a/1.png"]
+
+
+def test_empty_class_keeps_its_label(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    store = make(tmp_path, "a/1.png", "c/1.png")
+    assert store.classes == ("a", "b", "c")
+    assert store.read(np.arange(2))["label"].tolist() == [0, 2]
+
+
+def test_links(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    make(outside, "x.png", "more/y.png")
+    root = tmp_path / "root"
+    store = make(root, "a/1.png")
+    (root / "a" / "2.png").symlink_to(outside / "x.png")
+    (root / "a" / "3.png").symlink_to(outside / "absent.png")
+    (root / "a" / "loop").symlink_to(root)
+    (root / "b").symlink_to(outside / "more")
+    os.mkfifo(root / "a" / "pipe.png")
+    assert store.classes == ("a", "b")
+    batch = store.read(np.arange(len(store)))
+    # The loop is walked until it comes back to a folder that it is inside of.
+    assert batch["image"] == [b"a/1.png", b"x.png", None, b"more/y.png", b"more/y.png"]
+    assert batch["label"].tolist() == [0, 0, 0, 0, 1]
+
+
+def test_vanished_file_is_a_missing_sample(tmp_path: Path) -> None:
+    store = make(tmp_path, "a/1.png", "a/2.png")
+    assert len(store) == 2
+    (tmp_path / "a" / "1.png").unlink()
+    batch = store.read(np.arange(2))
+    assert batch["image"] == [None, b"a/2.png"]
+    assert batch["label"].tolist() == [0, 0]
+    store.close()
+    assert len(store) == 1
+
+
+@pytest.mark.parametrize("names", [[], ["1.png"], ["a/notes.txt"]])
+def test_nothing_there(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(StoreError, match=r"has no class folders with images .*root/class/image\.jpg"):
+        len(make(tmp_path, *names))
+
+
+def test_absent(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"absent cannot be scanned: .*No such file"):
+        len(FolderStore(tmp_path / "absent"))

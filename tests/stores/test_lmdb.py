@@ -1,0 +1,304 @@
+"""LMDB stores: damage, foreign layouts, forks, and the writer's map."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from raypipe.errors import StoreError
+from raypipe.stores.lmdb import LMDBStore, LMDBWriter
+from raypipe.stores.lmdb_shard import KEY, METADATA_KEY
+
+PAGE_BYTES = 4096
+METADATA = {
+    "version": 1,
+    "count": 1,
+    "columns": [{"name": "image", "type": "binary"}, {"name": "label", "type": "int64"}],
+    "classes": None,
+    "fingerprint": "0" * 32,
+}
+
+
+def write(path: Path, num_samples: int = 20, num_bytes: int = 9_000, **options: object) -> Path:
+    with LMDBWriter(path, **options) as writer:
+        for i in range(num_samples):
+            writer.append({"image": bytes([i % 256]) * num_bytes, "label": i})
+    return path
+
+
+def write_raw(path: Path, entries: Mapping[bytes, bytes], subdir: bool = False) -> Path:
+    with lmdb.open(str(path), subdir=subdir, lock=False) as env, env.begin(write=True) as txn:
+        for key, value in entries.items():
+            txn.put(key, value)
+    return path
+
+
+def edit(path: Path, change: Callable[[lmdb.Transaction], object]) -> None:
+    with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
+        change(txn)
+
+
+def record(image: bytes, label: int) -> bytes:
+    return struct.pack("<qI", label, len(image)) + image
+
+
+def test_layout_is_as_documented(tmp_path: Path) -> None:
+    with LMDBWriter(tmp_path / "a.lmdb", classes=["x", "y"]) as writer:
+        writer.append({"image": b"abc", "label": 1})
+    with (
+        lmdb.open(str(tmp_path / "a.lmdb"), subdir=False, readonly=True, lock=False) as env,
+        env.begin() as txn,
+    ):
+        entries = dict(txn.cursor())
+    metadata = json.loads(entries.pop(b"__raypipe__"))
+    assert entries == {bytes(8): bytes([1, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]) + b"abc"}
+    fingerprint = hashlib.blake2b(digest_size=16)
+    for part in (b'[[["image", "binary"], ["label", "int64"]], ["x", "y"]]', record(b"abc", 1)):
+        fingerprint.update(len(part).to_bytes(8, "little") + part)
+    assert metadata == METADATA | {"classes": ["x", "y"], "fingerprint": fingerprint.hexdigest()}
+
+
+@pytest.mark.parametrize("missing_bytes", [1, PAGE_BYTES, 5 * PAGE_BYTES, "half", "most", "header", "all"])
+def test_truncated(tmp_path: Path, missing_bytes: int | str) -> None:
+    path = write(tmp_path / "a.lmdb")
+    num_bytes = path.stat().st_size
+    left = {"half": num_bytes // 2, "most": 2 * PAGE_BYTES, "header": 1000, "all": 0}
+    remaining = num_bytes - missing_bytes if isinstance(missing_bytes, int) else left[missing_bytes]
+    os.truncate(path, remaining)
+    # In a process of its own: reading past the end of a mapped file is a signal, not an exception.
+    program = (
+        "import sys, numpy as np\n"
+        "from raypipe.errors import StoreError\n"
+        "from raypipe.stores.lmdb import LMDBStore\n"
+        "try:\n"
+        "    LMDBStore(sys.argv[1]).read(np.arange(20))\n"
+        "except StoreError as error:\n"
+        "    print(error)"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert str(path) in result.stdout
+    assert "copy or ingest it again" in result.stdout
+    if remaining > 2 * PAGE_BYTES:
+        assert f"truncated: {remaining} bytes, needs {num_bytes};" in result.stdout
+
+
+def test_no_lmdb(tmp_path: Path) -> None:
+    (tmp_path / "a.lmdb").write_bytes(b"no database" * 2_000)
+    with pytest.raises(StoreError, match=r"a\.lmdb cannot be opened as LMDB"):
+        len(LMDBStore(tmp_path / "a.lmdb"))
+
+
+def test_absent(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"a\.lmdb does not exist"):
+        len(LMDBStore(tmp_path / "a.lmdb"))
+    with pytest.raises(StoreError, match="neither an LMDB environment nor a folder"):
+        len(LMDBStore(tmp_path))
+
+
+def test_damaged_values_are_missing_samples(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb", num_samples=6)
+
+    def damage(txn: lmdb.Transaction) -> None:
+        txn.put(KEY.pack(1), b"")
+        txn.put(KEY.pack(2), b"\x07\x00\x00")
+        txn.put(KEY.pack(3), struct.pack("<q", 33))
+        txn.put(KEY.pack(4), struct.pack("<qI", 44, 100) + b"short")
+        txn.put(KEY.pack(5), record(b"", 55))
+
+    edit(path, damage)
+    batch = LMDBStore(path).read(np.array([5, 4, 3, 2, 1, 0]))
+    assert batch["image"] == [b"", None, None, None, None, bytes(9_000)]
+    assert batch["label"].tolist() == [55, 44, 33, 0, 0, 0]
+
+
+def test_missing_key_is_a_missing_sample(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb", num_samples=3)
+    edit(path, lambda txn: (txn.delete(KEY.pack(1)), txn.put(b"other", b"")))
+    batch = LMDBStore(path).read(np.arange(3))
+    assert [image is None for image in batch["image"]] == [False, True, False]
+    assert batch["label"].tolist() == [0, 0, 2]
+
+
+def test_count_mismatch(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb", num_samples=3)
+    edit(path, lambda txn: txn.delete(KEY.pack(1)))
+    with pytest.raises(StoreError, match=r"a\.lmdb holds 2 samples, but was written with 3"):
+        len(LMDBStore(path))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (b"{", "bad __raypipe__ record"),
+        (b"[1]", "bad __raypipe__ record"),
+        (b"\xff\xfe\xfd", "bad __raypipe__ record"),
+        (b"{}", "bad __raypipe__ record: 'version'"),
+        (json.dumps(METADATA | {"version": 2}).encode(), "version 2; this raypipe reads version 1"),
+        (json.dumps(METADATA | {"columns": [{"name": "image"}]}).encode(), "bad __raypipe__ record: 'type'"),
+        (json.dumps(METADATA | {"columns": [{"name": "a", "type": "int8"}]}).encode(), "type 'int8'"),
+        (json.dumps(METADATA | {"count": "many"}).encode(), "bad __raypipe__ record"),
+    ],
+)
+def test_bad_metadata(tmp_path: Path, metadata: bytes, message: str) -> None:
+    path = write_raw(tmp_path / "a.lmdb", {KEY.pack(0): record(b"x", 1), METADATA_KEY: metadata})
+    with pytest.raises(StoreError, match=rf"a\.lmdb.*{message}"):
+        len(LMDBStore(path))
+
+
+class _Trap:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_foreign_layouts(tmp_path: Path) -> None:
+    lsun = write_raw(tmp_path / "lsun.lmdb", {hashlib.sha1(b"1").hexdigest().encode(): b"\xff\xd8\xff"})
+    with pytest.raises(StoreError, match=r"lsun\.lmdb has no __raypipe__ record.*LSUN.*never unpickled"):
+        LMDBStore(lsun).read(np.array([0]))
+
+
+def test_pickles_are_never_run(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    trap = pickle.dumps(_Trap(marker))
+    pickle.loads(trap)
+    assert marker.exists()  # it is a trap
+    marker.unlink()
+
+    torch_style = {b"__keys__": trap, b"__len__": trap, b"0": trap}
+    with pytest.raises(StoreError, match="never unpickled"):
+        LMDBStore(write_raw(tmp_path / "torch.lmdb", torch_style)).read(np.array([0]))
+    with pytest.raises(StoreError, match="bad __raypipe__ record"):
+        len(LMDBStore(write_raw(tmp_path / "meta.lmdb", {METADATA_KEY: trap})))
+    values = {KEY.pack(0): trap, METADATA_KEY: json.dumps(METADATA).encode()}
+    LMDBStore(write_raw(tmp_path / "values.lmdb", values)).read(np.array([0]))
+    assert not marker.exists()
+
+
+def test_environment_folder(tmp_path: Path) -> None:
+    entries = {KEY.pack(0): record(b"x", 1), METADATA_KEY: json.dumps(METADATA).encode()}
+    store = LMDBStore(write_raw(tmp_path / "env", entries, subdir=True))
+    assert store.read(np.array([0]))["image"] == [b"x"]
+    os.truncate(tmp_path / "env" / "data.mdb", 100)
+    store.close()
+    with pytest.raises(StoreError, match=r"data\.mdb cannot be opened"):
+        len(store)
+
+
+def test_shards_must_agree(tmp_path: Path) -> None:
+    write(tmp_path / "0.lmdb", classes=["a"])
+    write(tmp_path / "1.lmdb", classes=["b"])
+    with pytest.raises(StoreError, match=r"1\.lmdb and .*0\.lmdb differ in columns or classes"):
+        len(LMDBStore(tmp_path))
+
+
+def test_empty_shards(tmp_path: Path) -> None:
+    for name, num_samples in (("0", 0), ("1", 2), ("2", 0), ("3", 1)):
+        write(tmp_path / f"{name}.lmdb", num_samples)
+    store = LMDBStore(tmp_path)
+    assert store.read(np.array([2, 0, 1]))["label"].tolist() == [0, 0, 1]
+
+
+def test_many_stores_share_one_environment(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb")
+    (tmp_path / "link.lmdb").symlink_to(path)
+    stores = [LMDBStore(path), LMDBStore(path), LMDBStore(tmp_path / "link.lmdb")]
+    for store in stores:
+        assert store.read(np.array([7]))["label"].tolist() == [7]
+    stores[0].close()
+    assert stores[1].read(np.array([7]))["label"].tolist() == [7]
+    del stores, store
+    gc.collect()
+    # Nobody holds it any more, so this process may open it otherwise.
+    lmdb.open(str(path), subdir=False, readonly=True, lock=False).close()
+
+
+def test_replaced_file_is_seen_by_the_next_open(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb", num_samples=3)
+    old = LMDBStore(path)
+    assert len(old) == 3
+    write(tmp_path / "b.lmdb", num_samples=5)
+    (tmp_path / "b.lmdb").replace(path)
+    assert len(LMDBStore(path)) == 5
+    assert old.read(np.array([2]))["label"].tolist() == [2]  # what it has open is still there
+    old.close()
+    assert len(old) == 5
+
+
+def test_threads(tmp_path: Path) -> None:
+    store = LMDBStore(write(tmp_path / "a.lmdb"))
+    wrong: list[object] = []
+
+    def read() -> None:
+        for _ in range(50):
+            labels = store.read(np.arange(20))["label"].tolist()
+            if labels != list(range(20)):
+                wrong.append(labels)
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def _read_in_child(store: LMDBStore, path: Path, answers: multiprocessing.Queue) -> None:
+    inherited = store.read(np.array([3, 1]))["label"].tolist()
+    opened_anew = LMDBStore(path).read(np.array([3, 1]))["label"].tolist()
+    answers.put((inherited, opened_anew))
+
+
+def test_forks(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb")
+    store = LMDBStore(path)
+    store.read(np.arange(20))
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    children = [fork.Process(target=_read_in_child, args=(store, path, answers)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for _ in children:
+        assert answers.get(timeout=30) == ([3, 1], [3, 1])
+    for child in children:
+        child.join(timeout=30)
+        assert child.exitcode == 0
+    assert store.read(np.array([5]))["label"].tolist() == [5]
+
+
+@pytest.mark.parametrize("num_bytes", [10, 3_000, 200_000])
+def test_writer_grows_its_map(tmp_path: Path, num_bytes: int) -> None:
+    path = write(tmp_path / "a.lmdb", num_samples=300, num_bytes=num_bytes, map_bytes=64 << 10)
+    batch = LMDBStore(path).read(np.arange(300))
+    assert batch["label"].tolist() == list(range(300))
+    assert batch["image"] == [bytes([i % 256]) * num_bytes for i in range(300)]
+
+
+def test_writer_writes_equal_files(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.lmdb"), write(tmp_path / "b.lmdb")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_copied_store_is_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb")
+    copy = Path(shutil.copy(path, tmp_path / "copy.lmdb"))
+    assert LMDBStore(copy).fingerprint == LMDBStore(path).fingerprint

@@ -1,0 +1,173 @@
+"""How an address becomes a store or a writer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypipe.errors import StoreError
+from raypipe.stores import open_store, open_writer
+from raypipe.stores.memory import MemoryStore
+
+
+def write(path: Path, **options: object) -> Path:
+    with open_writer(path, **options) as writer:
+        writer.append({"image": b"x", "label": 1})
+    return path
+
+
+def test_importing_is_cheap() -> None:
+    heavy = "('lmdb', 'pyarrow', 'torch', 'ray')"
+    program = f"import sys, raypipe.stores; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("address", ["absent", "absent.lmdb", "absent.parquet"])
+def test_absent(tmp_path: Path, address: str) -> None:
+    with pytest.raises(StoreError, match=rf"(?s){address} does not exist.*LMDB.*Parquet.*tar.*folder"):
+        open_store(tmp_path / address)
+
+
+def test_unknown(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(StoreError, match=r"(?s)notes\.txt is no store.*LMDB"):
+        open_store(tmp_path / "notes.txt")
+    with pytest.raises(StoreError, match=r"holds no store"):
+        open_store(tmp_path)
+
+
+def test_compressed_tar(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(StoreError, match="uncompress it"):
+        open_store(tmp_path / "a.tar.gz")
+
+
+def test_mixed_folder(tmp_path: Path) -> None:
+    write(tmp_path / "a.lmdb")
+    write(tmp_path / "a.parquet")
+    with pytest.raises(StoreError, match=r"both \*\.lmdb and \*\.parquet"):
+        open_store(tmp_path)
+
+
+def test_remote_must_be_parquet() -> None:
+    with pytest.raises(StoreError, match="copy it to a local disk"):
+        open_store("s3://bucket/train.lmdb")
+    assert open_store("s3://bucket/train").address == "s3://bucket/train"
+
+
+@pytest.mark.parametrize("name", ["a b.lmdb", "a b.parquet"])
+def test_file_uri(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    assert open_store(path.as_uri()).read(np.array([0]))["image"] == [b"x"]
+
+
+def test_relative_address_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.lmdb")
+    monkeypatch.chdir(tmp_path)
+    store = open_store("a.lmdb")
+    monkeypatch.chdir("/")
+    assert store.address == str(tmp_path / "a.lmdb")
+    assert len(store) == 1
+
+
+def test_options_reach_the_store(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    with pytest.raises(StoreError, match="no column 'img'"):
+        len(open_store(tmp_path / "a.parquet", image_column="img"))
+
+
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
+class TestWriters:
+    def test_unknown_suffix(self, tmp_path: Path, suffix: str) -> None:
+        with pytest.raises(StoreError, match=r"must be \.lmdb or \.parquet"):
+            open_writer(tmp_path / f"a{suffix}.zip")
+
+    def test_leaves_one_file(self, tmp_path: Path, suffix: str) -> None:
+        write(tmp_path / f"a{suffix}")
+        assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
+
+    def test_exception_removes_the_file(self, tmp_path: Path, suffix: str) -> None:
+        with pytest.raises(RuntimeError, match="half way"), open_writer(tmp_path / f"a{suffix}") as writer:
+            writer.append({"image": b"x", "label": 1})
+            raise RuntimeError("half way")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_never_overwrites(self, tmp_path: Path, suffix: str) -> None:
+        path = tmp_path / f"a{suffix}"
+        path.write_bytes(b"precious")
+        with pytest.raises(StoreError, match="File exists"), open_writer(path):
+            pass
+        assert path.read_bytes() == b"precious"
+
+    def test_empty_store(self, tmp_path: Path, suffix: str) -> None:
+        with open_writer(tmp_path / f"a{suffix}"):
+            pass
+        store = open_store(tmp_path / f"a{suffix}")
+        assert len(store) == 0
+        assert store.read(np.array([]))["image"] == []
+
+    def test_extra_columns(self, tmp_path: Path, suffix: str) -> None:
+        columns = {"caption": "string", "image": "binary", "width": "int64", "label": "int64"}
+        columns |= {"score": "float64", "mask": "binary"}
+        with open_writer(tmp_path / f"a{suffix}", columns, ["a", "b"]) as writer:
+            for i in range(3):
+                sample = {"image": b"i" * i, "label": i % 2, "caption": f"ä{i}", "width": -i, "score": i / 4}
+                writer.append({**sample, "mask": None if i == 1 else b"m"})
+        store = open_store(tmp_path / f"a{suffix}")
+        assert store.columns == ("image", "label", "caption", "width", "score", "mask")
+        batch = store.read(np.array([2, 1]), columns=store.columns)
+        assert batch["image"] == [b"ii", b"i"]
+        assert batch["caption"] == ["ä2", "ä1"]
+        assert batch["mask"] == [b"m", None]
+        assert (batch["width"].dtype, batch["width"].tolist()) == (np.int64, [-2, -1])
+        assert (batch["score"].dtype, batch["score"].tolist()) == (np.float64, [0.5, 0.25])
+
+    def test_no_labels(self, tmp_path: Path, suffix: str) -> None:
+        with open_writer(tmp_path / f"a{suffix}", {"image": "binary"}) as writer:
+            writer.append({"image": b"x"})
+        store = open_store(tmp_path / f"a{suffix}")
+        assert store.columns == ("image",)
+        assert store.classes is None
+        with pytest.raises(StoreError, match="no column 'label'"):
+            store.read(np.array([0]), columns=("label",))
+
+    @pytest.mark.parametrize(
+        ("sample", "message"),
+        [
+            ({"image": b"x"}, "were declared"),
+            ({"image": b"x", "label": 1, "more": 2}, "were declared"),
+            ({"image": "x", "label": 1}, "is binary, not str"),
+            ({"image": b"x", "label": 1 << 63}, "do not fit"),
+            ({"image": b"x", "label": None}, "do not fit"),
+        ],
+    )
+    def test_bad_sample(self, tmp_path: Path, suffix: str, sample: dict, message: str) -> None:
+        with pytest.raises(StoreError, match=message), open_writer(tmp_path / f"a{suffix}") as writer:
+            writer.append(sample)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_bad_column_type(self, tmp_path: Path, suffix: str) -> None:
+        with pytest.raises(StoreError, match="'int8'; types are"):
+            open_writer(tmp_path / f"a{suffix}", {"image": "binary", "label": "int8"})
+
+
+def test_memory_extras() -> None:
+    store = MemoryStore([b"a", None], None, columns={"size": [1, 2], "name": ["x", "y"]})
+    assert store.columns == ("image", "size", "name")
+    batch = store.read(np.array([1, 0]), columns=store.columns)
+    assert batch["image"] == [None, b"a"]
+    assert batch["size"].tolist() == [2, 1]
+    assert batch["name"] == ["y", "x"]
+    with pytest.raises(ValueError, match="3 values for 2 images"):
+        MemoryStore([b"a", b"b"], [1, 2, 3])

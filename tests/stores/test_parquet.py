@@ -1,0 +1,266 @@
+"""Parquet stores: layouts, broken files, and the cache of row groups."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raypipe.errors import StoreError
+from raypipe.stores.parquet import ParquetStore
+from raypipe.stores.parquet_writer import GROUP_BYTES, ParquetWriter
+
+HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def write(path: Path, num_samples: int = 20, num_bytes: int = 100, **options: Any) -> Path:
+    with ParquetWriter(path, **options) as writer:
+        for i in range(num_samples):
+            writer.append({"image": bytes([i % 256]) * num_bytes, "label": i})
+    return path
+
+
+def write_table(path: Path, metadata: dict | None = None, **columns: pa.Array) -> Path:
+    table = pa.table(columns)
+    if metadata is not None:
+        table = table.replace_schema_metadata({"huggingface": json.dumps(metadata)})
+    pq.write_table(table, path)
+    return path
+
+
+IMAGES = pa.array([b"a", b"bb", b"ccc"])
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_image_types(tmp_path: Path, kind: pa.DataType) -> None:
+    path = write_table(tmp_path / "a.parquet", image=IMAGES.cast(kind), label=pa.array([0, 1, 2]))
+    assert ParquetStore(path).read(np.array([2, 0]))["image"] == [b"ccc", b"a"]
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.int64()])
+def test_label_types(tmp_path: Path, kind: pa.DataType) -> None:
+    path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2], kind))
+    for indices in ([2, 0], []):
+        labels = ParquetStore(path).read(np.array(indices))["label"]
+        assert labels.dtype == np.int64
+        assert labels.tolist() == indices
+
+
+@pytest.mark.parametrize("names", [("bytes", "path"), ("path", "bytes")])
+def test_hugging_face_nulls(tmp_path: Path, names: tuple[str, str]) -> None:
+    kinds = {"bytes": pa.binary(), "path": pa.string()}
+    rows = [
+        {"bytes": b"a", "path": None},
+        {"bytes": None, "path": "b.png"},
+        None,
+        {"bytes": b"d", "path": "d"},
+    ]
+    images = pa.array(rows, pa.struct([(name, kinds[name]) for name in names]))
+    path = write_table(tmp_path / "a.parquet", image=images, label=pa.array([0, 1, 2, 3]))
+    assert ParquetStore(path).read(np.arange(4))["image"] == [b"a", None, None, b"d"]
+
+
+def test_flat_null(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", image=pa.array([b"a", None]), label=pa.array([0, 1]))
+    assert ParquetStore(path).read(np.arange(2))["image"] == [b"a", None]
+
+
+def test_null_label_is_loud(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, None, 2]))
+    store = ParquetStore(path)
+    assert store.read(np.array([0, 2]))["label"].tolist() == [0, 2]
+    with pytest.raises(StoreError, match=r"a\.parquet, column 'label': a label is null"):
+        store.read(np.array([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("feature", "classes"),
+    [
+        ({"names": ["x", "y"], "_type": "ClassLabel"}, ("x", "y")),
+        ({"names": ["x", "y"]}, ("x", "y")),
+        ({"dtype": "int64", "_type": "Value"}, None),
+        ({"names": ["x"], "_type": "Other"}, None),
+        (None, None),
+    ],
+)
+def test_classes_in_the_metadata(tmp_path: Path, feature: dict | None, classes: tuple | None) -> None:
+    metadata = {"info": {"features": {"image": {"_type": "Image"}, "label": feature}}}
+    path = write_table(tmp_path / "a.parquet", metadata, image=IMAGES, label=pa.array([0, 1, 1]))
+    assert ParquetStore(path).classes == classes
+
+
+def test_renamed_columns(tmp_path: Path) -> None:
+    metadata = {"info": {"features": {"fine": {"names": ["x", "y"]}}}}
+    columns = {"coarse": pa.array([7, 8, 9]), "img": IMAGES, "fine": pa.array([0, 1, 1])}
+    path = write_table(tmp_path / "a.parquet", metadata, **columns)
+    store = ParquetStore(path, image_column="img", label_column="fine")
+    assert store.columns == ("image", "label", "coarse")
+    assert store.classes == ("x", "y")
+    assert store.read(np.array([1]))["label"].tolist() == [1]
+
+    with pytest.raises(StoreError, match=r"a\.parquet has no column 'image' .* only: coarse, img, fine; set"):
+        len(ParquetStore(path))
+    with pytest.raises(StoreError, match="no column 'none' for label"):
+        len(ParquetStore(path, image_column="img", label_column="none"))
+    without_label = ParquetStore(path, image_column="img")
+    assert without_label.columns == ("image", "coarse", "fine")
+    with pytest.raises(StoreError, match="no column 'label'; its columns are: image, coarse, fine"):
+        without_label.read(np.array([0]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"image": pa.array(["a"]), "label": pa.array([0])}, "'image' has type string; an image is binary"),
+        ({"image": pa.array([[1]]), "label": pa.array([0])}, "'image' has type list"),
+        ({"image": pa.array([b"a"]), "label": pa.array(["x"])}, "'label' has type string; a label is an int"),
+        ({"image": pa.array([b"a"]), "label": pa.array([0.5])}, "'label' has type double"),
+    ],
+)
+def test_unusable_types(tmp_path: Path, columns: dict, message: str) -> None:
+    with pytest.raises(StoreError, match=message):
+        len(ParquetStore(write_table(tmp_path / "a.parquet", **columns)))
+
+
+def test_extra_columns(tmp_path: Path) -> None:
+    columns = {
+        "label": pa.array([0, 1, 2]),
+        "weight": pa.array([0.5, None, 2.0], pa.float32()),
+        "tags": pa.array([["a"], [], None]),
+        "ok": pa.array([True, False, None]),
+        "image": IMAGES,
+        "text": pa.array(["x", None, "z"]),
+    }
+    store = ParquetStore(write_table(tmp_path / "a.parquet", **columns))
+    assert store.columns == ("image", "label", "weight", "tags", "ok", "text")
+    batch = store.read(np.array([2, 1]), columns=("weight", "tags", "ok", "text"))
+    np.testing.assert_array_equal(batch["weight"], np.array([2.0, np.nan], np.float32))
+    assert (batch["tags"], batch["ok"], batch["text"]) == ([None, []], [None, False], ["z", None])
+
+
+def test_several_files(tmp_path: Path) -> None:
+    for name, labels in (("b", [2, 3]), ("a", [0, 1]), ("c", []), ("d", [4])):
+        images = pa.array([bytes([label]) for label in labels], pa.binary())
+        write_table(tmp_path / f"{name}.parquet", image=images, label=pa.array(labels, pa.int64()))
+    (tmp_path / "_metadata.parquet").write_bytes(b"not ours")
+    (tmp_path / "README.md").write_bytes(b"not ours")
+    store = ParquetStore(tmp_path)
+    assert store.groups.tolist() == [0, 2, 4, 5]
+    batch = store.read(np.array([4, 0, 3, 0]))
+    assert batch["label"].tolist() == [4, 0, 3, 0]
+    assert batch["image"] == [b"\x04", b"\x00", b"\x03", b"\x00"]
+
+
+def test_files_must_agree(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
+    write_table(tmp_path / "b.parquet", image=IMAGES, label=pa.array([0, 1, 2], pa.int32()))
+    with pytest.raises(StoreError, match=r"b\.parquet and .*a\.parquet differ in schema"):
+        len(ParquetStore(tmp_path))
+
+
+def test_uri(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    store = ParquetStore(tmp_path.as_uri())
+    assert store.address.startswith("file://")
+    assert store.read(np.array([3]))["label"].tolist() == [3]
+    with pytest.raises(StoreError, match=r"file://.*/none cannot be opened"):
+        len(ParquetStore(tmp_path.as_uri() + "/none"))
+
+
+@pytest.mark.parametrize("remaining", [0, 3, 7, 8, 11, 0.5, 0.9, -1, -8])
+def test_truncated(tmp_path: Path, remaining: float) -> None:
+    path = write(tmp_path / "a.parquet", num_samples=200)
+    num_bytes = path.stat().st_size
+    os.truncate(path, int(remaining * num_bytes) if 0 < remaining < 1 else int(remaining) % num_bytes)
+    with pytest.raises(StoreError, match=r"a\.parquet is truncated or no Parquet"):
+        len(ParquetStore(path))
+
+
+def test_broken_footer(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", num_samples=200)
+    content = bytearray(path.read_bytes())
+    content[-200:-100] = bytes(100)
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=r"a\.parquet"):
+        ParquetStore(path).read(np.arange(200))
+
+
+def test_broken_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", num_samples=200)
+    content = bytearray(path.read_bytes())
+    content[4:400] = bytes(396)
+    path.write_bytes(content)
+    store = ParquetStore(path)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"a\.parquet, row group 0, cannot be read: .*again"):
+            store.read(np.arange(200))
+
+
+def test_absent(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no such file"):
+        len(ParquetStore(tmp_path / "a.parquet"))
+    with pytest.raises(StoreError, match=r"no \*\.parquet files"):
+        len(ParquetStore(tmp_path))
+
+
+def test_cache_is_bounded(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+    store = ParquetStore(path, cache_bytes=100_000)
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        indices = rng.integers(0, 40, size=12)
+        batch = store.read(indices)
+        assert batch["label"].tolist() == indices.tolist()
+        assert 0 < store.cached_bytes() <= 100_000
+    store.close()
+    assert store.cached_bytes() == 0
+
+
+def test_cache_keeps_the_last_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+    store = ParquetStore(path, cache_bytes=0)
+    reads: list[int] = []
+    read_row_group = pq.ParquetFile.read_row_group
+
+    def counted(self: pq.ParquetFile, group: int, **options: Any) -> pa.Table:
+        reads.append(group)
+        return read_row_group(self, group, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
+    for index in (0, 1, 3, 4, 5, 39, 38, 0):
+        store.read(np.array([index]))
+    assert reads == [0, 1, 9, 0]
+    assert 40_000 < store.cached_bytes() < 50_000
+    store.read(np.arange(40))
+    assert reads[4:] == list(range(1, 10))  # group 0 was there
+
+
+def test_reading_labels_leaves_the_images_alone(tmp_path: Path) -> None:
+    store = ParquetStore(write(tmp_path / "a.parquet", num_bytes=10_000))
+    assert store.read(np.arange(20), columns=("label",))["label"].tolist() == list(range(20))
+    assert store.cached_bytes() < 1_000
+    assert store.read(np.array([1]))["image"] == [b"\x01" * 10_000]
+
+
+def test_writer_groups_are_about_8_mib(tmp_path: Path) -> None:
+    num_bytes = 1 << 20
+    store = ParquetStore(write(tmp_path / "a.parquet", num_samples=20, num_bytes=num_bytes))
+    assert store.groups.tolist() == [0, 8, 16, 20]
+    assert 8 * num_bytes == GROUP_BYTES
+
+
+def test_writer_leaves_images_as_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", num_samples=50, num_bytes=1_000, classes=["a", "b"])
+    metadata = pq.read_metadata(path)
+    image = metadata.row_group(0).column(0)
+    assert (image.path_in_schema, image.compression, image.statistics) == ("image", "UNCOMPRESSED", None)
+    assert not image.has_dictionary_page
+    features = json.loads(metadata.metadata[b"huggingface"])["info"]["features"]
+    assert features["label"] == {"names": ["a", "b"], "_type": "ClassLabel"}
+    assert ParquetStore(path).classes == ("a", "b")

@@ -1,0 +1,149 @@
+"""Tar stores: truncation, compression, and members that are not what they should be."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypipe.errors import StoreError
+from raypipe.stores.folder import FolderStore
+from raypipe.stores.tar import TarStore
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes | None = None, **fields: object) -> None:
+    member = tarfile.TarInfo(name)
+    content = name.encode() if content is None else content
+    for field, value in fields.items():
+        setattr(member, field, value)
+    member.size = len(content) if member.isreg() else 0
+    tar.addfile(member, io.BytesIO(content) if member.isreg() else None)
+
+
+def make(path: Path, *names: str, mode: str = "w") -> TarStore:
+    with tarfile.open(path, mode) as tar:
+        for name in names:
+            add(tar, name)
+    return TarStore(path)
+
+
+def names_of(store: TarStore) -> list[str]:
+    return [image.decode() for image in store.read(np.arange(len(store)))["image"]]
+
+
+def test_order_is_that_of_a_folder(tmp_path: Path) -> None:
+    names = ["b/1.JPG", "a-b/1.png", "a/x.webp", "b/0/z.jpeg", "a/X.png"]
+    for name in names:
+        file = tmp_path / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(name.encode())
+    folder = FolderStore(tmp_path / "root")
+    store = make(tmp_path / "a.tar", *names, "root.png", "a/notes.txt", "a/.hidden.png")
+    assert store.classes == folder.classes == ("a", "a-b", "b")
+    samples, expected = store.read(np.arange(5)), folder.read(np.arange(5))
+    assert samples["image"] == expected["image"]
+    assert samples["label"].tolist() == expected["label"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        (["./a/1.png", "./b/1.png"], ("a", "b")),
+        (["train/a/1.png", "train/b/1.png"], ("a", "b")),
+        (["data/train/a/1.png", "data/train/b/x/1.png"], ("a", "b")),
+        (["train/a/1.png"], ("a",)),
+        (["a/1.png", "a/2.png"], ("a",)),
+        (["train/a/1.png", "val/a/1.png"], ("train", "val")),
+    ],
+)
+def test_common_folders(tmp_path: Path, names: list[str], classes: tuple[str, ...]) -> None:
+    assert make(tmp_path / "a.tar", *names).classes == classes
+
+
+def test_odd_members_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        add(tar, "a", type=tarfile.DIRTYPE)
+        add(tar, "a/1.png")
+        add(tar, "../evil.png")
+        add(tar, "../a/evil.png")
+        add(tar, "a/../../evil.png")
+        add(tar, "/etc/evil.png")
+        add(tar, "a/link.png", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+        add(tar, "a/hard.png", type=tarfile.LNKTYPE, linkname="a/1.png")
+        add(tar, "a/pipe.png", type=tarfile.FIFOTYPE)
+        add(tar, "a/" + "long" * 60 + ".png", b"long")
+    store = TarStore(folder / "a.tar")
+    assert names_of(store) == ["a/1.png", "long"]
+    assert store.classes == ("a",)
+    assert [path.name for path in tmp_path.rglob("*")] == ["store", "a.tar"]
+
+
+def test_last_of_a_name_counts(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "a/1.png", b"old")
+        add(tar, "a/2.png", b"old")
+        add(tar, "./a/1.png", b"new")
+        add(tar, "a/2.png", type=tarfile.SYMTYPE, linkname="1.png")
+    assert names_of(TarStore(tmp_path / "a.tar")) == ["new"]
+
+
+@pytest.mark.parametrize("cut", ["data", "padding", "header", "between", "end", "empty"])
+def test_truncated(tmp_path: Path, cut: str) -> None:
+    path = tmp_path / "a.tar"
+    make(path, "a/1.png", "a/2.png", "b/3.png")
+    # A header and a block of data each: members start at 0, 1024 and 2048, the end mark at 3072.
+    places = {"data": 2562, "padding": 3000, "header": 2100, "between": 2048, "end": 3072, "empty": 0}
+    os.truncate(path, places[cut])
+    with pytest.raises(StoreError, match=r"a\.tar cannot be read as tar: .*; it is truncated or no tar"):
+        len(TarStore(path))
+
+
+def test_broken_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    make(path, "a/1.png", "a/2.png", "b/3.png")
+    content = bytearray(path.read_bytes())
+    content[1024:1100] = b"x" * 76
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="no valid member and no end mark at byte 1024"):
+        len(TarStore(path))
+
+
+@pytest.mark.parametrize(("mode", "method"), [("w:gz", "gzip"), ("w:bz2", "bzip2"), ("w:xz", "xz")])
+def test_compressed(tmp_path: Path, mode: str, method: str) -> None:
+    with pytest.raises(StoreError, match=rf"a\.tar .*compressed by {method}.*: uncompress it first"):
+        len(make(tmp_path / "a.tar", "a/1.png", mode=mode))
+
+
+def test_shrunk_after_opening(tmp_path: Path) -> None:
+    store = make(tmp_path / "a.tar", "a/1.png", "b/2.png")
+    assert len(store) == 2
+    os.truncate(tmp_path / "a.tar", 1024)
+    assert store.read(np.array([0]))["image"] == [b"a/1.png"]
+    with pytest.raises(StoreError, match="has become shorter"):
+        store.read(np.array([1]))
+
+
+def test_no_classes(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"only images at its top, so their labels are unknown.*WebDataset"):
+        len(make(tmp_path / "a.tar", "0001.jpg", "0001.cls"))
+    with pytest.raises(StoreError, match="has no images"):
+        len(make(tmp_path / "b.tar", "a/notes.txt"))
+
+
+def test_absent(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"a\.tar cannot be read as tar: .*No such file.*check the path"):
+        len(TarStore(tmp_path / "a.tar"))
+
+
+def test_close_closes_the_file(tmp_path: Path) -> None:
+    store = make(tmp_path / "a.tar", "a/1.png")
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    store.read(np.array([0]))
+    store.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open

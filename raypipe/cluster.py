@@ -1,0 +1,166 @@
+"""Connecting to Ray, and the preflight: does the cluster have, or can it scale to, what a run needs?
+
+A run that cannot start says so at once, with the setting that mends it. Ray alone would wait for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+
+import ray
+
+from raypipe.config import PoolConfig, TrainConfig
+from raypipe.errors import ConfigError, ResourceError
+
+logger = logging.getLogger(__name__)
+
+# CPUs of a run that has just ended come back within seconds; anything longer is another job's.
+_SETTLE_S = 10.0
+
+
+def connect(address: str = "", *, num_cpus: int | None = None, object_store_bytes: int | None = None) -> None:
+    """Connect to the cluster at `address` or RAY_ADDRESS; where there is none, start Ray on this machine.
+
+    Does nothing if this process is connected already. Inside a submitted job RAY_ADDRESS is set.
+
+    Args:
+        address: of a running cluster.
+        num_cpus: CPUs to offer, when Ray is started here; None = all.
+        object_store_bytes: size of the object store, when Ray is started here; None = Ray's default.
+    """
+    if ray.is_initialized():
+        return
+    if address or os.environ.get("RAY_ADDRESS"):
+        ray.init(address=address or None, logging_level=logging.WARNING)
+        return
+    ray.init(
+        num_cpus=num_cpus,
+        object_store_memory=object_store_bytes,
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+    )
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a cluster offers.
+
+    Attributes:
+        cpus, gpus: in all nodes that run, or that the autoscaler may add.
+        free_cpus, free_gpus: of these, what no other job holds.
+    """
+
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+
+
+def cluster_resources() -> Resources:
+    """The resources of the connected cluster, with what its autoscaler may add where it says so."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    limit = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+    found = {}
+    for name in ("CPU", "GPU"):
+        most = max(total.get(name, 0.0), float(limit.get(name, 0.0)))
+        found[name] = (most, most - (total.get(name, 0.0) - free.get(name, 0.0)))
+    return Resources(found["CPU"][0], found["GPU"][0], found["CPU"][1], found["GPU"][1])
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Who gets what.
+
+    Attributes:
+        workers: W, training processes.
+        gpu: whether each has a GPU.
+        cpus_per_worker: CPUs that Ray reserves for each.
+        max_actors: transform actors that the pool may grow to.
+    """
+
+    workers: int
+    gpu: bool
+    cpus_per_worker: float
+    max_actors: int
+
+
+def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_step: int) -> Allocation:
+    """Share out a cluster between trainers and transform actors. Pure.
+
+    Args:
+        offer: what there is.
+        pool: what the transform actors need.
+        train: what the trainers need; None = there are no trainers.
+        per_step: M, which W must divide.
+
+    Raises:
+        ResourceError: something is missing; the message names what, and which setting mends it.
+        ConfigError: W does not divide M.
+    """
+    workers, gpu = 0, False
+    if train is not None:
+        gpu = train.gpu == "yes" or (train.gpu == "auto" and offer.gpus >= 1)
+        workers = train.workers or (_largest_divisor(per_step, int(offer.gpus)) if gpu else 1)
+        if gpu and offer.gpus < workers:
+            raise ResourceError(
+                f"{workers} trainers need {workers} GPUs, the cluster has {offer.gpus:g}: "
+                f"set train.workers={int(offer.gpus)}, or train.gpu=no to train on CPUs"
+                if offer.gpus >= 1
+                else "the cluster has no GPU: set train.gpu=no to train on CPUs, or add GPU nodes"
+            )
+        if per_step % workers:
+            raise ConfigError(
+                f"train.workers={workers} does not divide plan.per_step={per_step}: "
+                "each rank must get as many micro-batches of a step as the others"
+            )
+    pool_cpus = pool.min_actors * pool.cpus_per_actor
+    per_worker = train.cpus_per_worker if train is not None else 0.0
+    if workers and not per_worker:
+        # Trainers of a machine with few CPUs share what the smallest pool leaves them.
+        per_worker = min(1.0, math.floor(max(0.0, offer.cpus - pool_cpus) / workers * 100) / 100)
+        if per_worker <= 0:
+            per_worker = 1.0
+    trainer_cpus = workers * per_worker
+    needed = trainer_cpus + pool_cpus
+    parts = (
+        f"{workers} trainers x {per_worker:g} CPUs + {pool.min_actors} transform actors x "
+        f"{pool.cpus_per_actor:g} CPUs = {needed:g} CPUs"
+    )
+    if needed > offer.cpus:
+        raise ResourceError(
+            f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower "
+            "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker, or add CPU nodes"
+        )
+    if needed > offer.free_cpus:
+        raise ResourceError(
+            f"the run needs {parts}; other jobs hold all but {offer.free_cpus:g} of the cluster's "
+            f"{offer.cpus:g} CPUs. Wait for them, stop them (`ray job list`), or add CPU nodes"
+        )
+    if gpu and workers > offer.free_gpus:
+        raise ResourceError(
+            f"the run needs {workers} GPUs; other jobs hold all but {offer.free_gpus:g} of {offer.gpus:g}. "
+            "Wait for them or stop them (`ray job list`), or lower train.workers"
+        )
+    spare = max(pool.min_actors, int((offer.cpus - trainer_cpus) / pool.cpus_per_actor + 1e-9))
+    max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
+    return Allocation(workers, gpu, per_worker, max_actors)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(d for d in range(1, max(1, limit) + 1) if number % d == 0)
+
+
+def preflight(pool: PoolConfig, train: TrainConfig | None = None, per_step: int = 1) -> Allocation:
+    """Share out the connected cluster, see `allocate`; fails within seconds where it cannot be done."""
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        try:
+            return allocate(cluster_resources(), pool, train, per_step)
+        except ResourceError as error:
+            if "other jobs hold" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)

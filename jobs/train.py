@@ -1,0 +1,16 @@
+"""Train a classifier on one stream.
+
+    uv run jobs/train.py                                           the digits that scikit-learn ships
+    uv run jobs/train.py --store.train train.lmdb --store.val val.lmdb
+    uv run jobs/train.py --config run.yaml --plan.epochs 90 --train.workers 4
+    uv run jobs/train.py --resume runs/20261121-104600             go on where it stopped
+    ray job submit --working-dir . -- python jobs/train.py --config run.yaml
+
+The last line of standard output is one JSON object: val_accuracy, images_per_s, wait_fraction, steps, run_dir.
+"""
+
+from raypipe.cli import run_job
+from raypipe.launch import train
+
+if __name__ == "__main__":
+    run_job(train, __doc__)

@@ -1,0 +1,248 @@
+"""The command line. Every command ends with one JSON object on the last line of standard output.
+
+Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser, auto_cli
+
+from raypipe.config import PoolConfig, RunConfig, TransformConfig
+from raypipe.errors import ConfigError, RaypipeError
+from raypipe.plan import PlanConfig
+
+
+def ingest(
+    src: str,
+    dst: str,
+    *,
+    short_side: int = 0,
+    quality: int = 90,
+    shards: int = 0,
+    on_bad_sample: Literal["raise", "skip"] = "raise",
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Copy any store into a new LMDB or Parquet store.
+
+    Example: raypipe ingest imagenet.tar imagenet.lmdb --short-side 256 --quality 92
+
+    Args:
+        src: LMDB, Parquet, tar or a folder of class folders.
+        dst: a path that ends in .lmdb or .parquet.
+        short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
+        quality: of the JPEGs that short_side makes, 1 to 100.
+        shards: files of the new store; 0 = 1 GiB each.
+        on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
+        overwrite: replace a store at dst.
+    """
+    from raypipe import ingest as ingest_module
+    from raypipe.cluster import connect
+
+    reencode = ingest_module.Reencode(short_side, quality)
+    connect()
+    return ingest_module.ingest(
+        src, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
+    )
+
+
+def bench(
+    store: str,
+    *,
+    transform: str = "heavy",
+    size: int = 224,
+    actors: int = 0,
+    micro_batch: int = 128,
+    seconds: float = 20.0,
+    repeats: int = 1,
+) -> dict[str, Any]:
+    """Measure the stream against the ceiling of this machine.
+
+    Example: raypipe bench imagenet.lmdb --repeats 3
+
+    Args:
+        store: the images.
+        transform: preset or module:function.
+        size: side of the images that the preset makes, in pixels.
+        actors: transform actors, and processes of the ceiling; 0 = one per CPU.
+        micro_batch: samples in a micro-batch.
+        seconds: that each stream runs for, about.
+        repeats: how often all is measured; medians are printed.
+    """
+    from raypipe import bench as bench_module
+
+    actors = actors or len(os.sched_getaffinity(0))
+    config = TransformConfig(train=transform, size=size)
+    measured = bench_module.bench(
+        store, transform=config, actors=actors, micro_batch=micro_batch, seconds=seconds, repeats=repeats
+    )
+    found = bench_module.summary(measured)
+    _table(
+        f"{store}: {transform} at {size} px, {actors} actors, micro-batches of {micro_batch}, {repeats} repeats",
+        [
+            ("ceiling: decode and transform alone", f"{found['ceiling_images_per_s']:,.0f} images/s"),
+            ("stream, steady", f"{found['stream_images_per_s']:,.0f} images/s"),
+            ("stream / ceiling", f"{found['ratio']:.3f}"),
+            ("first batch, from ray.init", f"{found['first_batch_s']:.1f} s"),
+            ("gap at a boundary / ordinary gap", f"{found['boundary_gap_ratio']:.2f}"),
+        ],
+    )
+    return found
+
+
+def digest(
+    store: str,
+    *,
+    val: str = "",
+    epochs: int = 1,
+    micro_batch: int = 64,
+    per_step: int = 1,
+    actors: int = 0,
+    workers: int = 1,
+    from_step: int = 0,
+    seed: int = 0,
+    shuffle: Literal["auto", "global", "window", "off"] = "auto",
+    transform: str = "light",
+    val_transform: str = "center",
+    size: int = 224,
+) -> dict[str, Any]:
+    """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
+
+    Example: raypipe digest train.lmdb --epochs 2 --per-step 4 --workers 2 --from-step 10
+
+    Args:
+        store: the training store.
+        val: the validation store; empty = no validation segments.
+        epochs: passes over the store.
+        micro_batch: B, samples in a micro-batch.
+        per_step: M, micro-batches in a step.
+        actors: transform actors; 0 = what the cluster has.
+        workers: W, consumers that share each step.
+        from_step: resume at this training step, counted through all epochs, and compare with the same tail
+            of an unbroken run.
+        seed: the run's seed.
+        shuffle: global, window, off, or auto.
+        transform: preset or module:function for training segments.
+        val_transform: the same for validations.
+        size: side of the images that the presets make, in pixels.
+    """
+    from raypipe import digest as digest_module
+    from raypipe.cluster import connect, preflight
+    from raypipe.pipeline import StreamSpec
+
+    spec = StreamSpec.of(
+        store,
+        val or None,
+        plan=PlanConfig(epochs, micro_batch, per_step, seed, shuffle),
+        transform=TransformConfig(train=transform, val=val_transform, size=size),
+        pool=PoolConfig(min_actors=actors or 1, max_actors=actors),
+    )
+    spec.plan.check_workers(workers)
+    total = epochs * spec.plan.steps_per_epoch
+    if not 0 <= from_step < total:
+        raise ConfigError(f"--from-step {from_step} is outside the run's {total} steps")
+    # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
+    cpus = len(os.sched_getaffinity(0))
+    connect(num_cpus=max(cpus, actors))
+    max_actors = preflight(spec.pool).max_actors
+    cursor = spec.plan.cursor_at(from_step)
+    digests, samples = digest_module.stream_digests(spec, cursor, max_actors=max_actors, world_size=workers)
+    found: dict[str, Any] = {
+        "digest": digest_module.combine(digests),
+        "samples": samples,
+        "micro_batches": len(digests),
+    }
+    if from_step:
+        unbroken, _ = digest_module.stream_digests(
+            spec, spec.plan.start(), max_actors=max_actors, world_size=workers
+        )
+        found["unbroken_tail_digest"] = digest_module.combine(unbroken[-len(digests) :])
+    _table(store, [(name.replace("_", " "), str(value)) for name, value in found.items()])
+    return found
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {"ingest": ingest, "bench": bench, "digest": digest}
+
+
+def main(args: list[str] | None = None) -> None:
+    """The `raypipe` command. Options may be written with dashes or underscores."""
+    args = [_underscored(arg) for arg in (sys.argv[1:] if args is None else args)]
+    _finish(
+        lambda: auto_cli(COMMANDS, args=args, as_positional=True, prog="raypipe")  # type: ignore[arg-type]
+    )
+
+
+def _underscored(arg: str) -> str:
+    """`--micro-batch=8` as the parser knows it, `--micro_batch=8`."""
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else arg
+
+
+def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
+    """A RunConfig from `--config FILE.yaml` and overrides; the digits' where no store is named.
+
+    Unknown keys, in the file or on the command line, end the program with exit code 2.
+    """
+    run = _parser(doc, None).parse_args(args)
+    base = None
+    if run.resume:
+        base = f"{run.resume.rstrip('/')}/config.yaml"
+    elif not run.store.train:
+        base = str(files("raypipe") / "digits.yaml")
+    parser = _parser(doc, base)
+    values = parser.instantiate_classes(parser.parse_args(args)).as_dict()
+    values.pop("config", None)
+    return RunConfig(**values)
+
+
+def _parser(doc: str | None, base: str | None) -> ArgumentParser:
+    parser = ArgumentParser(description=doc, default_config_files=[base] if base else [])
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_class_arguments(RunConfig, as_group=False)
+    return parser
+
+
+def run_job(job: Callable[[RunConfig], dict[str, Any]], doc: str | None) -> None:
+    """The body of a script in jobs/: settings in, one JSON object out."""
+    _finish(lambda: job(parse_run(None, doc)))
+
+
+def _finish(command: Callable[[], dict[str, Any]]) -> None:
+    try:
+        result = command()
+        _shutdown()
+        print(json.dumps(result), flush=True)
+    except RaypipeError as error:
+        _shutdown()
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _shutdown() -> None:
+    """End a local cluster, and let the workers' last lines through, before the last line is printed."""
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""The hand-over to Ray Train: this rank's share of the stream, segment by segment.
+
+    for segment in raypipe.feed(spec):     train 0, val 0, train 1, …
+        for step in segment:               one optimizer update
+            for batch in step:             this rank's micro-batches of the step: m mod W = rank
+
+At every (re)start of the worker group rank 0 reads the cursor from the latest checkpoint, builds the
+stream from there, splits it over the W ranks of now, and hands the iterators round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.train
+import torch
+from ray.exceptions import RayTaskError
+
+from raypipe.errors import RaypipeError
+from raypipe.plan import Cursor, MicroBatchId, Segment
+from raypipe.prefetch import Batch, DevicePrefetcher, HostBatch
+from raypipe.source import place_of
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
+
+    from raypipe.pipeline import StreamSpec
+
+CURSOR_FILE = "cursor.json"
+"""The file of a checkpoint that holds the cursor."""
+
+
+def feed(
+    spec: StreamSpec,
+    *,
+    max_actors: int | None = None,
+    device: torch.device | str | None = None,
+    cursor: Cursor | None = None,
+) -> Feed:
+    """This rank's share of the stream. Call it once, on every rank, inside the train function.
+
+    Outside of Ray Train it is the whole stream, for one process.
+
+    Args:
+        spec: the stream, from `StreamSpec.of`.
+        max_actors: transform actors that the pool may grow to; None = what the cluster has to spare now.
+        device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
+        cursor: where to start; None = `cursor.json` of the latest checkpoint, or the beginning.
+
+    Raises:
+        CursorError: the checkpoint belongs to another plan.
+        ConfigError: W does not divide M.
+        ResourceError: there are no CPUs for the pool.
+    """
+    rank, world_size, in_train = 0, 1, _in_train_worker()
+    if in_train:
+        context = ray.train.get_context()
+        rank, world_size = context.get_world_rank(), context.get_world_size()
+    spec.plan.check_workers(world_size)
+    handed: tuple[list[DataIterator], Cursor] | None = None
+    if rank == 0:
+        start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
+        if max_actors is None:
+            from raypipe.cluster import preflight
+
+            max_actors = preflight(spec.pool).max_actors
+        dataset = spec.dataset(start, max_actors=max_actors, world_size=world_size)
+        handed = (dataset.streaming_split(world_size, equal=True), start)
+    if in_train and world_size > 1:
+        from ray.train.collective import broadcast_from_rank_zero
+
+        handed = broadcast_from_rank_zero(handed)
+    assert handed is not None
+    iterators, start = handed
+    if device is None:
+        device = ray.train.torch.get_device() if in_train else torch.device("cpu")
+    return Feed(spec, iterators[rank], start, rank, world_size, torch.device(device))
+
+
+def _in_train_worker() -> bool:
+    try:
+        return ray.train.get_context().get_world_size() is not None
+    except RuntimeError:
+        return False
+
+
+def _checkpoint_cursor(in_train: bool) -> Cursor | None:
+    checkpoint = ray.train.get_checkpoint() if in_train else None
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        return Cursor.from_json((Path(folder) / CURSOR_FILE).read_text())
+
+
+def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
+    """The rows of a stream's split as micro-batches in host memory, zero-copy and read-only.
+
+    Raises:
+        RaypipeError: what went wrong in an actor, without the layers around it.
+    """
+    try:
+        for row in iterator.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
+            yield HostBatch(
+                at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
+                image=row["image"][0],
+                label=row["label"][0],
+                weight=row["weight"][0],
+                index=row["index"][0],
+                num_bad=int(row["num_bad"][0]),
+            )
+    except Exception as error:
+        raise _cause(error) from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """raypipe's own error under the wrappers of Ray, or the error as it is."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, RayTaskError) and isinstance(found.cause, RaypipeError):
+            return found.cause
+        if isinstance(found, RaypipeError):
+            return found
+        found = found.__cause__ or found.__context__
+    return error
+
+
+class Feed:
+    """This rank's share of the stream. Iterate it once, over segments.
+
+    Attributes:
+        plan: the run's plan.
+        rank, world_size: of this process.
+        cursor: the place after the last step that was consumed whole; put it in the checkpoint.
+        wait_s: seconds spent waiting for the stream, the first batch left out.
+        first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
+        num_bad: bad samples seen by this rank.
+    """
+
+    def __init__(
+        self,
+        spec: StreamSpec,
+        iterator: DataIterator,
+        start: Cursor,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        self.plan = spec.plan
+        self.rank, self.world_size = rank, world_size
+        self.cursor = start
+        self.wait_s = self.first_batch_s = 0.0
+        self.num_bad = 0
+        self._start = start
+        self._created = time.perf_counter()
+        self._batches = iter(
+            DevicePrefetcher(host_batches(iterator), device or torch.device("cpu"), self.plan.micro_batch_seed)
+        )
+
+    def __iter__(self) -> Iterator[SegmentFeed]:
+        for segment in self.plan.segments(self._start):
+            feed = SegmentFeed(self, segment)
+            yield feed
+            for _ in feed:  # what the consumer left over
+                pass
+            if segment.split == "val":
+                self.cursor = Cursor(segment.epoch + 1, 0, self.plan.fingerprint)
+        # The stream's own end must be seen, or its execution would be left running.
+        assert next(self._batches, None) is None, "the stream is longer than the plan"
+
+    def _next(self, expected: MicroBatchId) -> Batch:
+        started = time.perf_counter()
+        batch = next(self._batches, None)
+        waited = time.perf_counter() - started
+        if self.first_batch_s == 0.0:
+            self.first_batch_s = time.perf_counter() - self._created
+        else:
+            self.wait_s += waited
+        if batch is None or batch.at != expected:
+            got = "ended" if batch is None else f"brought {batch.at}"
+            raise RaypipeError(
+                f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
+            )
+        self.num_bad += batch.num_bad
+        return batch
+
+
+class SegmentFeed:
+    """This rank's share of one segment. Iterates over steps, and goes on where it was left.
+
+    Attributes:
+        split: "train" or "val".
+        epoch: e.
+        first_step, num_steps: steps first_step … num_steps - 1 are delivered.
+    """
+
+    def __init__(self, feed: Feed, segment: Segment) -> None:
+        self.split, self.epoch = segment.split, segment.epoch
+        self.first_step, self.num_steps = segment.first_step, segment.num_steps
+        self._feed = feed
+        self._steps = self._iterate()
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._steps
+
+    def _iterate(self) -> Iterator[Step]:
+        for number in range(self.first_step, self.num_steps):
+            step = Step(self._feed, self.split, self.epoch, number)
+            yield step
+            for _ in step:
+                pass
+
+
+class Step:
+    """This rank's M/W micro-batches of one step, in order; an iterable that delivers each once.
+
+    Attributes:
+        split, epoch, number: the step's place.
+    """
+
+    def __init__(self, feed: Feed, split: Any, epoch: int, number: int) -> None:
+        self.split, self.epoch, self.number = split, epoch, number
+        self._feed = feed
+        self._batches = self._iterate()
+
+    def __len__(self) -> int:
+        return self._feed.plan.config.per_step // self._feed.world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
+
+    def _iterate(self) -> Iterator[Batch]:
+        feed = self._feed
+        for micro in range(feed.rank, feed.plan.config.per_step, feed.world_size):
+            yield feed._next(MicroBatchId(self.split, self.epoch, self.number, micro))
+        if self.split == "train":
+            feed.cursor = Cursor(self.epoch, self.number + 1, feed.plan.fingerprint)

@@ -1,0 +1,119 @@
+"""Models by name, and what data-parallel training needs beside them. Knows torch, not Ray."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raypipe.config import TrainConfig
+from raypipe.errors import ConfigError
+
+
+def build_model(name: str, num_classes: int) -> nn.Module:
+    """A classifier: "small", or a torchvision model by name, with new weights.
+
+    Raises:
+        ConfigError: there is no model of that name.
+    """
+    if name == "small":
+        return small_model(num_classes)
+    import torchvision
+
+    try:
+        return torchvision.models.get_model(name, weights=None, num_classes=num_classes)
+    except ValueError:
+        known = ", ".join(torchvision.models.list_models(module=torchvision.models)[:6])
+        raise ConfigError(
+            f"train.model={name!r} is neither 'small' nor a torchvision classification model ({known}, …)"
+        ) from None
+
+
+def small_model(num_classes: int, width: int = 32) -> nn.Module:
+    """A convolutional net for tiny images, 8 to 64 pixels a side: about 0.3 M parameters at width 32."""
+
+    def block(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(inplace=True),
+        )
+
+    return nn.Sequential(
+        block(3, width, 1),
+        block(width, 2 * width, 2),
+        block(2 * width, 2 * width, 1),
+        block(2 * width, 4 * width, 2),
+        block(4 * width, 4 * width, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(4 * width, num_classes),
+    )
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum, or AdamW; no weight decay on biases and normalisation layers."""
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
+    return torch.optim.AdamW(groups, lr=config.lr)
+
+
+def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
+    """Linear warm-up to `peak`, then half a cosine to zero (Loshchilov & Hutter 2017); step in [0, total)."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class StepBatchNorm:
+    """Running statistics of BatchNorm that do not depend on the number of workers.
+
+    torch updates them once per forward, so their values would depend on which micro-batches a rank has
+    seen. Here the statistics of a step's M micro-batches are averaged, over this rank's and then over all
+    ranks, and taken in once per step, with the momentum that M single updates amount to: 1 - (1 - p)^M.
+
+    Args:
+        model: whose BatchNorm layers are kept.
+        per_step: M.
+    """
+
+    def __init__(self, model: nn.Module, per_step: int) -> None:
+        self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        self._momenta = [1 - (1 - (0.1 if m.momentum is None else m.momentum)) ** per_step for m in self._layers]
+        self._before: list[torch.Tensor] = []
+        for layer in self._layers:
+            layer.momentum = None  # a cumulative average since num_batches_tracked was last 0
+
+    def begin(self) -> None:
+        """Before a step's first forward."""
+        self._before = [
+            torch.cat([m.running_mean, m.running_var])  # type: ignore[list-item]
+            for m in self._layers
+        ]
+        for layer in self._layers:
+            assert layer.num_batches_tracked is not None
+            layer.num_batches_tracked.zero_()
+
+    def end(self, world_size: int) -> None:
+        """After a step's last forward."""
+        if not self._layers:
+            return
+        means = torch.cat([torch.cat([m.running_mean, m.running_var]) for m in self._layers])  # type: ignore[list-item]
+        if world_size > 1:
+            dist.all_reduce(means)
+            means /= world_size
+        sizes = [before.numel() for before in self._before]
+        parts = zip(self._layers, self._momenta, self._before, means.split(sizes), strict=True)
+        for layer, momentum, before, mean in parts:
+            blended = torch.lerp(before, mean, momentum)
+            half = blended.numel() // 2
+            layer.running_mean.copy_(blended[:half])  # type: ignore[union-attr]
+            layer.running_var.copy_(blended[half:])  # type: ignore[union-attr]

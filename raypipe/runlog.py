@@ -1,0 +1,76 @@
+"""What a run leaves behind: effective configuration, metrics as JSON lines, TensorBoard events.
+
+RUN/config.yaml        the effective configuration
+RUN/metrics.jsonl      one object per log interval ("train") and per validation ("val")
+RUN/tensorboard/       the same as events
+RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
+RUN/checkpoint_*/      Ray Train's
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+
+
+def as_uri(address: str) -> str:
+    """A local path or a URI as a URI that every process understands."""
+    return address if "://" in address else Path(address).expanduser().resolve().as_uri()
+
+
+class RunLog:
+    """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
+
+    Args:
+        run_uri: the run's folder.
+        global_step: where the run starts or resumes; records of later steps, left by a crashed attempt,
+            are dropped, so that each step is recorded once.
+    """
+
+    def __init__(self, run_uri: str, global_step: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._filesystem, self._remote = pyarrow.fs.FileSystem.from_uri(run_uri)
+        self._local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
+        self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = self._folder / "metrics.jsonl"
+        kept = [line for line in self._recorded() if json.loads(line)["step"] <= global_step]
+        self._metrics.write_text("".join(line + "\n" for line in kept))
+        self._events = SummaryWriter(str(self._folder / "tensorboard"), purge_step=global_step + 1)
+
+    def _recorded(self) -> list[str]:
+        path = f"{self._remote}/metrics.jsonl"
+        if self._filesystem.get_file_info(path).type != pyarrow.fs.FileType.File:
+            return []
+        with self._filesystem.open_input_stream(path) as file:
+            text = file.read().decode()
+        # A crash may have cut the last line short.
+        return [line for line in text.split("\n")[:-1] if line]
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Record values at a global step; `kind` is "train" or "val"."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def sync(self) -> None:
+        """Make what was written so far visible at the run's address."""
+        self._events.flush()
+        if not self._local:
+            pyarrow.fs.copy_files(
+                str(self._folder),
+                self._remote,
+                source_filesystem=pyarrow.fs.LocalFileSystem(),
+                destination_filesystem=self._filesystem,
+            )
+
+    def close(self) -> None:
+        self.sync()
+        self._events.close()

@@ -1,0 +1,255 @@
+"""The training loop: one optimizer step per step of the plan, for any number of workers.
+
+Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
+rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
+it follow the same loss curve to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from raypipe.augment import Normalize
+from raypipe.config import RunConfig
+from raypipe.errors import ConfigError
+from raypipe.handover import CURSOR_FILE, Feed, SegmentFeed, feed
+from raypipe.models import StepBatchNorm, build_model, build_optimizer, learning_rate
+from raypipe.pipeline import StreamSpec
+from raypipe.prefetch import Batch
+from raypipe.runlog import RunLog
+
+_STATE_FILE = "state.pt"
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """Runs on each Ray Train worker.
+
+    Args:
+        config: `run` RunConfig, `spec` StreamSpec, `num_classes` int, `max_actors` int, `run_uri` str.
+    """
+    Trainer(**config).fit()
+
+
+class Trainer:
+    """One worker's training of one run, from the beginning or from the latest checkpoint."""
+
+    def __init__(self, run: RunConfig, spec: StreamSpec, num_classes: int, max_actors: int, run_uri: str) -> None:
+        # First of all the stream: its pool starts while the model is built.
+        self.device = ray.train.torch.get_device()
+        self.feed: Feed = feed(spec, max_actors=max_actors, device=self.device)
+        self.run, self.plan, self.num_classes = run, spec.plan, num_classes
+        self.rank, self.world_size = self.feed.rank, self.feed.world_size
+        torch.manual_seed(run.plan.seed)
+        self.model = build_model(run.train.model, num_classes).to(self.device)
+        if self.device.type == "cuda":
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            torch.backends.cudnn.benchmark = True
+        self.batch_norm = StepBatchNorm(self.model, self.plan.config.per_step)
+        self.optimizer = build_optimizer(self.model, run.train)
+        self.normalize = Normalize(run.augment, self.device)
+        self.amp_dtype = _amp_dtype(run.train.amp, self.device)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.amp_dtype is torch.float16 and self.device.type == "cuda"
+        )
+        self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
+        self._load()
+        self.parallel: nn.Module = self.model
+        if self.world_size > 1:
+            # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
+            self.parallel = DistributedDataParallel(
+                self.model, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+        self.log = RunLog(run_uri, self.global_step) if self.rank == 0 else None
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that are done, as the cursor has it."""
+        return self.feed.cursor.epoch * self.plan.steps_per_epoch + self.feed.cursor.step
+
+    def fit(self) -> None:
+        for segment in self.feed:
+            if segment.split == "train":
+                self._train(segment)
+                if not self.plan.has_val(segment.epoch):
+                    self._report()
+            else:
+                self._validate(segment)
+                self._report()
+        if self.log:
+            self.log.close()
+
+    def _train(self, segment: SegmentFeed) -> None:
+        config, plan = self.run.train, self.plan
+        total = plan.config.epochs * plan.steps_per_epoch
+        warmup = round(config.warmup_epochs * plan.steps_per_epoch)
+        self.model.train()
+        meter = _Meter(self.feed, self.device)
+        for step in segment:
+            lr = learning_rate(self.global_step, total, warmup, config.lr)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.batch_norm.begin()
+            for number, batch in enumerate(step):
+                meter.add(self._backward(batch, len(step), last=number + 1 == len(step)), len(batch.index))
+            self.batch_norm.end(self.world_size)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            end = step.number + 1 == segment.num_steps
+            checkpoint = config.checkpoint_every and self.global_step % config.checkpoint_every == 0
+            if self.global_step % config.log_every == 0 or end or checkpoint:
+                self._log_train(segment, step.number + 1, lr, meter)
+            if checkpoint and not end:
+                self._report()
+
+    def _backward(self, batch: Batch, per_rank: int, last: bool) -> torch.Tensor:
+        """Accumulate the gradient of one micro-batch; returns its detached loss."""
+        self._check_labels(batch)
+        torch.manual_seed(batch.seed)  # dropout, too, is a function of the micro-batch
+        synchronise = last or self.world_size == 1
+        with contextlib.nullcontext() if synchronise else self.parallel.no_sync():  # type: ignore[operator]
+            with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+                logits = self.parallel(self.normalize(batch.image))
+            smoothing = self.run.train.label_smoothing
+            losses = cross_entropy(logits.float(), batch.target, reduction="none", label_smoothing=smoothing)
+            loss = (losses * batch.weight).sum() / len(losses)
+            self.scaler.scale(loss / per_rank).backward()
+        return loss.detach()
+
+    def _check_labels(self, batch: Batch) -> None:
+        # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.
+        outside = (batch.label < 0) | (batch.label >= self.num_classes)
+        if outside.any():
+            raise ConfigError(
+                f"sample {batch.index[outside][0]} has label {batch.label[outside][0]}, outside "
+                f"[0, {self.num_classes}): set train.num_classes, or mend the store"
+            )
+
+    def _log_train(self, segment: SegmentFeed, step: int, lr: float, meter: _Meter) -> None:
+        loss, images, seconds, wait_s = meter.read(self.world_size)
+        self.metrics["images"] += images
+        self.metrics["train_s"] += seconds
+        self.metrics["wait_s"] += wait_s
+        if self.log is None:
+            return
+        wait = wait_s / seconds if seconds else 0.0
+        self.log.write(
+            "train",
+            self.global_step,
+            epoch=segment.epoch,
+            loss=loss,
+            lr=lr,
+            images_per_s=images / seconds if seconds else 0.0,
+            wait_fraction=wait,
+            num_bad=self.feed.num_bad,
+        )
+        print(
+            f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  step {step}/{segment.num_steps}  "
+            f"loss {loss:.4f}  {images / max(seconds, 1e-9):,.0f} images/s  waiting for data {wait:.0%}",
+            flush=True,
+        )
+
+    @torch.no_grad()
+    def _validate(self, segment: SegmentFeed) -> None:
+        """Exact: every sample counts once, padding and unreadable samples have weight 0."""
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for step in segment:
+            for batch in step:
+                with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+                    logits = self.model(self.normalize(batch.image)).float()
+                losses = cross_entropy(logits, batch.target, reduction="none")
+                correct = (logits.argmax(1) == batch.target).float()
+                # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
+                real = batch.weight > 0
+                sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
+        if self.world_size > 1:
+            dist.all_reduce(sums)
+        loss, correct_sum, count = sums.tolist()
+        accuracy = correct_sum / max(count, 1.0)
+        self.metrics.update(val_accuracy=accuracy, val_loss=loss / max(count, 1.0), val_samples=int(count))
+        if self.log:
+            values = {"accuracy": accuracy, "loss": loss / max(count, 1.0), "samples": int(count)}
+            self.log.write("val", self.global_step, epoch=segment.epoch, **values)
+            print(
+                f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  validation accuracy {accuracy:.4f} "
+                f"({int(count)} samples)",
+                flush=True,
+            )
+
+    def _report(self) -> None:
+        """Checkpoint, on rank 0, and metrics; all ranks meet here."""
+        metrics = {**self.metrics, "steps": self.global_step, "first_batch_s": self.feed.first_batch_s}
+        with tempfile.TemporaryDirectory(prefix="raypipe-checkpoint-") as folder:
+            checkpoint = None
+            if self.log is not None:
+                self.log.sync()
+                state = {
+                    "model": self.model.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "scaler": self.scaler.state_dict(),
+                    "metrics": self.metrics,
+                }
+                torch.save(state, Path(folder) / _STATE_FILE)
+                (Path(folder) / CURSOR_FILE).write_text(self.feed.cursor.to_json())
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report(metrics, checkpoint=checkpoint)
+
+    def _load(self) -> None:
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
+            return
+        with checkpoint.as_directory() as folder:
+            state = torch.load(Path(folder) / _STATE_FILE, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.metrics = state["metrics"]
+
+
+def _amp_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else None
+    return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+class _Meter:
+    """Loss and throughput since the last reading; sums stay on the device, so nothing waits for it."""
+
+    def __init__(self, feed: Feed, device: torch.device) -> None:
+        self._feed, self._device = feed, device
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss = torch.zeros((), device=self._device)
+        self._count = self._images = 0
+        self._wait_s, self._since = self._feed.wait_s, time.perf_counter()
+
+    def add(self, loss: torch.Tensor, images: int) -> None:
+        if self._count == 0 and self._feed.wait_s == 0.0:
+            self._since = time.perf_counter()  # the run's start-up, reported apart
+        self._loss += loss
+        self._count += 1
+        self._images += images
+
+    def read(self, world_size: int) -> tuple[float, int, float, float]:
+        """Mean loss over all ranks, images of all ranks, seconds, seconds spent waiting on this rank."""
+        if world_size > 1:
+            dist.all_reduce(self._loss)
+        loss = float(self._loss) / max(1, self._count * world_size)
+        seconds = time.perf_counter() - self._since
+        result = (loss, self._images * world_size, seconds, self._feed.wait_s - self._wait_s)
+        self._reset()
+        return result

@@ -7,11 +7,11 @@ what is in flight is what the configuration says, at every stage, whatever the s
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from ray.data._internal.execution.backpressure_policy import (
     ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
-    ResourceBudgetBackpressurePolicy,
 )
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
@@ -26,9 +26,10 @@ _LIMIT_KEY = "raypipe.in_flight"
 def install(context: DataContext, in_flight: int) -> None:
     """Make executions under this context hold at most `in_flight` micro-batches beyond the reader."""
     context.set_config(_LIMIT_KEY, in_flight)
-    context.set_config(
-        ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [ResourceBudgetBackpressurePolicy, InFlightPolicy]
-    )
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [InFlightPolicy])
+    context.op_resource_reservation_enabled = False
+    # A scheduling step, ten a second, takes from a task only what it has buffered.
+    context._max_num_blocks_in_streaming_gen_buffer = in_flight
 
 
 class InFlightPolicy(BackpressurePolicy):
@@ -48,11 +49,14 @@ class InFlightPolicy(BackpressurePolicy):
         return op.num_active_tasks() + self._waiting_after(op) < self._limit
 
     def max_task_output_bytes_to_read(self, op: Any) -> int | None:
-        """One more row for each call while the rows that wait for the pool are below the limit."""
+        """As many rows of the reader as there is room for before the pool, by their mean size."""
         if op.input_dependencies and not isinstance(op, ActorPoolMapOperator) and op.output_dependencies:
             pool = op.output_dependencies[0]
             if isinstance(pool, ActorPoolMapOperator):
-                return 1 if self._waiting_after(op, until=pool) < self._limit else 0
+                room = max(0, self._limit - self._waiting_after(op, until=pool))
+                rows = op.metrics.num_task_outputs_generated
+                mean_bytes = op.metrics.bytes_task_outputs_generated / rows if rows else 1
+                return math.floor(room * mean_bytes)
         return None
 
     def _waiting_after(self, op: Any, until: Any = None) -> int:

@@ -60,7 +60,7 @@ def ceiling(store: str, transform: TransformConfig, processes: int, seconds: flo
 def _ceiling_worker(address: str, transform: TransformConfig, seconds: float, barrier: Any, results: Any) -> None:
     from raypipe.decode import decode
     from raypipe.presets import build_transform
-    from raypipe.transform import SampleTransform
+    from raypipe.sample_transform import SampleTransform
 
     store = open_store(address)
     images = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
@@ -110,7 +110,7 @@ def stream_once(
     started = time.perf_counter()
     connect()
     arrivals, segments, sizes = [], [], []
-    iterator = spec.dataset(spec.plan.start(), max_actors=actors).streaming_split(1, equal=True)[0]
+    (iterator,) = spec.splits(spec.plan.start(), max_actors=actors)
     for batch in host_batches(iterator):
         arrivals.append(time.perf_counter())
         segments.append((batch.at.split, batch.at.epoch))

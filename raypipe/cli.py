@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 int
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -180,20 +181,32 @@ def _table(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {"ingest": ingest, "bench": bench, "digest": digest}
+_FLAGS = {
+    parameter.name
+    for command in COMMANDS.values()
+    for parameter in inspect.signature(command).parameters.values()
+    if parameter.default is False
+}
 
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
-    args = [_underscored(arg) for arg in (sys.argv[1:] if args is None else args)]
+    args = [_normalized(arg) for arg in (sys.argv[1:] if args is None else args)]
     _finish(
         lambda: auto_cli(COMMANDS, args=args, as_positional=True, prog="raypipe")  # type: ignore[arg-type]
     )
 
 
-def _underscored(arg: str) -> str:
-    """`--micro-batch=8` as the parser knows it, `--micro_batch=8`."""
+def _normalized(arg: str) -> str:
+    """An option as the parser knows it: `--micro-batch=8` as `--micro_batch=8`, `--overwrite` as
+    `--overwrite=true`."""
+    if not arg.startswith("--"):
+        return arg
     name, equals, value = arg.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else arg
+    name = "--" + name[2:].replace("-", "_")
+    if not equals and name[2:] in _FLAGS:
+        return name + "=true"
+    return name + equals + value
 
 
 def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:

@@ -18,6 +18,12 @@ from raypipe.errors import ConfigError, ResourceError
 
 logger = logging.getLogger(__name__)
 
+# Ray Train prints every line of a train function twice unless told not to.
+_WORKER_ENV = {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+# On one machine Ray's own bookkeeping takes CPU from the transform: statistics of its event loops, and a
+# record of every task for the dashboard, which is not there.
+_LOCAL_ENV = {**_WORKER_ENV, "RAY_event_stats": "0", "RAY_task_events_report_interval_ms": "0"}
+
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
 
@@ -35,8 +41,10 @@ def connect(address: str = "", *, num_cpus: int | None = None, object_store_byte
     if ray.is_initialized():
         return
     if address or os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address or None, logging_level=logging.WARNING)
+        ray.init(address=address or None, logging_level=logging.WARNING, runtime_env={"env_vars": _WORKER_ENV})
         return
+    for name, value in _LOCAL_ENV.items():
+        os.environ.setdefault(name, value)  # the processes of a local cluster inherit it
     ray.init(
         num_cpus=num_cpus,
         object_store_memory=object_store_bytes,

@@ -40,11 +40,11 @@ class TransformConfig:
     """What the CPU actors do with each sample.
 
     Attributes:
-        train: preset (none, light, heavy, center, flip-crop, small) or `module:function`.
+        train: preset (none, light, heavy, center, resize, flip-crop, small) or `module:function`.
         val: the same, for validation.
         size: side of the images that the presets make, pixels.
-        decode_min_side: decode JPEGs at 1/2, 1/4 or 1/8 as long as the short side stays at least this
-            many pixels (scaled in the DCT, several times faster on large photos); 0 = full resolution.
+        decode_min_side: decode JPEGs at a fraction of their size (1/8, 2/8, …) as long as the short side stays
+            at least this many pixels (scaled in the DCT, several times faster on large photos); 0 = at full size.
         exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
         on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
         max_bad_fraction: an actor that has seen a larger share of bad samples stops the run.
@@ -77,7 +77,7 @@ class PoolConfig:
             beside the trainers.
         cpus_per_actor: CPUs that Ray reserves for each.
         in_flight: micro-batches that may be read, transformed or waiting at one time, in all; memory in
-            flight is this times B·H·W·3 bytes. 0 = 3 per actor and 2 per rank.
+            flight is this times B·H·W·3 bytes. 0 = 4 per actor and 2 per rank.
         read: "actor": actors read the store themselves; "stage": one reader feeds them encoded
             micro-batches; "auto": stage for stores that are read in groups.
     """

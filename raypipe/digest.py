@@ -53,8 +53,7 @@ def stream_digests(
     Raises:
         RaypipeError: a rank got other micro-batches than the plan gives it.
     """
-    dataset = spec.dataset(cursor, max_actors=max_actors, world_size=world_size)
-    iterators = dataset.streaming_split(world_size, equal=True)
+    iterators = spec.splits(cursor, max_actors=max_actors, world_size=world_size)
     ranks = _get([_consume.remote(iterator) for iterator in iterators])
     digests, samples = [], 0
     positions = [iter(rank) for rank in ranks]

@@ -68,8 +68,7 @@ def feed(
             from raypipe.cluster import preflight
 
             max_actors = preflight(spec.pool).max_actors
-        dataset = spec.dataset(start, max_actors=max_actors, world_size=world_size)
-        handed = (dataset.streaming_split(world_size, equal=True), start)
+        handed = (spec.splits(start, max_actors=max_actors, world_size=world_size), start)
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 

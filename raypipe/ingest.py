@@ -152,15 +152,15 @@ def ingest(
         if num_shards > 1:
             partial.mkdir()
             files = [partial / f"{number:05d}{path.suffix}" for number in range(num_shards)]
-        remote = ray.remote(num_cpus=1, scheduling_strategy=here, max_retries=0)
-        write = remote(num_returns="streaming")(_write_shard)
+        options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": here, "max_retries": 0}
+        write = ray.remote(num_returns="streaming", **options)(_write_shard)
         streams = [
             write.remote(store, file, int(start), int(stop), columns, reencode, on_bad_sample)
             for file, start, stop in zip(files, bounds[:-1], bounds[1:], strict=True)
         ]
         parts = list(_follow(streams, len(store), progress))
         by_shard = sorted((part for part in parts if part["digest"]), key=lambda part: part["first"])
-        verify = remote(_digest_of)
+        verify = ray.remote(**options)(_digest_of)
         found = _get([verify.remote(file, tuple(columns)) for file in files])
         for file, part, digest in zip(files, by_shard, found, strict=True):
             if part["digest"] != digest:

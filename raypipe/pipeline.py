@@ -24,7 +24,7 @@ from raypipe.stores.base import Store
 from raypipe.worker import TransformWorker
 
 if TYPE_CHECKING:
-    from ray.data import Dataset
+    from ray.data import DataIterator, Dataset
 
 Transform = Callable[..., Any] | str | None
 """A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, a preset's name or None."""
@@ -104,7 +104,7 @@ class StreamSpec:
 
     def in_flight(self, max_actors: int, world_size: int) -> int:
         """Micro-batches that may be in flight: enough that no actor and no rank waits for another."""
-        return self.pool.in_flight or 3 * max_actors + 2 * world_size
+        return max(self.pool.in_flight or 4 * max_actors + 2 * world_size, 2 * world_size + 1)
 
     def dataset(self, cursor: Cursor, *, max_actors: int, world_size: int = 1) -> Dataset:
         """What is left of the stream at a cursor: a Dataset of one row, and one block, per micro-batch.
@@ -113,13 +113,16 @@ class StreamSpec:
         `streaming_split(W, equal=True)`: rank r then gets the micro-batches m of each step with m mod W = r.
         """
         self.plan.check_workers(world_size)
+        max_actors = max(max_actors, self.pool.min_actors)
+        in_flight = self.in_flight(max_actors, world_size)
         context = ray.data.DataContext.get_current().copy()
         context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.raise_original_map_exception = True
-        backpressure.install(context, max(self.in_flight(max_actors, world_size), 2 * world_size + 1))
+        context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
+        backpressure.install(context, in_flight)
         with ray.data.DataContext.current(context):
             rows = ray.data.read_datasource(
                 MicroBatchSource(self.plan, cursor, self.readers()),
@@ -135,10 +138,20 @@ class StreamSpec:
                 num_cpus=self.pool.cpus_per_actor,
                 compute=ray.data.ActorPoolStrategy(
                     min_size=self.pool.min_actors,
-                    max_size=max(max_actors, self.pool.min_actors),
-                    max_tasks_in_flight_per_actor=2,
+                    max_size=max_actors,
+                    # Ray Data looks for finished tasks ten times a second: what an actor can do in a tenth
+                    # of a second must be queued at it.
+                    max_tasks_in_flight_per_actor=max(2, in_flight // max_actors),
                 ),
             )
+
+    def splits(self, cursor: Cursor, *, max_actors: int, world_size: int = 1) -> list[DataIterator]:
+        """What is left of the stream at a cursor, as one iterator per rank.
+
+        One rank runs the execution in its own process; several share one in an actor of its own.
+        """
+        dataset = self.dataset(cursor, max_actors=max_actors, world_size=world_size)
+        return [dataset.iterator()] if world_size == 1 else dataset.streaming_split(world_size, equal=True)
 
 
 def stream(

@@ -8,6 +8,7 @@ it follow the same loss curve to rounding.
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ def train_loop(config: dict[str, Any]) -> None:
     Args:
         config: `run` RunConfig, `spec` StreamSpec, `num_classes` int, `max_actors` int, `run_uri` str.
     """
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it would log every checkpoint and its metrics
     Trainer(**config).fit()
 
 

@@ -7,8 +7,10 @@ out   split, epoch, step, micro        image uint8 (1, B, H, W, 3), label, index
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +50,7 @@ class TransformWorker:
                 on_bad_sample=config.on_bad_sample,
                 exact=split == "val",
                 store_address=store.address,
+                probe=functools.partial(_first_images, store),
             )
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
@@ -101,3 +104,8 @@ class TransformWorker:
             filesystem.create_dir(folder, recursive=True)
             with filesystem.open_output_stream(f"{folder}/{at}.jsonl") as file:
                 file.write("".join(line + "\n" for line in lines).encode())
+
+
+def _first_images(store: Store) -> Iterator[bytes | None]:
+    for index in range(min(16, len(store))):
+        yield store.read(np.array([index]), ("image",))["image"][0]

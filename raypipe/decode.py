@@ -1,0 +1,236 @@
+"""Encoded image bytes → pixels: uint8 RGB, height × width × 3.
+
+    starts with            decoder                          equal to Pillow's `convert("RGB")`
+    JPEG                   simplejpeg (libjpeg-turbo)       within rounding, CMYK and grey included
+    PNG, plain 8-bit       cv2, after its checksums held    exactly
+    WebP, plain lossy      cv2                              exactly
+    other PNG and WebP,
+    BMP, GIF, TIFF         Pillow                           exactly, but for 16-bit greyscale
+
+Alpha is dropped, not composited, as `convert("RGB")` does: the colour under a transparent pixel is what
+the file holds there. 16-bit channels keep their high byte. An animation gives its first frame. Pixels come
+as stored, without the EXIF orientation, as torchvision and everybody's ImageNet numbers have them;
+`exif=True` turns them upright. (TIFF comes upright in any case: Pillow applies its orientation on loading.)
+
+Nothing here runs code that is in the bytes, and nothing is allocated for an image larger than `max_pixels`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import warnings
+import zlib
+from typing import Any
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from raypipe.errors import SampleError
+
+MAX_PIXELS = 179_000_000
+"""Pillow's limit against decompression bombs, 2 × 89,478,485 pixels, rounded up: 0.5 GiB as RGB."""
+
+_CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+_ORIENTATION_TAG = 0x0112  # of EXIF
+
+
+def decode(
+    data: bytes | bytearray | memoryview | None,
+    *,
+    min_side: int | None = None,
+    max_pixels: int = MAX_PIXELS,
+    exif: bool = False,
+) -> np.ndarray:
+    """Decode one image.
+
+    Args:
+        data: the encoded image; None is a missing value.
+        min_side: pixels. A JPEG whose short side is at least twice this is decoded at a reduced scale
+            (in the DCT domain, which is several times faster), its short side still ≥ `min_side`.
+            The pixels differ a little from those of a full decode and a resize.
+        max_pixels: height × width as declared by the file's header, above which it is refused unread.
+        exif: turn the image upright by its EXIF orientation.
+
+    Returns:
+        uint8 RGB of shape (H, W, 3), C-contiguous, writable, owned by the caller.
+
+    Raises:
+        SampleError: whatever the bytes are, this and no other; the message says what is wrong with them.
+            A JPEG is refused for anything that libjpeg warns of, since what follows the damage is garbage.
+    """
+    if data is None:
+        raise SampleError("no value")
+    if not isinstance(data, bytes):
+        if not isinstance(data, bytearray | memoryview):
+            raise SampleError(f"the value is a {type(data).__name__}, not bytes")
+        data = bytes(data)
+    if not data:
+        raise SampleError("empty value (0 bytes)")
+    if data.startswith(b"\xff\xd8\xff"):
+        return _decode_jpeg(data, min_side, max_pixels, exif)
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        size, kind = _plain_png_size(data), "PNG"
+    elif data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        size, kind = _plain_webp_size(data), "WebP"
+    elif data.startswith((b"GIF87a", b"GIF89a")):
+        size, kind = None, "GIF"
+    elif data.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")):
+        size, kind = None, "TIFF"
+    elif data.startswith(b"BM"):
+        size, kind = None, "BMP"
+    else:
+        raise SampleError(f"not an image: starts with {data[:3].hex(' ')}{_guess(data)}")
+    if size is not None:
+        _check_size(*size, max_pixels)
+        with contextlib.suppress(cv2.error):  # a side over 2^20 pixels, which Pillow takes
+            image = cv2.imdecode(np.frombuffer(data, np.uint8), _CV2_FLAGS)
+            if image is not None:
+                return image
+    return _decode_pillow(data, kind, max_pixels, exif)
+
+
+def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
+    """Encode uint8 RGB of shape (H, W, 3) as JPEG; chroma is subsampled 4:2:0, as in most of ImageNet."""
+    return simplejpeg.encode_jpeg(
+        np.ascontiguousarray(image), quality=quality, colorspace="RGB", colorsubsampling="420"
+    )
+
+
+def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
+    """Shrink an image so that its short side is `side` pixels; one that is no larger is returned as it is.
+
+    Args:
+        image: uint8 of shape (H, W, 3).
+        side: pixels, ≥ 1.
+
+    Returns:
+        uint8 of shape (h, w, 3) with min(h, w) == min(side, H, W), the aspect ratio kept to a pixel.
+    """
+    height, width = image.shape[:2]
+    short = min(height, width)
+    if short <= side:
+        return image
+    # INTER_AREA averages all source pixels; other interpolations alias when they shrink.
+    shape = round(width * side / short), round(height * side / short)
+    return cv2.resize(image, shape, interpolation=cv2.INTER_AREA)
+
+
+def _decode_jpeg(data: bytes, min_side: int | None, max_pixels: int, exif: bool) -> np.ndarray:
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        # TurboJPEG refuses a few lawful kinds of subsampling that Pillow reads; Pillow has the last word.
+        return _decode_pillow(data, "JPEG", max_pixels, exif)
+    _check_size(width, height, max_pixels)
+    scale = min_side if min_side and min(height, width) >= 2 * min_side else 0
+    try:
+        image = simplejpeg.decode_jpeg(
+            data, colorspace="RGB", min_height=scale, min_width=scale, min_factor=2.0 if scale else 1.0
+        )
+    except Exception as error:
+        damage = "truncated" if "Premature end of JPEG file" in str(error) else "damaged"
+        raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
+    if exif and b"Exif\0\0" in data:
+        return _upright(image, _jpeg_orientation(data))
+    return image
+
+
+def _decode_pillow(data: bytes, kind: str, max_pixels: int, exif: bool) -> np.ndarray:
+    from PIL import ImageOps  # 0.1 s, and most stores are JPEG alone
+
+    # Pillow warns (not an error) of odd metadata and of large images, for which `max_pixels` stands here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = _open_pillow(data, kind)
+            _check_size(image.width, image.height, max_pixels)
+            image.load()
+            mode = image.mode
+            if exif:
+                image = ImageOps.exif_transpose(image)
+            if mode.startswith("I;16"):  # convert("RGB") would clip at 255
+                grey = (np.asarray(image) >> 8).astype(np.uint8)
+                return np.repeat(grey[:, :, None], 3, axis=2)
+            if mode in ("I", "F"):
+                raise SampleError(f"{kind} of 32-bit pixels, whose range is unknown: store 8 or 16 bits")
+            return np.array(image.convert("RGB"))
+        except SampleError:
+            raise
+        except Exception as error:  # Pillow's plugins raise a dozen types on bad bytes
+            damage = "truncated" if "truncated" in str(error).lower() else "damaged"
+            reason = f"{damage} {kind}: {type(error).__name__}: {error} ({len(data)} bytes)"
+            raise SampleError(reason) from error
+
+
+def _open_pillow(data: bytes, kind: str) -> Any:
+    """Open without decoding. The plugin is called by name: `Image.open` would judge the size before we do."""
+    name = kind if kind == "WebP" else kind.capitalize()
+    plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
+    return getattr(plugin, f"{name}ImageFile")(io.BytesIO(data))
+
+
+def _plain_png_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) of an undamaged PNG that cv2 reads as Pillow does: 8-bit grey or RGB, no extras.
+
+    The checksums are compared here because libpng would write its complaint to stderr, and because cv2
+    returns what it has when the rest is missing.
+    """
+    if data[12:16] != b"IHDR" or data[24:26] not in (b"\x08\x00", b"\x08\x02"):
+        return None
+    at, kind = 8, b""
+    while kind != b"IEND":
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        end = at + 8 + length
+        if kind not in (b"IHDR", b"IDAT", b"IEND") or end + 4 > len(data):
+            return None
+        if zlib.crc32(memoryview(data)[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            return None
+        at = end + 4
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    return (width, height) if width and height else None
+
+
+def _plain_webp_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) of a complete lossy WebP without alpha, animation or metadata; None for any other."""
+    if data[12:16] != b"VP8 " or data[23:26] != b"\x9d\x01\x2a":
+        return None
+    riff_length, chunk_length = (int.from_bytes(data[at : at + 4], "little") for at in (4, 16))
+    if len(data) < riff_length + 8 or riff_length < chunk_length + 12:
+        return None
+    # 14 bits of size, 2 bits of a scale that decoders ignore
+    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise SampleError(f"declares {width}x{height} pixels, limit is {max_pixels}")
+
+
+def _jpeg_orientation(data: bytes) -> int:
+    """EXIF orientation, 1 to 8; 1 where the metadata is damaged: the pixels are still good."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return int(_open_pillow(data, "JPEG").getexif().get(_ORIENTATION_TAG, 1))
+        except Exception:
+            return 1
+
+
+def _upright(image: np.ndarray, orientation: int) -> np.ndarray:
+    """Undo an EXIF orientation. (H, W, 3) → (H, W, 3), or (W, H, 3) for 5 to 8; unknown values are 1."""
+    if 5 <= orientation <= 8:
+        image = image.transpose(1, 0, 2)
+    flips = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)}
+    rows, columns = flips.get(orientation, (1, 1))
+    return np.ascontiguousarray(image[::rows, ::columns])
+
+
+def _guess(data: bytes) -> str:
+    if data[0] == 0x80 and data[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return " (a Python pickle; raypipe never unpickles stored values)"
+    if data.lstrip()[:1] in (b"<", b"{"):
+        return " (text: HTML, XML or JSON, such as a failed download leaves)"
+    return ""

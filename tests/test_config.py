@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from raypipe.config import (
+    AugmentConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TrainConfig,
+    TransformConfig,
+)
+from raypipe.errors import ConfigError
+from raypipe.plan import PlanConfig
+
+SECTIONS = (StoreConfig, PlanConfig, TransformConfig, PoolConfig, AugmentConfig, TrainConfig, RunConfig)
+
+BAD: list[tuple[type, str, Any]] = [
+    (PlanConfig, "epochs", 0),
+    (PlanConfig, "micro_batch", 0),
+    (PlanConfig, "per_step", 0),
+    (PlanConfig, "seed", -1),
+    (PlanConfig, "window_groups", -1),
+    (PlanConfig, "val_every", -1),
+    (TransformConfig, "size", 0),
+    (TransformConfig, "decode_min_side", -1),
+    (TransformConfig, "max_bad_fraction", 1.1),
+    (TransformConfig, "max_bad_fraction", -0.1),
+    (TransformConfig, "max_bad_fraction", float("nan")),
+    (TransformConfig, "bad_grace", -1),
+    (PoolConfig, "min_actors", 0),
+    (PoolConfig, "max_actors", -1),
+    (PoolConfig, "cpus_per_actor", 0.0),
+    (PoolConfig, "in_flight", -1),
+    (AugmentConfig, "std", (0.2, 0.0, 0.2)),
+    (TrainConfig, "lr", 0.0),
+    (TrainConfig, "lr", float("nan")),
+    (TrainConfig, "label_smoothing", 1.0),
+    (TrainConfig, "workers", -1),
+    (TrainConfig, "log_every", 0),
+    (TrainConfig, "checkpoint_every", -1),
+    (TrainConfig, "num_classes", -1),
+    (TrainConfig, "weight_decay", -0.1),
+    (TrainConfig, "momentum", -0.1),
+    (TrainConfig, "warmup_epochs", -1.0),
+    (TrainConfig, "cpus_per_worker", -1.0),
+    (TrainConfig, "max_failures", -2),
+]
+
+# The command line checks choices by their types; a script that builds the dataclasses has only these checks.
+BAD_CHOICES: list[tuple[type, str, str]] = [
+    (PlanConfig, "shuffle", "globl"),
+    (TransformConfig, "on_bad_sample", "skip"),
+    (PoolConfig, "read", "reader"),
+    (TrainConfig, "optimizer", "adam"),
+    (TrainConfig, "gpu", "maybe"),
+    (TrainConfig, "amp", "bf8"),
+]
+
+
+def label(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else str(value)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=label)
+def test_defaults_are_valid_and_frozen(section: type) -> None:
+    config = section()
+    for field in dataclasses.fields(config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, getattr(config, field.name))
+
+
+@pytest.mark.parametrize(("section", "name", "value"), BAD, ids=label)
+def test_a_bad_number_names_its_field_and_value(section: type, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"\.{name}\b.*{value if not isinstance(value, tuple) else ''}"):
+        section(**{name: value})
+
+
+@pytest.mark.parametrize(("section", "name", "value"), BAD_CHOICES, ids=label)
+def test_an_unknown_choice_names_its_field(section: type, name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\.{name}\b"):
+        section(**{name: value})
+
+
+def test_a_pool_may_not_be_smaller_than_its_minimum() -> None:
+    PoolConfig(min_actors=4, max_actors=4)
+    with pytest.raises(ConfigError, match=r"pool\.max_actors .* pool\.min_actors \(4\), got 3"):
+        PoolConfig(min_actors=4, max_actors=3)
+
+
+def test_every_field_is_described() -> None:
+    for section in SECTIONS:
+        for field in dataclasses.fields(section):
+            assert field.name in (section.__doc__ or ""), f"{section.__name__}.{field.name}"

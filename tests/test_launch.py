@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raypipe.cli import parse_run
+from raypipe.cluster import Allocation
+from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig
+from raypipe.errors import ConfigError, CursorError
+from raypipe.launch import _cause, _check_run_folder, _num_classes, _store_config, as_plain, describe
+from raypipe.pipeline import StreamSpec
+from raypipe.plan import PlanConfig
+from raypipe.stores.memory import MemoryStore
+
+RUN = RunConfig(
+    store=StoreConfig(train="train.lmdb", val="val.lmdb"),
+    plan=PlanConfig(epochs=1, micro_batch=2),
+    augment=AugmentConfig(mean=(0.1, 0.2, 0.3)),
+    name="mine",
+    resume="runs/other",
+)
+
+
+def store(classes: tuple[str, ...] | None, size: int = 4) -> MemoryStore:
+    return MemoryStore([b""] * size, [0] * size, classes=classes)
+
+
+def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
+    return StreamSpec.of(train, val, plan=RUN.plan)
+
+
+# The stored configuration
+
+
+def test_as_plain_is_safe_yaml_without_the_resume() -> None:
+    plain = as_plain(RUN)
+    assert yaml.safe_load(yaml.safe_dump(plain)) == plain
+    assert plain["augment"]["mean"] == [0.1, 0.2, 0.3]
+    assert "resume" not in plain
+    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {"resume"}
+
+
+def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    _store_config(RUN, folder.as_uri())
+    assert parse_run([f"--resume={folder}"], None) == dataclasses.replace(RUN, resume=str(folder))
+
+
+def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
+    shown = describe(RUN, spec(store(("a",)), store(("a",), 3)), Allocation(2, True, 1.0, 5), "file:///runs/mine")
+    for part in (
+        "name: mine",
+        "file:///runs/mine",
+        "1 epochs of 2 steps of 1 x 2 = 2 samples",
+        "(4 train, 3 val)",
+    ):
+        assert part in shown
+    assert "trainers   2 x GPU" in shown
+    assert "transform  1 to 5 actors" in shown
+
+
+# The number of classes
+
+
+def test_the_number_of_classes_is_the_stores_unless_it_is_set() -> None:
+    named = spec(store(("a", "b", "c")))
+    assert _num_classes(RUN, named) == 3
+    assert _num_classes(dataclasses.replace(RUN, train=TrainConfig(num_classes=9)), named) == 9
+
+
+def test_a_store_without_class_names_asks_for_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lmdb does not name its classes: set train\.num_classes"):
+        _num_classes(RUN, spec(store(None)))
+
+
+def test_stores_with_other_classes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="or in another order"):
+        _num_classes(RUN, spec(store(("a", "b")), store(("b", "a"))))
+    assert _num_classes(RUN, spec(store(("a", "b")), store(("a", "b"), 3))) == 2
+    assert _num_classes(RUN, spec(store(("a", "b")), store(None))) == 2
+
+
+# The run's folder
+
+
+def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
+    uri = (tmp_path / "mine").as_uri()
+    _check_run_folder(uri, resume=False)
+    with pytest.raises(ConfigError, match=r"no run at .*/mine: --resume"):
+        _check_run_folder(uri, resume=True)
+    _store_config(RUN, uri)
+    _check_run_folder(uri, resume=True)
+    with pytest.raises(ConfigError, match=r"a run at .*/mine already: .*--resume, or choose --name"):
+        _check_run_folder(uri, resume=False)
+
+
+def test_a_folder_that_holds_no_run_may_become_one(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    _check_run_folder(tmp_path.as_uri(), resume=False)
+
+
+# The cause of a failure
+
+
+def test_the_cause_is_raypipes_own_error_where_there_is_one() -> None:
+    class WorkersFailedError(Exception):
+        worker_failures: dict[int, BaseException]
+
+    own = CursorError("another plan")
+    wrapped, failed = RuntimeError("task failed"), WorkersFailedError("workers failed")
+    wrapped.__cause__ = own
+    failed.worker_failures = {0: ValueError("other"), 1: wrapped}
+    assert _cause(failed) is own
+    failed.worker_failures = {0: ValueError("other")}
+    assert _cause(failed) is failed
+    assert _cause(wrapped) is wrapped

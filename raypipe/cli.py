@@ -193,7 +193,7 @@ def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     args = [_normalized(arg) for arg in (sys.argv[1:] if args is None else args)]
     _finish(
-        lambda: auto_cli(COMMANDS, args=args, as_positional=True, prog="raypipe")  # type: ignore[arg-type]
+        lambda: auto_cli(COMMANDS, args=args, as_positional=True, prog="raypipe", allow_abbrev=False)  # type: ignore[arg-type]
     )
 
 
@@ -214,23 +214,35 @@ def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
 
     Unknown keys, in the file or on the command line, end the program with exit code 2.
     """
-    run = _parser(doc, None).parse_args(args)
-    base = None
-    if run.resume:
-        base = f"{run.resume.rstrip('/')}/config.yaml"
-    elif not run.store.train:
-        base = str(files("raypipe") / "digits.yaml")
-    parser = _parser(doc, base)
-    values = parser.instantiate_classes(parser.parse_args(args)).as_dict()
+    args = sys.argv[1:] if args is None else args
+    parser = ArgumentParser(description=doc, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_class_arguments(RunConfig, as_group=False)
+    given = parser.parse_args(args)
+    if given.resume:
+        base = _stored_config(given.resume)
+    elif not given.store.train:
+        base = (files("raypipe") / "digits.yaml").read_text()
+    else:
+        base = ""
+    # Settings that come first give way to later ones.
+    values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
     values.pop("config", None)
     return RunConfig(**values)
 
 
-def _parser(doc: str | None, base: str | None) -> ArgumentParser:
-    parser = ArgumentParser(description=doc, default_config_files=[base] if base else [])
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
-    parser.add_class_arguments(RunConfig, as_group=False)
-    return parser
+def _stored_config(run: str) -> str:
+    """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
+    import pyarrow.fs
+
+    from raypipe.runlog import as_uri
+
+    filesystem, path = pyarrow.fs.FileSystem.from_uri(as_uri(run.rstrip("/")))
+    try:
+        with filesystem.open_input_stream(f"{path}/config.yaml") as file:
+            return file.read().decode()
+    except FileNotFoundError:
+        return ""
 
 
 def run_job(job: Callable[[RunConfig], dict[str, Any]], doc: str | None) -> None:

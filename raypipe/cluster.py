@@ -114,11 +114,11 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
         gpu = train.gpu == "yes" or (train.gpu == "auto" and offer.gpus >= 1)
         workers = train.workers or (_largest_divisor(per_step, int(offer.gpus)) if gpu else 1)
         if gpu and offer.gpus < workers:
+            most = _largest_divisor(per_step, int(offer.gpus))
+            fewer = f"set train.workers={most}, or " if offer.gpus >= 1 else ""
             raise ResourceError(
                 f"{workers} trainers need {workers} GPUs, the cluster has {offer.gpus:g}: "
-                f"set train.workers={int(offer.gpus)}, or train.gpu=no to train on CPUs"
-                if offer.gpus >= 1
-                else "the cluster has no GPU: set train.gpu=no to train on CPUs, or add GPU nodes"
+                f"{fewer}set train.gpu=no to train on CPUs, or add GPU nodes"
             )
         if per_step % workers:
             raise ConfigError(

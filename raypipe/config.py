@@ -6,15 +6,25 @@ PlanConfig lives beside the plan that it describes, in plan.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from raypipe.errors import ConfigError
 from raypipe.plan import PlanConfig
+
+OnBadSample = Literal["substitute", "raise"]
+Read = Literal["auto", "actor", "stage"]
+Optimizer = Literal["sgd", "adamw"]
+UseGpu = Literal["auto", "yes", "no"]
+Amp = Literal["auto", "off", "bf16", "fp16"]
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
     if not ok:
         raise ConfigError(f"{name} must be {expected}, got {value!r}")
+
+
+def _require_choice(name: str, value: str, choices: Any) -> None:
+    _require(value in get_args(choices), name, value, f"one of {get_args(choices)}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class TransformConfig:
     size: int = 224
     decode_min_side: int = 0
     exif: bool = False
-    on_bad_sample: Literal["substitute", "raise"] = "substitute"
+    on_bad_sample: OnBadSample = "substitute"
     max_bad_fraction: float = 0.01
     bad_grace: int = 10
 
@@ -65,6 +75,7 @@ class TransformConfig:
         _require(self.decode_min_side >= 0, "transform.decode_min_side", self.decode_min_side, "at least 0")
         _require(0 <= self.max_bad_fraction <= 1, "transform.max_bad_fraction", self.max_bad_fraction, "in [0, 1]")
         _require(self.bad_grace >= 0, "transform.bad_grace", self.bad_grace, "at least 0")
+        _require_choice("transform.on_bad_sample", self.on_bad_sample, OnBadSample)
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class PoolConfig:
     max_actors: int = 0
     cpus_per_actor: float = 1.0
     in_flight: int = 0
-    read: Literal["auto", "actor", "stage"] = "auto"
+    read: Read = "auto"
 
     def __post_init__(self) -> None:
         _require(self.min_actors >= 1, "pool.min_actors", self.min_actors, "at least 1")
@@ -98,6 +109,7 @@ class PoolConfig:
         )
         _require(self.cpus_per_actor > 0, "pool.cpus_per_actor", self.cpus_per_actor, "positive")
         _require(self.in_flight >= 0, "pool.in_flight", self.in_flight, "at least 0")
+        _require_choice("pool.read", self.read, Read)
 
 
 @dataclass(frozen=True)
@@ -135,10 +147,12 @@ class TrainConfig:
         max_failures: worker group restarts before the run gives up; -1 = no limit.
         checkpoint_every: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_every: steps between lines of progress and metrics.
+        log_samples: write the sample indices of every micro-batch, in the order of the stream, to
+            RUN/samples.jsonl, and print them; all ranks meet at every step for it.
     """
 
     model: str = "resnet50"
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Optimizer = "sgd"
     num_classes: int = 0
     lr: float = 0.1
     momentum: float = 0.9
@@ -146,19 +160,32 @@ class TrainConfig:
     warmup_epochs: float = 1.0
     label_smoothing: float = 0.1
     workers: int = 0
-    gpu: Literal["auto", "yes", "no"] = "auto"
+    gpu: UseGpu = "auto"
     cpus_per_worker: float = 0.0
-    amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
+    amp: Amp = "auto"
     max_failures: int = 2
     checkpoint_every: int = 0
     log_every: int = 20
+    log_samples: bool = False
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "train.lr", self.lr, "positive")
         _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
-        _require(self.workers >= 0, "train.workers", self.workers, "at least 0")
         _require(self.log_every >= 1, "train.log_every", self.log_every, "at least 1")
-        _require(self.checkpoint_every >= 0, "train.checkpoint_every", self.checkpoint_every, "at least 0")
+        _require(self.max_failures >= -1, "train.max_failures", self.max_failures, "at least -1")
+        for name in (
+            "num_classes",
+            "momentum",
+            "weight_decay",
+            "warmup_epochs",
+            "workers",
+            "cpus_per_worker",
+            "checkpoint_every",
+        ):
+            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "at least 0")
+        _require_choice("train.optimizer", self.optimizer, Optimizer)
+        _require_choice("train.gpu", self.gpu, UseGpu)
+        _require_choice("train.amp", self.amp, Amp)
 
 
 @dataclass(frozen=True)

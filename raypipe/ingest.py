@@ -12,8 +12,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from raypipe.decode import decode, encode_jpeg, resize_short_side
-from raypipe.errors import ConfigError, SampleError, StoreError
+from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Store
 
@@ -30,6 +33,10 @@ from raypipe.stores.base import Store
 _SHARD_BYTES = 1 << 30
 # Samples per read: a few MB of JPEGs.
 _CHUNK = 64
+# CPUs of a run that has just ended come back within seconds; anything longer is another job's.
+_SETTLE_S = 10.0
+# A task that is told to stop does so within a chunk.
+_STOP_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Reencode:
     """Decode once and store smaller.
 
     Attributes:
-        short_side: pixels of the shorter side; larger images are scaled down, smaller are kept as they are.
+        short_side: pixels of the shorter side; larger images are scaled down, smaller keep their size.
             0 = store the bytes as they are.
         quality: of the JPEG, 1 to 100.
     """
@@ -61,29 +68,49 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
     """
     if not dst.parent.is_dir():
         raise StoreError(f"{dst.parent} is not a folder: make it first")
-    if dst.exists() and not overwrite:
-        raise StoreError(f"{dst} exists: choose another destination, or overwrite it with --overwrite")
     lock = dst.parent / f".{dst.name}.lock"
-    with lock.open("w") as held:
+    try:
+        held = lock.open("w")
+    except OSError as error:
+        raise StoreError(f"{dst.parent} cannot be written to: {error}") from error
+    with held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreError(f"another process is writing {dst} at the moment") from None
-        for left in dst.parent.glob(f".{dst.stem}.partial-*"):
-            _remove(left)  # of a process that was killed
-        partial = dst.parent / f".{dst.stem}.partial-{secrets.token_hex(4)}{dst.suffix}"
+        if not os.fstat(held.fileno()).st_nlink:
+            # Opened before, and locked after, another process finished and removed the file.
+            raise StoreError(f"another process has written {dst} at this moment")
         try:
-            yield partial
-            if dst.exists():
-                old = partial.with_name(partial.name.replace(".partial-", ".partial-old-"))
-                dst.rename(old)
-                partial.rename(dst)
-                _remove(old)
-            else:
-                partial.rename(dst)
+            if dst.exists() and not overwrite:
+                raise StoreError(f"{dst} exists: choose another destination, or overwrite it with --overwrite")
+            _remove_partials(dst)  # of a process that was killed
+            partial = dst.parent / f".{dst.name}.partial-{secrets.token_hex(4)}{dst.suffix}"
+            try:
+                yield partial
+                _move(partial, dst)
+            finally:
+                _remove(partial)
         finally:
-            _remove(partial)
             lock.unlink(missing_ok=True)
+
+
+def _move(partial: Path, dst: Path) -> None:
+    if dst.exists() and (dst.is_dir() or partial.is_dir()):  # which no rename replaces
+        old = partial.with_name(partial.name.replace(".partial-", ".partial-old-"))
+        dst.rename(old)
+        partial.rename(dst)
+        _remove(old)
+    else:
+        partial.replace(dst)
+
+
+def _remove_partials(dst: Path) -> None:
+    # The whole name counts: train.parquet, written beside train.lmdb, has partials of its own.
+    name = re.compile(re.escape(f".{dst.name}.partial-") + "(old-)?[0-9a-f]{8}" + re.escape(dst.suffix))
+    for path in dst.parent.iterdir():
+        if name.fullmatch(path.name):
+            _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -120,7 +147,8 @@ def ingest(
         src: a store or its address.
         dst: a local path that ends in `.lmdb` or `.parquet`.
         reencode: decode once and store smaller; None = the bytes as they are.
-        shards: files of the new store; 0 = 1 GiB each, and enough to use all CPUs on a large store.
+        shards: files of the new store, none without samples; 0 = 1 GiB each, and enough to use all CPUs on a
+            large store.
         on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded, cannot be decoded.
         overwrite: replace a store at `dst`.
         progress: show a progress bar on standard error.
@@ -131,38 +159,42 @@ def ingest(
     Raises:
         StoreError: the source is damaged, the destination exists, or the copy does not compare equal.
         SampleError: a sample is bad, and on_bad_sample is "raise".
+        ResourceError: this node has no CPU to spare, or a task died.
     """
     import ray
 
     store = open_store(src) if isinstance(src, str) else src
     path = Path(dst).expanduser().absolute()
-    if path.suffix not in (".lmdb", ".parquet"):
+    if shards < 0:
+        raise ConfigError(f"shards must be at least 0, got {shards}")
+    if "://" in dst or path.suffix not in (".lmdb", ".parquet"):
         raise StoreError(f"{dst}: the destination must be a local path that ends in .lmdb or .parquet")
     if not len(store):
         raise StoreError(f"{store.address} has no samples")
     columns = column_types(store)
-    num_shards = shards or _num_shards(store, int(ray.cluster_resources().get("CPU", 1)))
-    bounds = np.linspace(0, len(store), num_shards + 1).astype(int)
     # A local destination is this node's; tasks must not write it elsewhere.
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
-    with new_path(path, overwrite) as partial:
+    node = ray.get_runtime_context().get_node_id()
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    num_shards = min(len(store), shards or _num_shards(store, _num_cpus(node)))
+    bounds = np.linspace(0, len(store), num_shards + 1).astype(int)
+    with new_path(path, overwrite) as partial, _stopped_on_error() as tasks:
+        _wait_for_cpu(node)
         files = [partial]
         if num_shards > 1:
             partial.mkdir()
             files = [partial / f"{number:05d}{path.suffix}" for number in range(num_shards)]
         options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": here, "max_retries": 0}
         write = ray.remote(num_returns="streaming", **options)(_write_shard)
-        streams = [
+        tasks += [
             write.remote(store, file, int(start), int(stop), columns, reencode, on_bad_sample)
             for file, start, stop in zip(files, bounds[:-1], bounds[1:], strict=True)
         ]
-        parts = list(_follow(streams, len(store), progress))
-        by_shard = sorted((part for part in parts if part["digest"]), key=lambda part: part["first"])
+        # Stable: what one shard yields, and what it skips, stays in order.
+        parts = sorted(_follow(tasks, len(store), progress), key=lambda part: part["first"])
+        by_shard = [part for part in parts if part["digest"]]
         verify = ray.remote(**options)(_digest_of)
-        found = _get([verify.remote(file, tuple(columns)) for file in files])
-        for file, part, digest in zip(files, by_shard, found, strict=True):
+        tasks[:] = [verify.remote(file, columns) for file in files]
+        for file, part, digest in zip(files, by_shard, _get(list(tasks)), strict=True):
             if part["digest"] != digest:
                 raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
         skipped = [record for part in parts for record in part["skipped"]]
@@ -182,15 +214,17 @@ def ingest(
 
 
 def column_types(store: Store) -> dict[str, str]:
-    """The columns of a store with the types that writers know, found by its first sample.
+    """The columns of a store with the types that writers know, found by its first samples.
 
     Raises:
-        StoreError: a column holds something that writers do not know.
+        StoreError: there are no images, or a column holds something that writers do not know.
     """
-    first = store.read(np.array([0]), store.columns)
+    if "image" not in store.columns:
+        raise StoreError(f"{store.address} has no column 'image'; its columns are: {', '.join(store.columns)}")
+    first = store.read(np.arange(min(len(store), _CHUNK)), store.columns)
     types: dict[str, str] = {}
     for name, values in first.items():
-        value = values[0]
+        value = next((value for value in values if value is not None), None)
         if name == "image":
             types[name] = "binary"
         elif isinstance(value, bool | int | np.integer | np.bool_):
@@ -207,6 +241,34 @@ def column_types(store: Store) -> dict[str, str]:
                 "int, float, bytes and str columns can be copied"
             )
     return types
+
+
+def _num_cpus(node: str) -> int:
+    """CPUs that Ray may use on a node.
+
+    Raises:
+        ResourceError: none.
+    """
+    import ray
+
+    [cpus] = [int(found["Resources"].get("CPU", 0)) for found in ray.nodes() if found["NodeID"] == node]
+    if not cpus:
+        raise ResourceError("this node offers Ray no CPUs (num-cpus: 0): run ingest where it does")
+    return cpus
+
+
+def _wait_for_cpu(node: str) -> None:
+    """Ray alone would wait for a CPU for ever, and say nothing."""
+    import ray
+
+    deadline = time.monotonic() + _SETTLE_S
+    while ray._private.state.available_resources_per_node().get(node, {}).get("CPU", 0.0) < 1:
+        if time.monotonic() > deadline:
+            raise ResourceError(
+                f"the copy needs 1 CPU, other jobs hold all {_num_cpus(node)} of this node. "
+                "Wait for them, or stop them (`ray job list`)"
+            )
+        time.sleep(0.2)
 
 
 def _num_shards(store: Store, num_cpus: int) -> int:
@@ -226,7 +288,7 @@ def _write_shard(
     on_bad_sample: str,
 ) -> Iterator[dict[str, Any]]:
     """Writes samples start … stop - 1; yields what each chunk wrote, and last the digest of all."""
-    digest = _Digest(tuple(columns))
+    digest = _Digest(columns)
     with open_writer(file, columns, store.classes) as writer:
         for first in range(start, stop, _CHUNK):
             indices = np.arange(first, min(stop, first + _CHUNK))
@@ -234,6 +296,9 @@ def _write_shard(
             done: dict[str, Any] = {"samples": 0, "bytes": 0, "skipped": [], "digest": "", "first": start}
             for row, index in enumerate(indices):
                 sample = {name: rows[name][row] for name in columns}
+                for name, value in sample.items():
+                    if isinstance(value, bool | np.bool_):
+                        sample[name] = int(value)  # as their column's type
                 try:
                     sample["image"] = _checked(sample["image"], reencode)
                 except SampleError as error:
@@ -262,15 +327,27 @@ def _checked(image: bytes | None, reencode: Reencode | None) -> bytes:
 
 
 class _Digest:
-    """A hash over samples, in order: all columns, each with its length."""
+    """A hash over samples, in order: all columns, each as its type has it, and with its length.
 
-    def __init__(self, columns: tuple[str, ...]) -> None:
+    Args:
+        columns: name → type, see `column_types`.
+    """
+
+    def __init__(self, columns: dict[str, str]) -> None:
         self._columns, self._hash = columns, hashlib.blake2b(digest_size=16)
 
     def add(self, sample: dict[str, Any]) -> None:
-        for name in self._columns:
+        for name, kind in self._columns.items():
             value = sample[name]
-            data = value if isinstance(value, bytes) else str(value).encode()
+            if value is None:
+                self._hash.update(b"\xff" * 8)  # a length that no value has
+                continue
+            if kind == "int64":
+                data = str(int(value)).encode()
+            elif kind == "float64":
+                data = float(value).hex().encode()  # the source's may be a float32
+            else:
+                data = value if isinstance(value, bytes) else str(value).encode()
             self._hash.update(len(data).to_bytes(8, "little"))
             self._hash.update(data)
 
@@ -278,11 +355,11 @@ class _Digest:
         return self._hash.hexdigest()
 
 
-def _digest_of(file: Path, columns: tuple[str, ...]) -> str:
+def _digest_of(file: Path, columns: dict[str, str]) -> str:
     """The digest of a shard as it reads back."""
     store, digest = open_store(file), _Digest(columns)
     for first in range(0, len(store), _CHUNK):
-        rows = store.read(np.arange(first, min(len(store), first + _CHUNK)), columns)
+        rows = store.read(np.arange(first, min(len(store), first + _CHUNK)), tuple(columns))
         for row in range(len(rows["image"])):
             digest.add({name: rows[name][row] for name in columns})
     store.close()
@@ -299,7 +376,7 @@ def _follow(streams: list[Any], total: int, progress: bool) -> Iterator[dict[str
         task = bar.add_task("ingest", total=total)
         pending = list(streams)
         while pending:
-            ready, _ = ray.wait(pending, num_returns=1, timeout=10, fetch_local=False)
+            ready: list[Any] = ray.wait(pending, num_returns=1, timeout=10, fetch_local=False)[0]
             for stream in ready:
                 try:
                     part = _get(next(stream))
@@ -310,11 +387,37 @@ def _follow(streams: list[Any], total: int, progress: bool) -> Iterator[dict[str
                 yield part
 
 
+@contextlib.contextmanager
+def _stopped_on_error() -> Iterator[list[Any]]:
+    """A list of tasks, which an error or Ctrl-C ends: none shall write on while its file is being removed."""
+    import ray
+
+    tasks: list[Any] = []
+    try:
+        yield tasks
+    except BaseException:
+        for task in tasks:
+            ray.cancel(task)
+        ends = [task.completed() if isinstance(task, ray.ObjectRefGenerator) else task for task in tasks]
+        if ends:
+            ray.wait(ends, num_returns=len(ends), timeout=_STOP_S, fetch_local=False)
+        raise
+
+
 def _get(refs: Any) -> Any:
-    """ray.get, with the task's own error instead of Ray's wrapper around it."""
+    """ray.get, with the task's own error instead of Ray's wrapper around it.
+
+    Raises:
+        ResourceError: the task's process died.
+    """
     import ray
 
     try:
         return ray.get(refs)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise ResourceError(
+            f"a process of the copy died ({type(error).__name__}), maybe of too little memory: "
+            "try again, or with fewer CPUs for Ray"
+        ) from error

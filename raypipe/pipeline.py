@@ -7,6 +7,7 @@ raypipe.stream(…)     both in one call, for people who only want the data
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,7 @@ class StreamSpec:
         context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
+        logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it would say so each time
         context.print_on_execution_start = False
         context.raise_original_map_exception = True
         context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
@@ -151,6 +153,8 @@ class StreamSpec:
         One rank runs the execution in its own process; several share one in an actor of its own.
         """
         dataset = self.dataset(cursor, max_actors=max_actors, world_size=world_size)
+        if not self.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
+            dataset = ray.data.from_items([])
         return [dataset.iterator()] if world_size == 1 else dataset.streaming_split(world_size, equal=True)
 
 

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from raypipe.order import (
 from raypipe.stores.base import Store
 
 Split = Literal["train", "val"]
+Shuffle = Literal["auto", "global", "window", "off"]
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
@@ -62,7 +63,7 @@ class PlanConfig:
     micro_batch: int = 64
     per_step: int = 1
     seed: int = 0
-    shuffle: Literal["auto", "global", "window", "off"] = "auto"
+    shuffle: Shuffle = "auto"
     window_groups: int = 0
     val_every: int = 1
 
@@ -77,6 +78,8 @@ class PlanConfig:
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.shuffle not in get_args(Shuffle):
+            raise ConfigError(f"plan.shuffle must be one of {get_args(Shuffle)}, got {self.shuffle!r}")
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Cursor:
         try:
             fields = json.loads(text)
             return Cursor(int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise CursorError(f"not a cursor: {text[:200]!r} ({error})") from None
 
 
@@ -236,7 +239,7 @@ class Plan:
 
     def check_workers(self, world_size: int) -> None:
         """Raise ConfigError unless W divides M."""
-        if self.config.per_step % world_size:
+        if world_size < 1 or self.config.per_step % world_size:
             divisors = [w for w in range(1, self.config.per_step + 1) if self.config.per_step % w == 0]
             raise ConfigError(
                 f"{world_size} workers cannot share the {self.config.per_step} micro-batches of a step "

@@ -16,6 +16,8 @@ from typing import Any
 
 import pyarrow.fs
 
+from raypipe.plan import MicroBatchId
+
 
 def as_uri(address: str) -> str:
     """A local path or a URI as a URI that every process understands."""
@@ -38,13 +40,13 @@ class RunLog:
         self._local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = self._folder / "metrics.jsonl"
-        kept = [line for line in self._recorded() if json.loads(line)["step"] <= global_step]
-        self._metrics.write_text("".join(line + "\n" for line in kept))
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            kept = [line for line in self._recorded(name) if json.loads(line)["step"] <= global_step]
+            (self._folder / name).write_text("".join(line + "\n" for line in kept))
         self._events = SummaryWriter(str(self._folder / "tensorboard"), purge_step=global_step + 1)
 
-    def _recorded(self) -> list[str]:
-        path = f"{self._remote}/metrics.jsonl"
+    def _recorded(self, name: str) -> list[str]:
+        path = f"{self._remote}/{name}"
         if self._filesystem.get_file_info(path).type != pyarrow.fs.FileType.File:
             return []
         with self._filesystem.open_input_stream(path) as file:
@@ -52,10 +54,17 @@ class RunLog:
         # A crash may have cut the last line short.
         return [line for line in text.split("\n")[:-1] if line]
 
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        with (self._folder / name).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def write_samples(self, at: MicroBatchId, indices: list[int], step: int) -> None:
+        """Record which samples a micro-batch had; `step` is the global step that it belonged to."""
+        self._append("samples.jsonl", {"micro_batch": str(at), "step": step, "indices": indices})
+
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Record values at a global step; `kind` is "train" or "val"."""
-        with self._metrics.open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._append("metrics.jsonl", {"kind": kind, "step": step, **values})
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._events.add_scalar(f"{kind}/{name}", value, step)

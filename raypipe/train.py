@@ -28,6 +28,7 @@ from raypipe.errors import ConfigError
 from raypipe.handover import CURSOR_FILE, Feed, SegmentFeed, feed
 from raypipe.models import StepBatchNorm, build_model, build_optimizer, learning_rate
 from raypipe.pipeline import StreamSpec
+from raypipe.plan import MicroBatchId
 from raypipe.prefetch import Batch
 from raypipe.runlog import RunLog
 
@@ -40,7 +41,9 @@ def train_loop(config: dict[str, Any]) -> None:
     Args:
         config: `run` RunConfig, `spec` StreamSpec, `num_classes` int, `max_actors` int, `run_uri` str.
     """
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it would log every checkpoint and its metrics
+    # Ray Train would log every checkpoint and its metrics, between the lines of progress.
+    for name in ("ray.train", ray.train.v2._internal.execution.context.__file__):
+        logging.getLogger(name).setLevel(logging.WARNING)
     Trainer(**config).fit()
 
 
@@ -103,12 +106,16 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.batch_norm.begin()
+            seen = []
             for number, batch in enumerate(step):
+                seen.append((batch.at, batch.index.tolist()))
                 meter.add(self._backward(batch, len(step), last=number + 1 == len(step)), len(batch.index))
             self.batch_norm.end(self.world_size)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
+            if config.log_samples:
+                self._log_samples(seen)
             end = step.number + 1 == segment.num_steps
             checkpoint = config.checkpoint_every and self.global_step % config.checkpoint_every == 0
             if self.global_step % config.log_every == 0 or end or checkpoint:
@@ -129,6 +136,16 @@ class Trainer:
             loss = (losses * batch.weight).sum() / len(losses)
             self.scaler.scale(loss / per_rank).backward()
         return loss.detach()
+
+    def _log_samples(self, seen: list[tuple[MicroBatchId, list[int]]]) -> None:
+        ranks = [seen]
+        if self.world_size > 1:
+            ranks = [[] for _ in range(self.world_size)]
+            dist.all_gather_object(ranks, seen)
+        if self.log:
+            for at, indices in sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro):
+                self.log.write_samples(at, indices, self.global_step)
+                print(f"samples {at}: {' '.join(map(str, indices))}", flush=True)
 
     def _check_labels(self, batch: Batch) -> None:
         # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.

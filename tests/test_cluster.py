@@ -62,7 +62,7 @@ def test_gpu_no_trains_on_cpus_beside_gpus() -> None:
 
 
 def test_gpu_yes_without_gpus_names_the_setting() -> None:
-    with pytest.raises(ResourceError, match=r"no GPU: set train\.gpu=no"):
+    with pytest.raises(ResourceError, match=r"has 0: set train\.gpu=no"):
         share(idle(8), TrainConfig(gpu="yes"))
 
 

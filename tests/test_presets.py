@@ -20,7 +20,7 @@ def picture(height: int, width: int) -> np.ndarray:
     return cv2.resize(RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8), (width, height))
 
 
-@pytest.mark.parametrize("name", ["light", "heavy", "center", "small", "digits"])
+@pytest.mark.parametrize("name", ["light", "heavy", "center", "small", "resize"])
 @pytest.mark.parametrize("shape", [(8, 8), (300, 200), (61, 500)])
 @pytest.mark.parametrize("size", [8, 96])
 def test_every_preset_ends_at_its_size(name: str, shape: tuple[int, int], size: int) -> None:
@@ -29,7 +29,7 @@ def test_every_preset_ends_at_its_size(name: str, shape: tuple[int, int], size: 
         assert transform(picture(*shape), tuple(key)).shape == (size, size, 3)
 
 
-@pytest.mark.parametrize("name", ["light", "heavy", "flip-crop", "small", "digits"])
+@pytest.mark.parametrize("name", ["light", "heavy", "flip-crop", "small"])
 def test_training_presets_vary_with_the_key(name: str) -> None:
     transform, image = SampleTransform(build_transform(name, 32)), picture(32, 32)
     assert len({transform(image.copy(), tuple(key)).tobytes() for key in KEYS}) > 10
@@ -69,7 +69,7 @@ def test_none_is_no_transform() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    message = "no transform preset 'hevy'; known are none, light, heavy, center, flip-crop, small, digits"
+    message = "no transform preset 'hevy'; known are none, light, heavy, center, resize, flip-crop, small"
     with pytest.raises(ConfigError, match=message):
         build_transform("hevy", 224)
 

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe.cluster import preflight
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.digest import combine, stream_digests
+from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
+from raypipe.handover import Feed, feed, host_batches
+from raypipe.pipeline import StreamSpec, stream
+from raypipe.plan import PlanConfig
+from raypipe.stores import open_store
+from raypipe.stores.memory import MemoryStore
+
+from conftest import CLASSES, picture, samples  # isort: skip
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5)
+SMALL = TransformConfig(train="light", val="center", size=24)
+
+
+def spec_of(stores: dict[str, Path], train: str = "train", **changes: Any) -> StreamSpec:
+    return StreamSpec.of(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
+
+
+def digests(spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0) -> list[bytes]:
+    spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5))
+    found, _ = stream_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
+    return found
+
+
+def test_the_digest_is_the_same_for_any_pool_and_any_workers_and_after_a_resume(
+    stores: dict[str, Path],
+) -> None:
+    spec = spec_of(stores)
+    alone = digests(spec)
+    assert len(alone) == len(set(alone)) == spec.plan.num_micro_batches(spec.plan.start()) == 2 * (12 + 4)
+    assert combine(digests(spec, actors=3)) == combine(alone)
+    assert combine(digests(spec, actors=2, workers=2)) == combine(alone)
+    resumed = digests(spec, actors=2, workers=2, from_step=8)
+    assert combine(resumed) == combine(alone[-len(resumed) :]) and len(resumed) == (6 - 2) * 2 + 4
+
+
+def test_the_digest_depends_on_the_seed_and_not_on_who_reads(stores: dict[str, Path]) -> None:
+    spec = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3))
+    read_apart = digests(spec)
+    in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor"))
+    found, _ = stream_digests(in_actors, spec.plan.start(), max_actors=2, world_size=1)
+    assert combine(found) == combine(read_apart)
+    other = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3, seed=6))
+    assert not set(digests(other)[:12]) & set(read_apart[:12])
+
+
+def test_every_training_sample_comes_at_most_once_and_every_validation_sample_once(
+    stores: dict[str, Path],
+) -> None:
+    spec = spec_of(stores)
+    labels = open_store(stores["train"]).read(np.arange(100), ("label",))["label"]
+    seen: dict[tuple[str, int], list[int]] = {}
+    for batch in host_batches(spec.splits(spec.plan.start(), max_actors=1)[0]):
+        real = batch.weight > 0
+        seen.setdefault((batch.at.split, batch.at.epoch), []).extend(batch.index[real].tolist())
+        assert batch.image.dtype == np.uint8 and batch.image.shape == (8, 24, 24, 3)
+        assert not batch.image[~real].any()
+        if batch.at.split == "train":
+            assert np.array_equal(batch.label, labels[batch.index])
+    for epoch in (0, 1):
+        assert len(seen["train", epoch]) == len(set(seen["train", epoch])) == 96
+        assert seen["val", epoch] == list(range(22))
+    assert seen["train", 0] != seen["train", 1]
+
+
+def test_the_feed_gives_segments_steps_and_cursors_even_when_some_are_left_out(stores: dict[str, Path]) -> None:
+    spec = spec_of(stores)
+    steps, cursors = [], []
+    whole: Feed = feed(spec, max_actors=1)
+    for segment in whole:
+        for step in segment:
+            first = next(iter(step))  # the second micro-batch of each step is left over
+            steps.append((segment.split, segment.epoch, step.number, first.at.micro, len(step)))
+            if segment.split == "val" and step.number == 0:
+                break
+        cursors.append((whole.cursor.epoch, whole.cursor.step))
+    assert [s for s in steps if s[0] == "train"] == [("train", e, s, 0, 2) for e in (0, 1) for s in range(6)]
+    assert cursors == [(0, 6), (0, 6), (1, 6), (1, 6)]
+    assert (whole.cursor.epoch, whole.cursor.step) == (2, 0)
+    assert list(feed(spec, max_actors=1, cursor=whole.cursor)) == []
+
+
+def test_stream_is_a_plain_dataset_of_micro_batches(stores: dict[str, Path]) -> None:
+    dataset = stream(
+        stores["train"],
+        plan=PlanConfig(epochs=1, micro_batch=25, shuffle="off"),
+        train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
+        pool=PoolConfig(max_actors=1),
+    )
+    rows = list(dataset.iter_batches(batch_size=None))
+    assert [row["step"].tolist() for row in rows] == [[0], [1], [2], [3]]
+    assert np.concatenate([row["index"][0] for row in rows]).tolist() == list(range(100))
+    assert rows[0]["image"].shape == (1, 25, 10, 12, 3)
+
+
+def test_what_is_in_flight_stays_within_its_bound(stores: dict[str, Path], tmp_path: Path) -> None:
+    def traced(image: np.ndarray) -> np.ndarray:
+        with (tmp_path / "count").open("a") as file:
+            file.write("x")
+        return np.zeros((4, 4, 3), np.uint8)
+
+    spec = StreamSpec.of(
+        stores["train"],
+        plan=PlanConfig(epochs=20, micro_batch=4),
+        train_transform=traced,
+        pool=PoolConfig(in_flight=6),
+    )
+    import time
+
+    batches = host_batches(spec.splits(spec.plan.start(), max_actors=1)[0])
+    for _ in range(5):
+        next(batches)
+    time.sleep(3)  # a consumer that stands still
+    done = (tmp_path / "count").stat().st_size / 4
+    assert done <= 5 + 6 + 3, "beside what is in flight: Ray's own prefetch of one, and what it unpacks"
+    batches.close()
+
+
+def with_bad(bad: dict[int, bytes | None], num: int = 64) -> MemoryStore:
+    images = [bad.get(i, picture(i)) for i in range(num)]
+    return MemoryStore(images, [i % 5 for i in range(num)], classes=CLASSES)
+
+
+BAD = {3: b"", 17: picture(17)[:-200], 40: None}
+ONE_EPOCH = PlanConfig(epochs=1, micro_batch=8)
+
+
+def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(tmp_path: Path) -> None:
+    def run(actors: int, folder: str) -> list[Any]:
+        spec = StreamSpec.of(
+            with_bad(BAD),
+            with_bad(BAD),
+            plan=ONE_EPOCH,
+            transform=SMALL,
+            pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5),
+            quarantine=(tmp_path / folder).as_uri(),
+        )
+        rows = host_batches(spec.splits(spec.plan.start(), max_actors=actors)[0])
+        return [(b.at, b.index.tolist(), b.label.tolist(), b.weight.tolist(), b.num_bad) for b in rows]
+
+    rows = run(1, "one")
+    assert rows == run(2, "two")
+    assert sum(row[4] for row in rows) == 6
+    for at, index, label, weight, _ in rows:
+        if at.split == "train":
+            assert not set(index) & set(BAD) and label == [i % 5 for i in index] and min(weight) == 1
+        else:
+            assert [i for i, w in zip(index, weight, strict=True) if w == 0] == [i for i in index if i in BAD]
+    records = [
+        json.loads(line) for file in sorted((tmp_path / "one").iterdir()) for line in file.read_text().splitlines()
+    ]
+    assert sorted(r["index"] for r in records if r["split"] == "train") == sorted(BAD)
+    assert all(r["store"].startswith("memory:") and r["error"] for r in records)
+    assert {p.name for p in (tmp_path / "one").iterdir()} == {p.name for p in (tmp_path / "two").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("transform", "error", "message"),
+    [
+        (dataclasses.replace(SMALL, on_bad_sample="raise"), SampleError, r"memory:\w+ sample \d+: .*"),
+        (dataclasses.replace(SMALL, bad_grace=1), BadSamplesError, "max_bad_fraction"),
+        (dataclasses.replace(SMALL, train="none"), ConfigError, "crop or resize"),
+    ],
+)
+def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
+    transform: TransformConfig, error: type[Exception], message: str
+) -> None:
+    store = with_bad({**BAD, 5: picture(5, 30, 30)})
+    spec = StreamSpec.of(store, plan=ONE_EPOCH, transform=transform)
+    for world_size in (1,):
+        with pytest.raises(error, match=message) as caught:
+            list(host_batches(spec.splits(spec.plan.start(), max_actors=1, world_size=world_size)[0]))
+        assert type(caught.value) is error
+
+
+def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: dict[str, Path]) -> None:
+    few = [s["image"] for s in samples(3)]
+    spec = StreamSpec.of(
+        stores["train"],
+        MemoryStore(few, [0, 1, 2], classes=CLASSES),
+        plan=PlanConfig(epochs=1, micro_batch=10, per_step=5),
+        transform=dataclasses.replace(SMALL, val="none", train="none"),
+    )
+    found, real = stream_digests(spec, spec.plan.start(), max_actors=1, world_size=1)
+    assert len(found) == 15 and real == 103
+
+
+def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
+    spec, other = spec_of(stores), spec_of(stores, plan=dataclasses.replace(PLAN, seed=6))
+    with pytest.raises(CursorError, match=other.plan.fingerprint):
+        spec.dataset(other.plan.start(), max_actors=1)
+
+
+def test_a_run_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
+    with pytest.raises(ResourceError, match=r"100 transform actors.*has, or can scale to, 4\..*pool\.min_actors"):
+        preflight(PoolConfig(min_actors=100))

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe.config import PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.errors import ConfigError, CursorError
+from raypipe.launch import train
+from raypipe.plan import PlanConfig
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return RunConfig(
+        store=StoreConfig(str(stores["train"]), str(stores["val"])),
+        plan=PlanConfig(epochs=3, micro_batch=6, per_step=4, seed=1),
+        transform=TransformConfig(train="small", val="resize", size=12),
+        pool=PoolConfig(max_actors=1),
+        train=TrainConfig(
+            model="small",
+            optimizer="adamw",
+            lr=0.003,
+            workers=1,
+            cpus_per_worker=1.0,
+            log_every=1,
+            log_samples=True,
+            checkpoint_every=3,
+        ),
+        runs=str(tmp_path_factory.mktemp("runs")),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(run: RunConfig) -> dict[str, Any]:
+    return train(dataclasses.replace(run, name="alone"))
+
+
+def records(result: dict[str, Any], kind: str, *fields: str) -> list[tuple[Any, ...]]:
+    lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    return [tuple(r[f] for f in fields) for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def sample_log(result: dict[str, Any]) -> str:
+    return (Path(result["run_dir"]) / "samples.jsonl").read_text()
+
+
+def final_state(result: dict[str, Any]) -> dict[str, Any]:
+    last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
+    return torch.load(last / "state.pt", weights_only=True)["model"]
+
+
+def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[str, Any]) -> None:
+    assert alone["steps"] == 12 and 0 <= alone["val_accuracy"] <= 1 and 0 <= alone["wait_fraction"] <= 1
+    assert alone["images_per_s"] > 0 and alone["first_batch_s"] > 0
+    folder = Path(alone["run_dir"])
+    assert [step for (step,) in records(alone, "train", "step")] == list(range(1, 13))
+    assert records(alone, "val", "step", "samples") == [(4, 22), (8, 22), (12, 22)]
+    assert list((folder / "tensorboard").glob("events*"))
+    assert "micro_batch: 6" in (folder / "config.yaml").read_text()
+    assert len(sample_log(alone).splitlines()) == 12 * 4
+
+
+def test_two_workers_see_the_same_samples_and_learn_the_same(run: RunConfig, alone: dict[str, Any]) -> None:
+    two = train(
+        dataclasses.replace(run, name="two", train=dataclasses.replace(run.train, workers=2, cpus_per_worker=0.5))
+    )
+    assert sample_log(two) == sample_log(alone)
+    for (loss,), (expected,) in zip(records(two, "train", "loss"), records(alone, "train", "loss"), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4)
+    assert two["val_accuracy"] == pytest.approx(alone["val_accuracy"], abs=1 / 22 + 1e-9)
+
+
+def test_a_killed_worker_costs_nothing_but_time(run: RunConfig, alone: dict[str, Any]) -> None:
+    folder = Path(run.runs) / "killed"
+    killed: list[int] = []
+
+    def kill_after_step(step: int) -> None:
+        metrics = folder / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+            time.sleep(0.02)
+        for pid in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+            except OSError:
+                continue
+            if command.startswith("ray::") and "RayTrainWorker" in command and descends_from(int(pid)):
+                killed.append(int(pid))
+                os.kill(int(pid), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_after_step, args=(5,))
+    killer.start()
+    result = train(dataclasses.replace(run, name="killed"))
+    killer.join()
+    assert killed
+    assert sample_log(result) == sample_log(alone)
+    assert records(result, "train", "step", "loss") == records(alone, "train", "step", "loss")
+    for name, value in final_state(alone).items():
+        assert torch.equal(value, final_state(result)[name]), name
+
+
+def descends_from(pid: int, ancestor: int = os.getpid()) -> bool:
+    """Whether a process is of this session's own cluster: no other's is ever killed."""
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+def test_a_run_goes_on_by_resume_with_the_samples_that_were_next(run: RunConfig, alone: dict[str, Any]) -> None:
+    first = dataclasses.replace(run, name="stopped", plan=dataclasses.replace(run.plan, epochs=1))
+    stopped = train(first)
+    assert stopped["steps"] == 4
+    # A whole run of one epoch has its own learning rates, so go on from it only to compare the samples.
+    resumed = train(dataclasses.replace(run, resume=stopped["run_dir"]))
+    assert resumed["steps"] == 12 and resumed["run_dir"] == stopped["run_dir"]
+    assert sample_log(resumed) == sample_log(alone)
+    with pytest.raises(CursorError, match="made under plan"):
+        train(
+            dataclasses.replace(
+                run,
+                resume=stopped["run_dir"],
+                plan=dataclasses.replace(run.plan, seed=2),
+                train=dataclasses.replace(run.train, max_failures=0),
+            )
+        )
+
+
+def test_a_label_outside_of_the_classes_is_named(run: RunConfig) -> None:
+    settings = dataclasses.replace(run.train, num_classes=3, max_failures=0)
+    with pytest.raises(ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"):
+        train(dataclasses.replace(run, name="labels", train=settings))

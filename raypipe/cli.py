@@ -163,6 +163,7 @@ def digest(
         unbroken, _ = digest_module.stream_digests(
             spec, spec.plan.start(), max_actors=max_actors, world_size=workers
         )
+        found["unbroken_digest"] = digest_module.combine(unbroken)
         found["unbroken_tail_digest"] = digest_module.combine(unbroken[-len(digests) :])
     _table(store, [(name.replace("_", " "), str(value)) for name, value in found.items()])
     return found

@@ -28,7 +28,13 @@ _LOCAL_ENV = {**_WORKER_ENV, "RAY_event_stats": "0", "RAY_task_events_report_int
 _SETTLE_S = 10.0
 
 
-def connect(address: str = "", *, num_cpus: int | None = None, object_store_bytes: int | None = None) -> None:
+def connect(
+    address: str = "",
+    *,
+    num_cpus: int | None = None,
+    object_store_bytes: int | None = None,
+    dashboard: bool = False,
+) -> None:
     """Connect to the cluster at `address` or RAY_ADDRESS; where there is none, start Ray on this machine.
 
     Does nothing if this process is connected already. Inside a submitted job RAY_ADDRESS is set.
@@ -37,6 +43,7 @@ def connect(address: str = "", *, num_cpus: int | None = None, object_store_byte
         address: of a running cluster.
         num_cpus: CPUs to offer, when Ray is started here; None = all.
         object_store_bytes: size of the object store, when Ray is started here; None = Ray's default.
+        dashboard: start Ray's dashboard too, when Ray is started here; Ray Train asks it about its actors.
     """
     if ray.is_initialized():
         return
@@ -48,7 +55,7 @@ def connect(address: str = "", *, num_cpus: int | None = None, object_store_byte
     ray.init(
         num_cpus=num_cpus,
         object_store_memory=object_store_bytes,
-        include_dashboard=False,
+        include_dashboard=dashboard,
         logging_level=logging.WARNING,
     )
 

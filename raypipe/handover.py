@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
+import ray.train.torch
 import torch
 from ray.exceptions import RayTaskError
 
@@ -102,7 +103,11 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         RaypipeError: what went wrong in an actor, without the layers around it.
     """
     try:
-        for row in iterator.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
+        for row in iterator.iter_batches(
+            batch_size=None,  # type: ignore[arg-type]
+            batch_format="numpy",
+            prefetch_batches=1,
+        ):
             yield HostBatch(
                 at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
                 image=row["image"][0],

@@ -44,7 +44,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     spec = _spec(run, run_uri)
     num_classes = _num_classes(run, spec)
 
-    connect()
+    connect(dashboard=True)
     allocation = preflight(run.pool, run.train, run.plan.per_step)
     spec.plan.check_workers(allocation.workers)
     _store_config(run, run_uri)

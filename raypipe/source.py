@@ -10,6 +10,7 @@ are tiny where the transform actors read the store themselves.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ class StoreSource(Datasource):
         bounds = np.linspace(0, len(store), min(parallelism, max(1, len(store))) + 1).astype(np.int64)
         return [
             ReadTask(
-                lambda start=start, stop=stop: _ranges(store, columns, int(start), int(stop)),
+                functools.partial(_ranges, store, columns, int(start), int(stop)),
                 BlockMetadata(num_rows=int(stop - start), size_bytes=None, exec_stats=None, input_files=None),
                 per_task_row_limit=per_task_row_limit,
             )

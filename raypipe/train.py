@@ -18,6 +18,7 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.train.v2._internal.execution import context as train_context
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +43,7 @@ def train_loop(config: dict[str, Any]) -> None:
         config: `run` RunConfig, `spec` StreamSpec, `num_classes` int, `max_actors` int, `run_uri` str.
     """
     # Ray Train would log every checkpoint and its metrics, between the lines of progress.
-    for name in ("ray.train", ray.train.v2._internal.execution.context.__file__):
+    for name in ("ray.train", train_context.__file__):
         logging.getLogger(name).setLevel(logging.WARNING)
     Trainer(**config).fit()
 

@@ -19,6 +19,7 @@ import pyarrow.fs
 
 from raypipe.plan import MicroBatchId, Plan, Split
 from raypipe.presets import build_transform
+from raypipe.sample_transform import Key
 from raypipe.source import SPLITS, place_of, read_samples
 from raypipe.stores.base import Store
 from raypipe.transform import BadSampleBudget, MicroBatchTransform
@@ -67,11 +68,11 @@ class TransformWorker:
         else:
             images, labels = read_samples(self._stores[at.split], indices)
 
-        def read_substitute(position: int, attempt: int) -> tuple[bytes | None, int, int, np.ndarray]:
+        def read_substitute(position: int, attempt: int) -> tuple[bytes | None, int, int, Key]:
             index = self._plan.substitute(at, int(indices[position]), attempt)
             columns = self._stores[at.split].read(np.array([index]))
-            key = self._plan.sample_keys(at, np.array([index]))[0]
-            return columns["image"][0], int(columns["label"][0]), index, key
+            k0, k1 = self._plan.sample_keys(at, np.array([index]))[0].tolist()
+            return columns["image"][0], int(columns["label"][0]), index, (k0, k1)
 
         result = self._transforms[at.split].run(
             {"image": images, "label": labels, "index": indices},

@@ -104,7 +104,8 @@ class LMDBStore:
             raise StoreError(f"{path} does not exist")
         if path.is_file() or (path / "data.mdb").exists():
             return [path]
-        shards = sorted(child for child in path.iterdir() if child.suffix == ".lmdb")
+        # Hidden files are what an ingest is still writing.
+        shards = sorted(c for c in path.iterdir() if c.suffix == ".lmdb" and not c.name.startswith("."))
         if not shards:
             raise StoreError(f"{path} is neither an LMDB environment nor a folder of *.lmdb shards")
         return shards

@@ -44,10 +44,8 @@ def ingest(
         overwrite: replace a store at dst.
     """
     from raypipe import ingest as ingest_module
-    from raypipe.cluster import connect
 
     reencode = ingest_module.Reencode(short_side, quality)
-    connect()
     return ingest_module.ingest(
         src, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
     )

@@ -86,6 +86,23 @@ def cluster_resources() -> Resources:
     return Resources(found["CPU"][0], found["GPU"][0], found["CPU"][1], found["GPU"][1])
 
 
+def check_object_store(in_flight: int, micro_batch_bytes: int) -> None:
+    """Raise ResourceError unless the micro-batches in flight fit the connected cluster's object store.
+
+    Args:
+        in_flight: micro-batches.
+        micro_batch_bytes: of one.
+    """
+    capacity = ray.cluster_resources().get("object_store_memory", 0.0)
+    needed = in_flight * micro_batch_bytes
+    if needed > capacity:
+        raise ResourceError(
+            f"{in_flight} micro-batches in flight of {micro_batch_bytes / 2**20:.0f} MiB need "
+            f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
+            "pool.in_flight or plan.micro_batch, or start Ray with a larger object store"
+        )
+
+
 @dataclass(frozen=True)
 class Allocation:
     """Who gets what.

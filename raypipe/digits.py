@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from raypipe.ingest import write_atomically
+from raypipe.stores.atomic import write_atomically
 
 NUM_VAL = 360
 """Samples held out for validation, the same share of each class."""

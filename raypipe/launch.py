@@ -47,6 +47,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     connect(dashboard=True)
     allocation = preflight(run.pool, run.train, run.plan.per_step)
     spec.plan.check_workers(allocation.workers)
+    spec.check_memory(allocation.max_actors, allocation.workers)
     _store_config(run, run_uri)
     print(describe(run, spec, allocation, run_uri), flush=True)
     result = _fit(run, spec, allocation, num_classes, run_uri)

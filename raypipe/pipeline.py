@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import ray.data
 
 from raypipe import backpressure
-from raypipe.cluster import connect, preflight
+from raypipe.cluster import check_object_store, connect, preflight
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.plan import Cursor, Plan, PlanConfig, Split
+from raypipe.presets import is_preset
 from raypipe.source import MicroBatchSource
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
@@ -106,6 +107,12 @@ class StreamSpec:
     def in_flight(self, max_actors: int, world_size: int) -> int:
         """Micro-batches that may be in flight: enough that no actor and no rank waits for another."""
         return max(self.pool.in_flight or 4 * max_actors + 2 * world_size, 2 * world_size + 1)
+
+    def check_memory(self, max_actors: int, world_size: int) -> None:
+        """Raise ResourceError unless what is in flight fits the object store, where presets tell its size."""
+        if all(is_preset(transform) for transform in self.transforms.values()):
+            micro_batch_bytes = self.plan.config.micro_batch * self.transform.size**2 * 3
+            check_object_store(self.in_flight(max_actors, world_size), micro_batch_bytes)
 
     def dataset(self, cursor: Cursor, *, max_actors: int, world_size: int = 1) -> Dataset:
         """What is left of the stream at a cursor: a Dataset of one row, and one block, per micro-batch.
@@ -196,4 +203,5 @@ def stream(
     )
     connect()
     allocation = preflight(spec.pool)
+    spec.check_memory(allocation.max_actors, world_size)
     return spec.dataset(cursor or spec.plan.start(), max_actors=allocation.max_actors, world_size=world_size)

@@ -52,6 +52,11 @@ def build_transform(name: str, size: int) -> Transform | None:
     return _PRESETS[name](_albumentations(), size)
 
 
+def is_preset(transform: object) -> bool:
+    """Whether a transform is named here and ends at size × size."""
+    return isinstance(transform, str) and transform in _PRESETS
+
+
 def _albumentations() -> Any:
     # It asks the network for a newer version at import, in every actor; and the newer one is AGPL.
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
-from raypipe.ingest import write_atomically
+from raypipe.stores.atomic import write_atomically
 
 
 @pytest.fixture(scope="session")

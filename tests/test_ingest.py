@@ -23,9 +23,10 @@ from raypipe import cli
 from raypipe import ingest as ingest_module
 from raypipe.decode import decode
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
-from raypipe.ingest import Reencode, _Digest, _digest_of, column_types, new_path, write_atomically
+from raypipe.ingest import Reencode, _Digest, _digest_of, column_types
 from raypipe.ingest import ingest as _ingest
 from raypipe.stores import open_store, open_writer
+from raypipe.stores.atomic import new_path, write_atomically
 from raypipe.stores.base import Store
 from raypipe.stores.memory import MemoryStore
 

@@ -205,6 +205,16 @@ def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
         spec.dataset(other.plan.start(), max_actors=1)
 
 
+def test_more_in_flight_than_the_object_store_holds_is_refused_at_once(stores: dict[str, Path]) -> None:
+    with pytest.raises(ResourceError, match=r"500 micro-batches in flight .* GiB: lower pool\.in_flight"):
+        stream(
+            stores["train"],
+            plan=PlanConfig(micro_batch=50),
+            pool=PoolConfig(in_flight=500),
+            transform=TransformConfig(),
+        )
+
+
 def test_a_run_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
     with pytest.raises(ResourceError, match=r"100 transform actors.*has, or can scale to, 4\..*pool\.min_actors"):
         preflight(PoolConfig(min_actors=100))

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypipe.errors import StoreError
+from raypipe.stores import open_store
+from raypipe.stores.atomic import new_path, write_atomically
+
+SAMPLES = [{"image": b"abc", "label": 1}, {"image": b"de", "label": 0}]
+
+
+def test_a_store_appears_whole_and_makes_its_folder(tmp_path: Path) -> None:
+    write_atomically(str(tmp_path / "new" / "x.lmdb"), SAMPLES, ("a", "b"))
+    store = open_store(tmp_path / "new" / "x.lmdb")
+    assert len(store) == 2 and store.classes == ("a", "b")
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.lmdb"]
+
+
+def test_an_error_half_way_leaves_nothing(tmp_path: Path) -> None:
+    def samples() -> object:
+        yield SAMPLES[0]
+        raise KeyError("half-way")
+
+    with pytest.raises(KeyError):
+        write_atomically(str(tmp_path / "x.lmdb"), samples(), None)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_while_overwriting_leaves_what_was_there(tmp_path: Path) -> None:
+    write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None)
+    with pytest.raises(KeyError), new_path(tmp_path / "x.lmdb", overwrite=True):
+        raise KeyError
+    assert len(open_store(tmp_path / "x.lmdb")) == 2
+
+
+def test_the_second_of_two_writers_is_refused(tmp_path: Path) -> None:
+    with (
+        new_path(tmp_path / "x.lmdb", False) as partial,
+        pytest.raises(StoreError, match="another process is writing"),
+        new_path(tmp_path / "x.lmdb", False),
+    ):
+        pass
+    del partial

@@ -36,10 +36,8 @@ def test_an_error_while_overwriting_leaves_what_was_there(tmp_path: Path) -> Non
 
 
 def test_the_second_of_two_writers_is_refused(tmp_path: Path) -> None:
-    with (
-        new_path(tmp_path / "x.lmdb", False) as partial,
-        pytest.raises(StoreError, match="another process is writing"),
-        new_path(tmp_path / "x.lmdb", False),
-    ):
-        pass
-    del partial
+    with new_path(tmp_path / "x.lmdb", False) as partial:
+        partial.write_bytes(b"first")
+        with pytest.raises(StoreError, match="another process is writing"), new_path(tmp_path / "x.lmdb", False):
+            pass
+    assert (tmp_path / "x.lmdb").read_bytes() == b"first"

@@ -44,8 +44,9 @@ def ingest(
         overwrite: replace a store at dst.
     """
     from raypipe import ingest as ingest_module
+    from raypipe.shard_copy import Reencode
 
-    reencode = ingest_module.Reencode(short_side, quality)
+    reencode = Reencode(short_side, quality)
     return ingest_module.ingest(
         src, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
     )

@@ -10,50 +10,28 @@ unless samples are skipped.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import os
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from raypipe.cluster import connect
-from raypipe.decode import decode, encode_jpeg, resize_short_side
-from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
-from raypipe.stores import open_store, open_writer
+from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.shard_copy import Reencode, column_types, digest_of, write_shard
+from raypipe.stores import open_store
 from raypipe.stores.atomic import new_path
 from raypipe.stores.base import Store
 
 # A shard is small enough to be copied and cached as one object, and large enough to be few.
 _SHARD_BYTES = 1 << 30
-# Samples per read: a few MB of JPEGs.
-_CHUNK = 64
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
 # A task that is told to stop does so within a chunk.
 _STOP_S = 30.0
-
-
-@dataclass(frozen=True)
-class Reencode:
-    """Decode once and store smaller.
-
-    Attributes:
-        short_side: pixels of the shorter side; larger images are scaled down, smaller keep their size.
-            0 = store the bytes as they are.
-        quality: of the JPEG, 1 to 100.
-    """
-
-    short_side: int = 0
-    quality: int = 90
-
-    def __post_init__(self) -> None:
-        if self.short_side < 0 or not 1 <= self.quality <= 100:
-            raise ConfigError(
-                f"short_side must be at least 0 and quality in [1, 100], got {self.short_side} and {self.quality}"
-            )
 
 
 def ingest(
@@ -103,23 +81,23 @@ def ingest(
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
     num_shards = min(len(store), shards or _num_shards(store, _num_cpus(node)))
     bounds = np.linspace(0, len(store), num_shards + 1).astype(int)
-    with new_path(path, overwrite) as partial, _stopped_on_error() as tasks:
+    with new_path(path, overwrite) as partial, _stopped_on_error() as (tasks, wanted):
         _wait_for_cpu(node)
         files = [partial]
         if num_shards > 1:
             partial.mkdir()
             files = [partial / f"{number:05d}{path.suffix}" for number in range(num_shards)]
         options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": here, "max_retries": 0}
-        write = ray.remote(num_returns="streaming", **options)(_write_shard)
+        write = ray.remote(num_returns="streaming", **options)(write_shard)
         tasks += [
-            write.remote(store, file, int(start), int(stop), columns, reencode, on_bad_sample)
+            write.remote(wanted, store, file, int(start), int(stop), columns, reencode, on_bad_sample)
             for file, start, stop in zip(files, bounds[:-1], bounds[1:], strict=True)
         ]
         # Stable: what one shard yields, and what it skips, stays in order.
         parts = sorted(_follow(tasks, len(store), progress), key=lambda part: part["first"])
         by_shard = [part for part in parts if part["digest"]]
-        verify = ray.remote(**options)(_digest_of)
-        tasks[:] = [verify.remote(file, columns) for file in files]
+        verify = ray.remote(**options)(digest_of)
+        tasks[:] = [verify.remote(wanted, file, columns) for file in files]
         for file, part, digest in zip(files, by_shard, _get(list(tasks)), strict=True):
             if part["digest"] != digest:
                 raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
@@ -137,36 +115,6 @@ def ingest(
         "bytes": sum(part["bytes"] for part in parts),
         "skipped": len(skipped),
     }
-
-
-def column_types(store: Store) -> dict[str, str]:
-    """The columns of a store with the types that writers know, found by its first samples.
-
-    Raises:
-        StoreError: there are no images, or a column holds something that writers do not know.
-    """
-    if "image" not in store.columns:
-        raise StoreError(f"{store.address} has no column 'image'; its columns are: {', '.join(store.columns)}")
-    first = store.read(np.arange(min(len(store), _CHUNK)), store.columns)
-    types: dict[str, str] = {}
-    for name, values in first.items():
-        value = next((value for value in values if value is not None), None)
-        if name == "image":
-            types[name] = "binary"
-        elif isinstance(value, bool | int | np.integer | np.bool_):
-            types[name] = "int64"
-        elif isinstance(value, float | np.floating):
-            types[name] = "float64"
-        elif isinstance(value, bytes):
-            types[name] = "binary"
-        elif isinstance(value, str):
-            types[name] = "string"
-        else:
-            raise StoreError(
-                f"{store.address}: column {name!r} holds {type(value).__name__}; "
-                "int, float, bytes and str columns can be copied"
-            )
-    return types
 
 
 def _num_cpus(node: str) -> int:
@@ -204,94 +152,6 @@ def _num_shards(store: Store, num_cpus: int) -> int:
     return max(1, int(np.ceil(total / _SHARD_BYTES)), min(num_cpus, len(store) // 1000))
 
 
-def _write_shard(
-    store: Store,
-    file: Path,
-    start: int,
-    stop: int,
-    columns: dict[str, str],
-    reencode: Reencode | None,
-    on_bad_sample: str,
-) -> Iterator[dict[str, Any]]:
-    """Writes samples start … stop - 1; yields what each chunk wrote, and last the digest of all."""
-    digest = _Digest(columns)
-    with open_writer(file, columns, store.classes) as writer:
-        for first in range(start, stop, _CHUNK):
-            indices = np.arange(first, min(stop, first + _CHUNK))
-            rows = store.read(indices, tuple(columns))
-            done: dict[str, Any] = {"samples": 0, "bytes": 0, "skipped": [], "digest": "", "first": start}
-            for row, index in enumerate(indices):
-                sample = {name: rows[name][row] for name in columns}
-                for name, value in sample.items():
-                    if isinstance(value, bool | np.bool_):
-                        sample[name] = int(value)  # as their column's type
-                try:
-                    sample["image"] = _checked(sample["image"], reencode)
-                except SampleError as error:
-                    if on_bad_sample == "raise":
-                        raise SampleError(
-                            f"{store.address}: sample {index}: {error}. Leave such samples out with "
-                            "--on-bad-sample skip"
-                        ) from None
-                    done["skipped"].append(f"sample {index}: {error}")
-                    continue
-                writer.append(sample)
-                digest.add(sample)
-                done["samples"] += 1
-                done["bytes"] += len(sample["image"])
-            yield done
-    yield {"samples": 0, "bytes": 0, "skipped": [], "digest": digest.hex(), "first": start}
-
-
-def _checked(image: bytes | None, reencode: Reencode | None) -> bytes:
-    if not image:
-        raise SampleError("it has no bytes")
-    if reencode is None or not reencode.short_side:
-        return image
-    pixels = decode(image, min_side=reencode.short_side)
-    return encode_jpeg(resize_short_side(pixels, reencode.short_side), reencode.quality)
-
-
-class _Digest:
-    """A hash over samples, in order: all columns, each as its type has it, and with its length.
-
-    Args:
-        columns: name → type, see `column_types`.
-    """
-
-    def __init__(self, columns: dict[str, str]) -> None:
-        self._columns, self._hash = columns, hashlib.blake2b(digest_size=16)
-
-    def add(self, sample: dict[str, Any]) -> None:
-        for name, kind in self._columns.items():
-            value = sample[name]
-            if value is None:
-                self._hash.update(b"\xff" * 8)  # a length that no value has
-                continue
-            if kind == "int64":
-                data = str(int(value)).encode()
-            elif kind == "float64":
-                data = float(value).hex().encode()  # the source's may be a float32
-            else:
-                data = value if isinstance(value, bytes) else str(value).encode()
-            self._hash.update(len(data).to_bytes(8, "little"))
-            self._hash.update(data)
-
-    def hex(self) -> str:
-        return self._hash.hexdigest()
-
-
-def _digest_of(file: Path, columns: dict[str, str]) -> str:
-    """The digest of a shard as it reads back."""
-    store, digest = open_store(file), _Digest(columns)
-    for first in range(0, len(store), _CHUNK):
-        rows = store.read(np.arange(first, min(len(store), first + _CHUNK)), tuple(columns))
-        for row in range(len(rows["image"])):
-            digest.add({name: rows[name][row] for name in columns})
-    store.close()
-    return digest.hex()
-
-
 def _follow(streams: list[Any], total: int, progress: bool) -> Iterator[dict[str, Any]]:
     """What the tasks yield, as it comes, with a progress bar."""
     import ray
@@ -314,20 +174,28 @@ def _follow(streams: list[Any], total: int, progress: bool) -> Iterator[dict[str
 
 
 @contextlib.contextmanager
-def _stopped_on_error() -> Iterator[list[Any]]:
-    """A list of tasks, which an error or Ctrl-C ends: none shall write on while its file is being removed."""
+def _stopped_on_error() -> Iterator[tuple[list[Any], Path]]:
+    """A list of tasks, which an error or Ctrl-C ends: none shall write on while its file is being removed.
+
+    Beside it a file, which is there as long as the tasks' work is wanted: they look, see `shard_copy`. With
+    Ray 2.60, ray.cancel aborts this process at times, where a task is cancelled while it is being dispatched
+    ("Check failed: Tried to complete task that was not pending").
+    """
     import ray
 
     tasks: list[Any] = []
+    descriptor, name = tempfile.mkstemp(prefix="raypipe-ingest-")
+    os.close(descriptor)
+    wanted = Path(name)
     try:
-        yield tasks
+        yield tasks, wanted
     except BaseException:
-        for task in tasks:
-            ray.cancel(task)
+        wanted.unlink()
         ends = [task.completed() if isinstance(task, ray.ObjectRefGenerator) else task for task in tasks]
         if ends:
             ray.wait(ends, num_returns=len(ends), timeout=_STOP_S, fetch_local=False)
         raise
+    wanted.unlink()
 
 
 def _get(refs: Any) -> Any:

@@ -32,7 +32,7 @@ LAYERS = [
     {"plan", "decode", "presets", "sample_transform"},
     {"config", "transform", "runlog"},
     {"prefetch", "augment", "models"},
-    {"digits", "cluster", "source", "backpressure"},
+    {"digits", "cluster", "source", "backpressure", "shard_copy"},
     {"ingest"},
     {"worker", "handover"},
     {"pipeline"},
@@ -50,6 +50,7 @@ NEITHER_RAY_NOR_TORCH = {
     "decode",
     "presets",
     "sample_transform",
+    "shard_copy",
     "transform",
     *(module for module in MODULES if module.split(".")[0] == "stores"),
 }

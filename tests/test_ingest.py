@@ -23,9 +23,9 @@ from raypipe import cli
 from raypipe import ingest as ingest_module
 from raypipe.decode import decode
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
-from raypipe.ingest import Reencode, _Digest, _digest_of, column_types
 from raypipe.ingest import ingest as _ingest
-from raypipe.stores import open_store, open_writer
+from raypipe.shard_copy import Reencode, digest_of
+from raypipe.stores import open_store
 from raypipe.stores.atomic import new_path, write_atomically
 from raypipe.stores.base import Store
 from raypipe.stores.memory import MemoryStore
@@ -263,14 +263,14 @@ class TestIngest:
     ) -> None:
         victim = IMAGES[100]
 
-        def damaged(file: Path, columns: dict[str, str]) -> str:
+        def damaged(wanted: Path, file: Path, columns: dict[str, str]) -> str:
             content = bytearray(file.read_bytes())
             if (start := content.find(victim[-40:])) >= 0:
                 content[start + 10] ^= 1
                 file.write_bytes(content)
-            return _digest_of(file, columns)
+            return digest_of(wanted, file, columns)
 
-        monkeypatch.setattr(ingest_module, "_digest_of", damaged)
+        monkeypatch.setattr(ingest_module, "digest_of", damaged)
         with pytest.raises(StoreError, match=f"00001{suffix} does not read back as it was written"):
             ingest(make_memory(tmp_path), tmp_path / f"copy{suffix}", shards=2)
         assert names(tmp_path) == []
@@ -426,105 +426,6 @@ def test_write_atomically_makes_the_folder_and_keeps_what_is_there(tmp_path: Pat
     assert contents(open_store(dst)) == {"image": [b"a"], "label": [1]}
     assert open_store(dst).classes == ("x", "y")
     assert names(dst.parent) == ["train.lmdb"]
-
-
-# Verification
-
-TYPES = {"image": "binary", "label": "int64", "name": "string", "score": "float64", "mask": "binary"}
-SAMPLES: list[dict[str, Any]] = [
-    {"image": b"abc", "label": 1, "name": "x", "score": 0.5, "mask": b"12"},
-    {"image": b"de", "label": 2, "name": "y", "score": -1.0, "mask": None},
-]
-
-
-def digest(samples: list[dict[str, Any]]) -> str:
-    found = _Digest(TYPES)
-    for sample in samples:
-        found.add(sample)
-    return found.hex()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"image": b"abd"},
-        {"image": b"ab"},
-        {"image": b""},
-        {"image": None},
-        {"label": 2},
-        {"label": -1},
-        {"name": "X"},
-        {"name": None},
-        {"name": "None"},
-        {"score": 0.5 + 2**-53},
-        {"score": -0.5},
-        {"mask": b"1"},
-        {"mask": None},
-        {"mask": b""},
-        {"mask": b"None"},
-        {"image": b"abc1", "label": 1},
-        {"image": b"ab", "name": "cx"},
-        {"name": "x1", "mask": b"2"},
-    ],
-)
-def test_any_change_of_one_sample_changes_the_digest(change: dict[str, Any]) -> None:
-    assert digest([SAMPLES[0] | change, SAMPLES[1]]) != digest(SAMPLES)
-
-
-def test_order_and_number_of_samples_change_the_digest() -> None:
-    found = [digest(s) for s in (SAMPLES, SAMPLES[::-1], SAMPLES[:1], SAMPLES[1:], SAMPLES * 2, [])]
-    assert len(set(found)) == len(found)
-
-
-def test_numbers_of_another_width_have_the_same_digest() -> None:
-    narrow = SAMPLES[0] | {"label": np.int32(1), "score": np.float32(0.5)}
-    assert digest([narrow]) == digest([SAMPLES[0] | {"label": np.int64(1), "score": np.float64(0.5)}])
-    assert digest([narrow]) == digest([SAMPLES[0]])
-
-
-@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-def test_the_digest_of_a_file_is_that_of_its_samples(suffix: str, tmp_path: Path) -> None:
-    many = [SAMPLES[i % 2] | {"label": i} for i in range(150)]
-    with open_writer(tmp_path / f"a{suffix}", TYPES) as writer:
-        for sample in many:
-            writer.append(sample)
-    assert _digest_of(tmp_path / f"a{suffix}", TYPES) == digest(many)
-    with open_writer(tmp_path / f"b{suffix}", TYPES) as writer:
-        for sample in many[:-1]:
-            writer.append(sample)
-    assert _digest_of(tmp_path / f"b{suffix}", TYPES) != digest(many)
-
-
-def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
-    columns = {"name": [None, "b"], "good": [True, False], "score": [0.5, 1.0], "mask": [b"", None]}
-    found = column_types(MemoryStore([b"a", b"b"], [0, 1], columns=columns))
-    assert found == {
-        "image": "binary",
-        "label": "int64",
-        "name": "string",
-        "good": "int64",
-        "score": "float64",
-        "mask": "binary",
-    }
-
-
-@pytest.mark.parametrize(("values", "kind"), [([[1], [2]], "list"), ([None, None], "NoneType")])
-def test_a_column_that_cannot_be_copied_is_named(values: list[Any], kind: str) -> None:
-    with pytest.raises(StoreError, match=f"column 'boxes' holds {kind}"):
-        column_types(MemoryStore([b"a", b"b"], [0, 1], columns={"boxes": values}))
-
-
-def test_a_source_without_images(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "x.lmdb", {"label": "int64"}) as writer:
-        writer.append({"label": 1})
-    with pytest.raises(StoreError, match="has no column 'image'; its columns are: label"):
-        column_types(open_store(tmp_path / "x.lmdb"))
-
-
-@pytest.mark.parametrize("values", [(-1, 90), (0, 0), (0, 101)])
-def test_reencode_rejects_what_cannot_be(values: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=f"got {values[0]} and {values[1]}"):
-        Reencode(*values)
 
 
 # The command in a process of its own, ended on its way

@@ -19,6 +19,7 @@ if "RAY_ADDRESS" not in os.environ:
 
 if TYPE_CHECKING:
     from raypipe.cluster import connect as connect
+    from raypipe.config import AugmentConfig as AugmentConfig
     from raypipe.config import PoolConfig as PoolConfig
     from raypipe.config import TransformConfig as TransformConfig
     from raypipe.errors import RaypipeError as RaypipeError
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
     from raypipe.plan import Cursor as Cursor
     from raypipe.plan import Plan as Plan
     from raypipe.plan import PlanConfig as PlanConfig
+    from raypipe.prefetcher import prefetch as prefetch
     from raypipe.source import read_lmdb as read_lmdb
     from raypipe.stores import open_store as open_store
 
 _HOME = {
+    "AugmentConfig": "config",
     "Cursor": "plan",
     "Plan": "plan",
     "PlanConfig": "plan",
@@ -42,6 +45,7 @@ _HOME = {
     "connect": "cluster",
     "feed": "handover",
     "open_store": "stores",
+    "prefetch": "prefetcher",
     "read_lmdb": "source",
     "stream": "pipeline",
 }

@@ -16,6 +16,7 @@ Read = Literal["auto", "actor", "stage"]
 Optimizer = Literal["sgd", "adamw"]
 UseGpu = Literal["auto", "yes", "no"]
 Amp = Literal["auto", "off", "bf16", "fp16"]
+AugmentPreset = Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"]
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
@@ -113,18 +114,74 @@ class PoolConfig:
 
 
 @dataclass(frozen=True)
+class StrengthConfig:
+    """How the strength of the augmentation changes over the run: up, hold, down, each in a straight line.
+
+    Attributes:
+        start: strength at the first step, in [0, 1].
+        ramp_up: share of the run in which it rises from `start` to 1.
+        ramp_down: share of the run, at its end, in which it falls from 1 to `end`.
+        end: strength at the end of the run, in [0, 1].
+    """
+
+    start: float = 0.0
+    ramp_up: float = 0.0
+    ramp_down: float = 0.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("start", "ramp_up", "ramp_down", "end"):
+            _require(0 <= getattr(self, name) <= 1, f"augment.strength.{name}", getattr(self, name), "in [0, 1]")
+        both = self.ramp_up + self.ramp_down
+        _require(both <= 1, "augment.strength.ramp_up + ramp_down", both, "at most 1")
+
+    def at(self, progress: float) -> float:
+        """The strength at a share of the run in [0, 1)."""
+        if progress < self.ramp_up:
+            return self.start + (1 - self.start) * progress / self.ramp_up
+        if progress > 1 - self.ramp_down:
+            return self.end + (1 - self.end) * (1 - progress) / self.ramp_down
+        return 1.0
+
+
+@dataclass(frozen=True)
 class AugmentConfig:
-    """What happens to whole micro-batches on the training device.
+    """What happens to whole micro-batches on the training device. Validation is normalised, and nothing else.
 
     Attributes:
         mean, std: normalisation, per RGB channel, of pixels scaled to [0, 1]; ImageNet's by default.
+        preset: of Kornia operations: none, light, standard, strong, randaugment or trivialaugment.
+        ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
+        module: `module:name` of a torch module, its class or a function, after the operations: float images
+            (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
+        mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
+        cutmix_alpha: of CutMix's; 0 = no CutMix.
+        mix_prob: share of micro-batches that are mixed.
+        switch_prob: where both are on, the share of CutMix.
+        strength: scales the probability of every operation and of mixing over the run.
     """
 
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    preset: AugmentPreset = "none"
+    ops: list[dict[str, Any]] = field(default_factory=list)
+    module: str = ""
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
+    mix_prob: float = 1.0
+    switch_prob: float = 0.5
+    strength: StrengthConfig = field(default_factory=StrengthConfig)
 
     def __post_init__(self) -> None:
         _require(min(self.std) > 0, "augment.std", self.std, "positive")
+        _require_choice("augment.preset", self.preset, AugmentPreset)
+        for entry in self.ops:
+            ok = isinstance(entry, dict) and isinstance(entry.get("op"), str)
+            _require(ok, "augment.ops", entry, "a list of {op: NAME, parameter: value, …}")
+        for name in ("mixup_alpha", "cutmix_alpha"):
+            _require(getattr(self, name) >= 0, f"augment.{name}", getattr(self, name), "at least 0")
+        for name in ("mix_prob", "switch_prob"):
+            _require(0 <= getattr(self, name) <= 1, f"augment.{name}", getattr(self, name), "in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -144,6 +201,11 @@ class TrainConfig:
         gpu: train on GPUs; "auto" = when the cluster has any.
         cpus_per_worker: CPUs that Ray reserves for each; 0 = 1, or less where CPUs are short.
         amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 there, off on CPU.
+        tf32: let GPUs round the inputs of float32 convolutions and matrix products to TensorFloat-32.
+        compile: compile the model (torch.compile); the first step then takes minutes.
+        clip_norm: largest norm of the gradient, over all parameters; 0 = not clipped.
+        ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
+        prefetch: transfers to the GPU ahead of the one in use.
         max_failures: worker group restarts before the run gives up; -1 = no limit.
         checkpoint_every: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_every: steps between lines of progress and metrics.
@@ -163,6 +225,11 @@ class TrainConfig:
     gpu: UseGpu = "auto"
     cpus_per_worker: float = 0.0
     amp: Amp = "auto"
+    tf32: bool = True
+    compile: bool = False
+    clip_norm: float = 0.0
+    ema_decay: float = 0.0
+    prefetch: int = 2
     max_failures: int = 2
     checkpoint_every: int = 0
     log_every: int = 20
@@ -171,6 +238,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require(self.lr > 0, "train.lr", self.lr, "positive")
         _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
+        _require(0 <= self.ema_decay < 1, "train.ema_decay", self.ema_decay, "in [0, 1)")
+        _require(self.prefetch >= 1, "train.prefetch", self.prefetch, "at least 1")
         _require(self.log_every >= 1, "train.log_every", self.log_every, "at least 1")
         _require(self.max_failures >= -1, "train.max_failures", self.max_failures, "at least -1")
         for name in (
@@ -180,6 +249,7 @@ class TrainConfig:
             "warmup_epochs",
             "workers",
             "cpus_per_worker",
+            "clip_norm",
             "checkpoint_every",
         ):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "at least 0")

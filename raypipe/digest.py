@@ -14,7 +14,7 @@ import ray
 from raypipe.errors import RaypipeError
 from raypipe.handover import host_batches
 from raypipe.plan import Cursor, rank_of
-from raypipe.prefetch import HostBatch
+from raypipe.prefetcher import HostBatch
 
 if TYPE_CHECKING:
     from ray.data import DataIterator

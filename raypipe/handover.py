@@ -10,8 +10,10 @@ stream from there, splits it over the W ranks of now, and hands the iterators ro
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +23,12 @@ import ray.train.torch
 import torch
 from ray.exceptions import RayTaskError
 
+from raypipe.augment import DeviceAugment
+from raypipe.config import AugmentConfig
 from raypipe.errors import RaypipeError
-from raypipe.plan import Cursor, MicroBatchId, Segment
-from raypipe.prefetch import Batch, DevicePrefetcher, HostBatch
+from raypipe.metrics import StageClock, StageTimes, mark
+from raypipe.plan import Cursor, MicroBatchId, Segment, Split
+from raypipe.prefetcher import Batch, DevicePrefetcher, HostBatch
 from raypipe.source import place_of
 
 if TYPE_CHECKING:
@@ -41,6 +46,9 @@ def feed(
     max_actors: int | None = None,
     device: torch.device | str | None = None,
     cursor: Cursor | None = None,
+    augment: AugmentConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    depth: int = 2,
 ) -> Feed:
     """This rank's share of the stream. Call it once, on every rank, inside the train function.
 
@@ -51,6 +59,10 @@ def feed(
         max_actors: transform actors that the pool may grow to; None = what the cluster has to spare now.
         device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
         cursor: where to start; None = `cursor.json` of the latest checkpoint, or the beginning.
+        augment: what to do with whole micro-batches on the device; training segments are augmented, mixed and
+            normalised, validation is normalised only. None = batches stay uint8.
+        dtype: of the images that `augment` makes.
+        depth: transfers ahead of the consumer, on CUDA.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
@@ -78,7 +90,17 @@ def feed(
     iterators, start = handed
     if device is None:
         device = ray.train.torch.get_device() if in_train else torch.device("cpu")
-    return Feed(spec, iterators[rank], start, rank, world_size, torch.device(device))
+    return Feed(
+        spec,
+        iterators[rank],
+        start,
+        rank,
+        world_size,
+        torch.device(device),
+        augment=augment,
+        dtype=dtype,
+        depth=depth,
+    )
 
 
 def _in_train_worker() -> bool:
@@ -115,6 +137,8 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
                 weight=row["weight"][0],
                 index=row["index"][0],
                 num_bad=int(row["num_bad"][0]),
+                read_s=float(row["read_s"][0]),
+                work_s=float(row["work_s"][0]),
             )
     except Exception as error:
         raise _cause(error) from None
@@ -139,7 +163,6 @@ class Feed:
         plan: the run's plan.
         rank, world_size: of this process.
         cursor: the place after the last step that was consumed whole; put it in the checkpoint.
-        wait_s: seconds spent waiting for the stream, the first batch left out.
         first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
         num_bad: bad samples seen by this rank.
     """
@@ -152,16 +175,32 @@ class Feed:
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
+        *,
+        augment: AugmentConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        depth: int = 2,
     ) -> None:
         self.plan = spec.plan
+        self.device = device or torch.device("cpu")
+        self.augment = DeviceAugment(augment, self.device, dtype) if augment else None
         self.rank, self.world_size = rank, world_size
         self.cursor = start
-        self.wait_s = self.first_batch_s = 0.0
+        self.first_batch_s = 0.0
         self.num_bad = 0
         self._start = start
         self._created = time.perf_counter()
+        self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
+        self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
+        # Where the compute of the micro-batch that was handed out last began, and its split.
+        self._computing: tuple[Split, Any] | None = None
         self._batches = iter(
-            DevicePrefetcher(host_batches(iterator), device or torch.device("cpu"), self.plan.micro_batch_seed)
+            DevicePrefetcher(
+                host_batches(iterator),
+                self.device,
+                self.plan.micro_batch_seed,
+                depth,
+                on_copied=functools.partial(self._clocks["train"].add, "transfer"),
+            )
         )
 
     def __iter__(self) -> Iterator[SegmentFeed]:
@@ -175,21 +214,68 @@ class Feed:
         # The stream's own end must be seen, or its execution would be left running.
         assert next(self._batches, None) is None, "the stream is longer than the plan"
 
+    def times(self, split: Split = "train") -> StageTimes:
+        """What this rank has measured in segments of one split, the wait for the very first batch left out.
+
+        Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
+        """
+        clock, counts = self._clocks[split].totals(), self._counts[split]
+        return replace(
+            counts,
+            wait_s=clock["wait"],
+            transfer_s=clock["transfer"],
+            augment_s=clock["augment"],
+            compute_s=clock["compute"],
+        )
+
+    def strength(self, epoch: int, step: int) -> float:
+        """The strength of the augmentation at a training step."""
+        if self.augment is None:
+            return 0.0
+        done = epoch * self.plan.steps_per_epoch + step
+        total = self.plan.config.epochs * self.plan.steps_per_epoch
+        return self.augment.config.strength.at(done / total)
+
     def _next(self, expected: MicroBatchId) -> Batch:
-        started = time.perf_counter()
+        asked = mark(self.device)
+        if self._computing:
+            split, since = self._computing
+            self._clocks[split].add("compute", since, asked)
+            self._computing = None
         batch = next(self._batches, None)
-        waited = time.perf_counter() - started
+        ready = mark(self.device)
         if self.first_batch_s == 0.0:
             self.first_batch_s = time.perf_counter() - self._created
         else:
-            self.wait_s += waited
+            self._clocks[expected.split].add("wait", asked, ready)
         if batch is None or batch.at != expected:
             got = "ended" if batch is None else f"brought {batch.at}"
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
         self.num_bad += batch.num_bad
+        split = batch.at.split
+        self._counts[split] += StageTimes(
+            images=int((batch.index >= 0).sum()), read_s=batch.read_s, work_s=batch.work_s
+        )
+        if self.augment is not None:
+            batch = self._augmented(batch, self.augment)
+        augmented = mark(self.device)
+        self._clocks[split].add("augment", ready, augmented)
+        self._computing = (split, augmented)
         return batch
+
+    def _augmented(self, batch: Batch, augment: DeviceAugment) -> Batch:
+        if batch.at.split != "train":
+            return replace(batch, image=augment.normalize(batch.image))
+        image, mixed = augment(
+            batch.image,
+            batch.target,
+            batch.index >= 0,
+            seed=batch.seed,
+            strength=self.strength(batch.at.epoch, batch.at.step),
+        )
+        return replace(batch, image=image, mixed=mixed)
 
 
 class SegmentFeed:

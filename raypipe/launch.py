@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,8 @@ def _store_config(run: RunConfig, run_uri: str) -> None:
 def as_plain(run: RunConfig) -> dict[str, Any]:
     """A configuration as dicts, lists and scalars, as YAML has it; `resume` left out."""
     plain = dataclasses.asdict(run)
-    plain["augment"] = {k: list(v) if isinstance(v, tuple) else v for k, v in plain["augment"].items()}
     del plain["resume"]
-    return plain
+    return yaml.safe_load(json.dumps(plain))  # tuples become lists
 
 
 def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:

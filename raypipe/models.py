@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -55,14 +56,21 @@ def small_model(num_classes: int, width: int = 32) -> nn.Module:
     )
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, or AdamW; no weight decay on biases and normalisation layers."""
+def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum, or AdamW; no weight decay on biases and normalisation layers.
+
+    Args:
+        model: on its device.
+        config: the settings.
+        fused: one kernel for all parameters; for CUDA.
+    """
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
-    return torch.optim.AdamW(groups, lr=config.lr)
+        nesterov = config.momentum > 0
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, fused=fused)
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
@@ -71,6 +79,39 @@ def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Ema:
+    """An exponential moving average of a model's weights and running statistics.
+
+    The decay is min(decay, (1 + n) / (10 + n)) at update n, as in TensorFlow's ExponentialMovingAverage, so that
+    a short run's average does not stay near the first weights. Nothing waits for the device (which the update
+    counter of torch's AveragedModel, a tensor, would make it do).
+
+    Args:
+        model: what is averaged; copied.
+        decay: in (0, 1).
+
+    Attributes:
+        model: the average, in evaluation mode.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._decay = decay
+        pairs = zip(self._state(self.model), self._state(model), strict=True)
+        self._pairs = [(own, theirs) for own, theirs in pairs if own.is_floating_point()]
+
+    @staticmethod
+    def _state(model: nn.Module) -> list[torch.Tensor]:
+        return [*model.parameters(), *model.buffers()]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the model's state in, after optimizer step `step`, from 1."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        own, theirs = (list(side) for side in zip(*self._pairs, strict=True))
+        torch._foreach_lerp_(own, theirs, 1 - decay)
 
 
 class StepBatchNorm:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raypipe.errors import ConfigError
+from raypipe.lookup import import_name
 
 Transform = Callable[..., Any]
 
@@ -119,13 +120,7 @@ _PRESETS: dict[str, Callable[[Any, int], Transform]] = {
 
 def _imported(address: str, size: int) -> Transform:
     """What `module:name` names: a transform as it stands, or what a function makes of the size."""
-    module_name, _, name = address.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"transform {address!r} cannot be imported: {type(error).__name__}: {error}") from error
+    found = import_name(address, "transform")
     # A class or function is called with the size; an object (a Compose, a module) is the transform itself.
     transform: Any = found(size) if isinstance(found, type) or hasattr(found, "__code__") else found
     if not callable(transform):

@@ -8,6 +8,7 @@ it follow the same loss curve to rounding.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import tempfile
 import time
@@ -23,14 +24,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from raypipe.augment import Normalize
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.handover import CURSOR_FILE, Feed, SegmentFeed, feed
-from raypipe.models import StepBatchNorm, build_model, build_optimizer, learning_rate
+from raypipe.metrics import StageTimes, diagnose
+from raypipe.mixing import mixed_cross_entropy
+from raypipe.models import Ema, StepBatchNorm, build_model, build_optimizer, learning_rate
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import MicroBatchId
-from raypipe.prefetch import Batch
+from raypipe.prefetcher import Batch
 from raypipe.runlog import RunLog
 
 _STATE_FILE = "state.pt"
@@ -54,7 +56,16 @@ class Trainer:
     def __init__(self, run: RunConfig, spec: StreamSpec, num_classes: int, max_actors: int, run_uri: str) -> None:
         # First of all the stream: its pool starts while the model is built.
         self.device = ray.train.torch.get_device()
-        self.feed: Feed = feed(spec, max_actors=max_actors, device=self.device)
+        self.amp_dtype = _amp_dtype(run.train.amp, self.device)
+        self.feed: Feed = feed(
+            spec,
+            max_actors=max_actors,
+            device=self.device,
+            augment=run.augment,
+            dtype=self.amp_dtype or torch.float32,
+            depth=run.train.prefetch,
+        )
+        self.max_actors = max_actors
         self.run, self.plan, self.num_classes = run, spec.plan, num_classes
         self.rank, self.world_size = self.feed.rank, self.feed.world_size
         torch.manual_seed(run.plan.seed)
@@ -62,15 +73,17 @@ class Trainer:
         if self.device.type == "cuda":
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
         self.batch_norm = StepBatchNorm(self.model, self.plan.config.per_step)
-        self.optimizer = build_optimizer(self.model, run.train)
-        self.normalize = Normalize(run.augment, self.device)
-        self.amp_dtype = _amp_dtype(run.train.amp, self.device)
+        self.optimizer = build_optimizer(self.model, run.train, fused=self.device.type == "cuda")
+        self.ema = Ema(self.model, run.train.ema_decay) if run.train.ema_decay else None
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.amp_dtype is torch.float16 and self.device.type == "cuda"
         )
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
         self._load()
+        if run.train.compile:
+            self.model.compile()
         self.parallel: nn.Module = self.model
         if self.world_size > 1:
             # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
@@ -93,6 +106,7 @@ class Trainer:
             else:
                 self._validate(segment)
                 self._report()
+            self._diagnose(segment)
         if self.log:
             self.log.close()
 
@@ -112,9 +126,7 @@ class Trainer:
                 seen.append((batch.at, batch.index.tolist()))
                 meter.add(self._backward(batch, len(step), last=number + 1 == len(step)), len(batch.index))
             self.batch_norm.end(self.world_size)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
+            self._update()
             if config.log_samples:
                 self._log_samples(seen)
             end = step.number + 1 == segment.num_steps
@@ -124,6 +136,17 @@ class Trainer:
             if checkpoint and not end:
                 self._report()
 
+    def _update(self) -> None:
+        """One optimizer step from the gradients of a step's micro-batches."""
+        if self.run.train.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.run.train.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema:
+            self.ema.update(self.global_step)
+
     def _backward(self, batch: Batch, per_rank: int, last: bool) -> torch.Tensor:
         """Accumulate the gradient of one micro-batch; returns its detached loss."""
         self._check_labels(batch)
@@ -131,9 +154,9 @@ class Trainer:
         synchronise = last or self.world_size == 1
         with contextlib.nullcontext() if synchronise else self.parallel.no_sync():  # type: ignore[operator]
             with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
-                logits = self.parallel(self.normalize(batch.image))
+                logits = self.parallel(batch.image)
             smoothing = self.run.train.label_smoothing
-            losses = cross_entropy(logits.float(), batch.target, reduction="none", label_smoothing=smoothing)
+            losses = mixed_cross_entropy(logits.float(), batch.target, batch.mixed, smoothing)
             loss = (losses * batch.weight).sum() / len(losses)
             self.scaler.scale(loss / per_rank).backward()
         return loss.detach()
@@ -158,13 +181,13 @@ class Trainer:
             )
 
     def _log_train(self, segment: SegmentFeed, step: int, lr: float, meter: _Meter) -> None:
-        loss, images, seconds, wait_s = meter.read(self.world_size)
+        loss, images, seconds, times = meter.read(self.world_size)
         self.metrics["images"] += images
         self.metrics["train_s"] += seconds
-        self.metrics["wait_s"] += wait_s
+        self.metrics["wait_s"] += times.wait_s
         if self.log is None:
             return
-        wait = wait_s / seconds if seconds else 0.0
+        wait = times.wait_s / seconds if seconds else 0.0
         self.log.write(
             "train",
             self.global_step,
@@ -173,6 +196,10 @@ class Trainer:
             lr=lr,
             images_per_s=images / seconds if seconds else 0.0,
             wait_fraction=wait,
+            transfer_s=times.transfer_s,
+            augment_s=times.augment_s,
+            compute_s=times.compute_s,
+            strength=self.feed.strength(segment.epoch, step - 1),
             num_bad=self.feed.num_bad,
         )
         print(
@@ -184,12 +211,12 @@ class Trainer:
     @torch.no_grad()
     def _validate(self, segment: SegmentFeed) -> None:
         """Exact: every sample counts once, padding and unreadable samples have weight 0."""
-        self.model.eval()
+        model = self.ema.model if self.ema else self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for step in segment:
             for batch in step:
                 with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
-                    logits = self.model(self.normalize(batch.image)).float()
+                    logits = model(batch.image).float()
                 losses = cross_entropy(logits, batch.target, reduction="none")
                 correct = (logits.argmax(1) == batch.target).float()
                 # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
@@ -209,6 +236,21 @@ class Trainer:
                 flush=True,
             )
 
+    def _diagnose(self, segment: SegmentFeed) -> None:
+        """At the end of an epoch: where the time of the run went; all ranks meet here."""
+        if segment.split == "train" and self.plan.has_val(segment.epoch):
+            return
+        sums = torch.tensor(dataclasses.astuple(self.feed.times()), dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(sums)
+        images, *seconds = sums.tolist()
+        times = StageTimes(int(images), *seconds)
+        sentences = diagnose(times, world_size=self.world_size, actors=self.max_actors, device=self.device.type)
+        if self.log:
+            self.log.write("diagnosis", self.global_step, **dataclasses.asdict(times), text=" ".join(sentences))
+            if segment.epoch + 1 == self.plan.config.epochs:
+                print("\n".join(sentences), flush=True)
+
     def _report(self) -> None:
         """Checkpoint, on rank 0, and metrics; all ranks meet here."""
         metrics = {**self.metrics, "steps": self.global_step, "first_batch_s": self.feed.first_batch_s}
@@ -220,6 +262,7 @@ class Trainer:
                     "model": self.model.state_dict(),
                     "optimizer": self.optimizer.state_dict(),
                     "scaler": self.scaler.state_dict(),
+                    "ema": self.ema.model.state_dict() if self.ema else None,
                     "metrics": self.metrics,
                 }
                 torch.save(state, Path(folder) / _STATE_FILE)
@@ -236,6 +279,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        if self.ema:
+            self.ema.model.load_state_dict(state["ema"] or state["model"])
         self.metrics = state["metrics"]
 
 
@@ -255,21 +300,21 @@ class _Meter:
     def _reset(self) -> None:
         self._loss = torch.zeros((), device=self._device)
         self._count = self._images = 0
-        self._wait_s, self._since = self._feed.wait_s, time.perf_counter()
+        self._times, self._since = self._feed.times(), time.perf_counter()
 
     def add(self, loss: torch.Tensor, images: int) -> None:
-        if self._count == 0 and self._feed.wait_s == 0.0:
+        if self._count == 0 and self._times.images == 0:
             self._since = time.perf_counter()  # the run's start-up, reported apart
         self._loss += loss
         self._count += 1
         self._images += images
 
-    def read(self, world_size: int) -> tuple[float, int, float, float]:
-        """Mean loss over all ranks, images of all ranks, seconds, seconds spent waiting on this rank."""
+    def read(self, world_size: int) -> tuple[float, int, float, StageTimes]:
+        """Mean loss over all ranks, images of all ranks, seconds, and this rank's times."""
         if world_size > 1:
             dist.all_reduce(self._loss)
         loss = float(self._loss) / max(1, self._count * world_size)
         seconds = time.perf_counter() - self._since
-        result = (loss, self._images * world_size, seconds, self._feed.wait_s - self._wait_s)
+        result = (loss, self._images * world_size, seconds, self._feed.times() - self._times)
         self._reset()
         return result

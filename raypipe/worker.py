@@ -2,7 +2,8 @@
 
 in    split, epoch, step, micro        and, from a reader: encoded list of B, label list of B
 out   split, epoch, step, micro        image uint8 (1, B, H, W, 3), label, index int64 (1, B),
-                                       weight float32 (1, B), num_bad int64 (1,)
+                                       weight float32 (1, B), num_bad int64 (1,),
+                                       read_s, work_s float64 (1,): seconds spent on it here
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +63,14 @@ class TransformWorker:
 
     def run(self, at: MicroBatchId, encoded: Any = None, label: Any = None) -> dict[str, np.ndarray]:
         """The finished row of one micro-batch; reads the store unless a reader has done so."""
+        started = time.perf_counter()
         indices = self._plan.indices(at)
         if encoded is not None and encoded.is_valid:
             images = encoded.as_py()
             labels = np.asarray(label.values)
         else:
             images, labels = read_samples(self._stores[at.split], indices)
+        read_s = time.perf_counter() - started
 
         def read_substitute(position: int, attempt: int) -> tuple[bytes | None, int, int, Key]:
             index = self._plan.substitute(at, int(indices[position]), attempt)
@@ -92,6 +96,8 @@ class TransformWorker:
             "index": result.index[None],
             "weight": result.weight[None],
             "num_bad": np.array([len(result.bad)]),
+            "read_s": np.array([read_s]),
+            "work_s": np.array([time.perf_counter() - started]),
         }
 
     def _report(self, at: MicroBatchId, bad: list[dict[str, Any]]) -> None:

@@ -24,19 +24,21 @@ MODULES = sorted(
 # A module imports from earlier lines only.
 LAYERS = [
     {"errors", "order"},
-    {"stores.base", "stores.checks", "stores.record"},
+    {"lookup", "stores.base", "stores.checks", "stores.record"},
     {"stores.lmdb_shard", "stores.parquet_files", "stores.parquet_writer"},
     {"stores.folder", "stores.lmdb", "stores.memory", "stores.parquet", "stores.tar"},
     {"stores"},
     {"stores.atomic"},
     {"plan", "decode", "presets", "sample_transform"},
-    {"config", "transform", "runlog"},
-    {"prefetch", "augment", "models"},
+    {"config", "transform", "runlog", "encoded"},
+    {"metrics", "mixing", "kornia_ops"},
+    {"augment", "device_decode", "models", "ring"},
+    {"prefetcher"},
     {"digits", "cluster", "source", "backpressure", "shard_copy"},
     {"ingest"},
     {"worker", "handover"},
     {"pipeline"},
-    {"digest", "train"},
+    {"digest", "train", "preview"},
     {"launch", "bench"},
     {"cli"},
 ]
@@ -45,16 +47,18 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 NEITHER_RAY_NOR_TORCH = {
     "errors",
     "order",
+    "lookup",
     "plan",
     "config",
     "decode",
     "presets",
     "sample_transform",
+    "encoded",
     "shard_copy",
     "transform",
     *(module for module in MODULES if module.split(".")[0] == "stores"),
 }
-TORCH_BUT_NOT_RAY = {"prefetch", "augment", "models"}
+TORCH_BUT_NOT_RAY = {"metrics", "mixing", "kornia_ops", "augment", "device_decode", "models", "ring", "prefetcher"}
 BOTH = {"handover", "train"}
 
 
@@ -97,6 +101,7 @@ def roots(module: str, lazy: bool = False) -> set[str]:
 
 def test_the_public_names_are_pinned() -> None:
     assert raypipe.__all__ == [
+        "AugmentConfig",
         "Cursor",
         "Plan",
         "PlanConfig",
@@ -107,6 +112,7 @@ def test_the_public_names_are_pinned() -> None:
         "connect",
         "feed",
         "open_store",
+        "prefetch",
         "read_lmdb",
         "stream",
     ]

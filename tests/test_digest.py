@@ -7,7 +7,7 @@ import pytest
 
 from raypipe.digest import batch_digest, combine
 from raypipe.plan import MicroBatchId
-from raypipe.prefetch import HostBatch
+from raypipe.prefetcher import HostBatch
 
 BATCH = HostBatch(
     at=MicroBatchId("train", 0, 1, 2),

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.config import PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import (
+    AugmentConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    StrengthConfig,
+    TrainConfig,
+    TransformConfig,
+)
 from raypipe.errors import ConfigError, CursorError
 from raypipe.launch import train
 from raypipe.plan import PlanConfig
@@ -36,6 +44,14 @@ def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ru
             log_every=1,
             log_samples=True,
             checkpoint_every=3,
+            clip_norm=1.0,
+            ema_decay=0.9,
+        ),
+        augment=AugmentConfig(
+            preset="standard",
+            mixup_alpha=0.2,
+            cutmix_alpha=1.0,
+            strength=StrengthConfig(ramp_up=0.3, ramp_down=0.3),
         ),
         runs=str(tmp_path_factory.mktemp("runs")),
     )
@@ -57,7 +73,8 @@ def sample_log(result: dict[str, Any]) -> str:
 
 def final_state(result: dict[str, Any]) -> dict[str, Any]:
     last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
-    return torch.load(last / "state.pt", weights_only=True)["model"]
+    state = torch.load(last / "state.pt", weights_only=True)
+    return state["model"] | {f"ema.{name}": value for name, value in state["ema"].items()}
 
 
 def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[str, Any]) -> None:
@@ -66,6 +83,10 @@ def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[st
     folder = Path(alone["run_dir"])
     assert [step for (step,) in records(alone, "train", "step")] == list(range(1, 13))
     assert records(alone, "val", "step", "samples") == [(4, 22), (8, 22), (12, 22)]
+    assert [value for (value,) in records(alone, "train", "strength")][:5] == pytest.approx(
+        [0, 0.278, 0.556, 0.833, 1], abs=1e-3
+    )
+    assert ["CPU actor" in text for (text,) in records(alone, "diagnosis", "text")] == [True] * 3
     assert list((folder / "tensorboard").glob("events*"))
     assert "micro_batch: 6" in (folder / "config.yaml").read_text()
     assert len(sample_log(alone).splitlines()) == 12 * 4

@@ -1,0 +1,170 @@
+"""Where the time of a run goes, and what to do about it.
+
+    mark         a point in time: on CUDA an event on the current stream, elsewhere the clock
+    StageClock   sums the times between marks, stage by stage, and never waits for the device
+    StageTimes   what one rank has measured; adds up over ranks
+    diagnose     StageTimes → sentences
+
+On CUDA `wait` is the time for which the compute stream had nothing to do because the next micro-batch was not
+there: from the end of the last one's work to the arrival of the next. What the host does meanwhile is no matter.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+STAGES = ("wait", "transfer", "augment", "compute")
+
+
+def mark(device: torch.device) -> Any:
+    """This point in time: a recorded torch.cuda.Event of the current stream, or seconds of time.perf_counter."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
+class StageClock:
+    """Seconds per stage. Marks on CUDA are read when the device has passed them, so the newest may be missing."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[str, Any, Any]] = deque()
+        self._totals = dict.fromkeys(STAGES, 0.0)
+
+    def add(self, stage: str, start: Any, end: Any) -> None:
+        """Count the time between two marks. May be called from any thread."""
+        self._pending.append((stage, start, end))
+
+    def totals(self) -> dict[str, float]:
+        """Seconds per stage so far."""
+        for _ in range(len(self._pending)):
+            stage, start, end = self._pending.popleft()
+            if isinstance(end, float) or end.query():
+                self._totals[stage] += _seconds(start, end)
+            else:
+                self._pending.append((stage, start, end))
+        return dict(self._totals)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Sums over a stretch of training; ranks add up by `+`.
+
+    Attributes:
+        images: delivered.
+        wait_s: the device had nothing to do.
+        transfer_s: copies from host to device; they run beside the other stages.
+        augment_s: device augmentation, decoding on the device included.
+        compute_s: forward, backward, optimizer.
+        read_s: in the actors, reading encoded samples.
+        work_s: in the actors, all of a micro-batch: reading, decoding, transforming.
+    """
+
+    images: int = 0
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    augment_s: float = 0.0
+    compute_s: float = 0.0
+    read_s: float = 0.0
+    work_s: float = 0.0
+
+    def __add__(self, other: StageTimes) -> StageTimes:
+        return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __sub__(self, other: StageTimes) -> StageTimes:
+        return replace(self, **{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
+    @property
+    def step_s(self) -> float:
+        """Time of the training process: wait, augment and compute follow each other."""
+        return self.wait_s + self.augment_s + self.compute_s
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of the training time that was spent waiting for the stream."""
+        return self.wait_s / self.step_s if self.step_s else 0.0
+
+
+# Below this share of waiting a run is not limited by its input; the rest is jitter.
+_WAIT_IS_NOTHING = 0.05
+# Actors to spare, so that a slow micro-batch does not show.
+_HEADROOM = 1.15
+
+
+def actors_needed(times: StageTimes, world_size: int) -> float:
+    """Transform actors per rank that would keep every rank busy: what an actor works, over what a rank does.
+
+    Little's law, per micro-batch: actors = work / (augment + compute), with 15 % to spare.
+    """
+    busy_s = times.augment_s + times.compute_s
+    return times.work_s / busy_s * _HEADROOM if busy_s and world_size else math.nan
+
+
+def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "cpu") -> list[str]:
+    """What limits the run, how many actors would be enough, and what to change, in sentences.
+
+    Args:
+        times: summed over the ranks.
+        world_size: W.
+        actors: transform actors that the pool has at most.
+        device: type of the training device.
+    """
+    if not times.images or not times.step_s:
+        return ["Nothing was measured yet."]
+    found = []
+    per_s = times.images / times.step_s * world_size
+    needed = actors_needed(times, world_size) * world_size
+    name = "GPU" if device == "cuda" else "trainer"
+    shares = {s: getattr(times, f"{s}_s") / times.step_s for s in ("wait", "augment", "compute")}
+    parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
+    found.append(f"{per_s:,.0f} images/s; the time of a {name} is {parts}.")
+    if times.wait_fraction > _WAIT_IS_NOTHING:
+        found.append(_about_input(times, needed, actors, name))
+    elif shares["augment"] > shares["compute"]:
+        found.append(
+            "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
+            "CPU transform."
+        )
+    else:
+        found.append(f"The model limits the run: the stream keeps up, and the {name} waits for nothing.")
+    if math.isfinite(needed):
+        each = f"{needed / world_size:.1f} per {name}" if world_size > 1 else f"for this {name}"
+        enough = max(1, math.ceil(needed))
+        spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
+        what = "CPU actor" if enough == 1 else "CPU actors"
+        found.append(f"{enough} {what} would be enough, {each}; the pool has up to {actors}{spare}.")
+    return found
+
+
+def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> str:
+    share = f"{times.wait_fraction:.0%} of the {name}'s time goes by waiting"
+    if times.transfer_s > times.augment_s + times.compute_s:
+        return (
+            f"The copy to the device limits the run, {share}: send fewer bytes (a smaller transform.size), or "
+            "have fewer ranks per host."
+        )
+    if times.work_s and needed <= actors:
+        return (
+            f"The stream brings micro-batches late although its actors could make them in time, {share}: raise "
+            "pool.in_flight, or plan.micro_batch if micro-batches take under 20 ms to make."
+        )
+    if times.work_s and times.read_s > 0.5 * times.work_s:
+        return (
+            f"Reading the store limits the run, {share}, and {times.read_s / times.work_s:.0%} of an actor's "
+            "time is reading: ingest into LMDB or keep the store on a local disk, or raise pool.max_actors."
+        )
+    return (
+        f"Decoding and transforming on CPUs limits the run, {share}: raise pool.max_actors and give the cluster "
+        "the CPUs, ingest with --short-side, set transform.decode_min_side, or choose a lighter transform."
+    )

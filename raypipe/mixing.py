@@ -1,0 +1,144 @@
+"""MixUp and CutMix of whole micro-batches, and the loss of mixed targets. Knows torch, not Ray.
+
+    MixUp    Zhang et al. 2018, arXiv:1710.09412: x ← λx + (1 - λ)x', λ ~ Beta(α, α)
+    CutMix   Yun et al. 2019, arXiv:1905.04899: a box of x' in x, of the area 1 - λ before it is clipped
+
+Each row's partner is the next row that counts, so that rows without weight never mix. One λ per micro-batch:
+the target is λ·onehot(target) + (1 - λ)·onehot(partner's target), kept as its two parts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy, one_hot
+
+from raypipe.config import AugmentConfig
+
+
+@dataclass(frozen=True)
+class MixPlan:
+    """What is drawn for one micro-batch, on the host.
+
+    Attributes:
+        lam: share of a row's own target, in [0, 1].
+        box: (top, bottom, left, right) in pixels that comes from the partner (CutMix); None = MixUp.
+    """
+
+    lam: float
+    box: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The other half of the targets of a mixed micro-batch.
+
+    Attributes:
+        target: int64 (B,), the partners' classes; a row that did not mix has its own.
+        lam: share of a row's own target, in [0, 1].
+        is_cutmix: CutMix, else MixUp.
+    """
+
+    target: torch.Tensor
+    lam: float
+    is_cutmix: bool
+
+
+def draw_mix(
+    config: AugmentConfig, rng: np.random.Generator, height: int, width: int, strength: float = 1.0
+) -> MixPlan | None:
+    """Draw whether and how a micro-batch is mixed; None = not at all.
+
+    Args:
+        config: alphas and probabilities.
+        rng: the micro-batch's own generator. Every call draws the same number of values from it.
+        height, width: of the images, pixels.
+        strength: scales the probability, in [0, 1].
+    """
+    chosen, kind, y, x = rng.random(4)
+    can_cut, can_mix = config.cutmix_alpha > 0, config.mixup_alpha > 0
+    if not (can_cut or can_mix) or chosen >= config.mix_prob * strength:
+        return None
+    cut = can_cut and (not can_mix or kind < config.switch_prob)
+    alpha = config.cutmix_alpha if cut else config.mixup_alpha
+    lam = float(rng.beta(alpha, alpha))
+    if not cut:
+        return MixPlan(lam)
+    half = math.sqrt(1 - lam) / 2
+    centre_y, centre_x = y * height, x * width
+    top, bottom = (int(np.clip(round(centre_y + s * half * height), 0, height)) for s in (-1, 1))
+    left, right = (int(np.clip(round(centre_x + s * half * width), 0, width)) for s in (-1, 1))
+    return MixPlan(1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
+
+
+def partners(counts: np.ndarray) -> np.ndarray:
+    """int64 (B,): the next row that counts, cyclic; rows that do not count, and a single one, are their own.
+
+    Args:
+        counts: bool (B,).
+    """
+    result = np.arange(len(counts))
+    rows = np.flatnonzero(counts)
+    result[rows] = np.roll(rows, -1)
+    return result
+
+
+def mix(
+    image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: MixPlan
+) -> tuple[torch.Tensor, Mixed]:
+    """Mix a micro-batch as drawn. Nothing waits for the device.
+
+    Args:
+        image: floating point (B, C, H, W); CutMix writes into it.
+        target: int64 (B,) on the same device.
+        counts: bool (B,), on the host: the rows that may mix.
+        plan: see `draw_mix`.
+
+    Returns:
+        The mixed images, and the second half of the targets.
+    """
+    partner = torch.from_numpy(partners(counts)).to(image.device, non_blocking=True)
+    if plan.box is None:
+        # A row that is its own partner stays as it is, bit by bit: lerp of x with x adds λ·0.
+        image = torch.lerp(image.index_select(0, partner), image, plan.lam)
+    else:
+        top, bottom, left, right = plan.box
+        region = image[:, :, top:bottom, left:right]
+        region.copy_(region.index_select(0, partner))
+    return image, Mixed(target.index_select(0, partner), plan.lam, plan.box is not None)
+
+
+def soft_targets(
+    target: torch.Tensor, mixed: Mixed | None, num_classes: int, smoothing: float = 0.0
+) -> torch.Tensor:
+    """Targets as probabilities, float32 (B, num_classes), for losses that take them so.
+
+    Args:
+        target: int64 (B,).
+        mixed: the other half; None = not mixed.
+        num_classes: of the model.
+        smoothing: label smoothing in [0, 1): (1 - s)·target + s / num_classes.
+    """
+    soft = one_hot(target, num_classes).float()
+    if mixed is not None:
+        soft = torch.lerp(one_hot(mixed.target, num_classes).float(), soft, mixed.lam)
+    return soft * (1 - smoothing) + smoothing / num_classes
+
+
+def mixed_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, mixed: Mixed | None = None, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Cross-entropy per row, (B,), against the soft target of each; without the matrix of them.
+
+    Cross-entropy is linear in the target, so it is λ times that of one half plus 1 - λ times that of the other.
+    """
+
+    def loss(classes: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits, classes, reduction="none", label_smoothing=label_smoothing)
+
+    if mixed is None:
+        return loss(target)
+    return mixed.lam * loss(target) + (1 - mixed.lam) * loss(mixed.target)

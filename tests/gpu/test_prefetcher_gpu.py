@@ -1,0 +1,185 @@
+"""The ring on CUDA: the order of streams, no waiting, no allocation. `pytest tests/gpu` where there is a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raypipe.plan import MicroBatchId
+from raypipe.prefetcher import DevicePrefetcher, HostBatch, prefetch
+from raypipe.ring import Ring
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda")
+# Cycles that keep a stream busy for some ms, far longer than the transfers here take.
+BUSY = 10_000_000
+
+
+def host_batch(step: int, size: int = 16) -> HostBatch:
+    image = np.full((size, 64, 64, 3), step % 251, np.uint8)
+    image.flags.writeable = False
+    return HostBatch(
+        at=MicroBatchId("train", 0, step, 0),
+        image=image,
+        label=np.full(size, step),
+        weight=np.ones(size, np.float32),
+        index=np.arange(size),
+        num_bad=0,
+    )
+
+
+def host_batches(num: int) -> Iterator[HostBatch]:
+    return (host_batch(step) for step in range(num))
+
+
+def num_allocations() -> tuple[int, int]:
+    return (
+        torch.cuda.memory_stats()["allocation.all.allocated"],
+        torch.cuda.host_memory_stats()["active_requests.allocated"],
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_busy_compute_stream_still_sees_each_batch_whole(depth: int) -> None:
+    # The host is far ahead of the device: only the events keep transfers from overwriting what is yet to be read.
+    kept = []
+    for batch in DevicePrefetcher(host_batches(30), CUDA, lambda at: at.step, depth):
+        assert batch.image.device.type == "cuda" and batch.seed == batch.at.step
+        assert batch.image.is_contiguous(memory_format=torch.channels_last)
+        torch.cuda._sleep(BUSY)
+        kept.append((batch.image.clone(), batch.target.clone()))
+    for step, (image, target) in enumerate(kept):
+        assert (image == step).all() and (target == step).all()
+
+
+def test_transfers_are_awaited_by_a_stream_that_is_idle() -> None:
+    large = [torch.full((64 << 20,), number, dtype=torch.uint8) for number in range(6)]
+    sums = [tensors[0].min() for _, tensors in Ring(large, lambda tensor: (tensor,), CUDA)]
+    assert [int(least) for least in sums] == list(range(6))
+
+
+def test_another_current_stream_is_heeded() -> None:
+    kept = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for batch in DevicePrefetcher(host_batches(20), CUDA, lambda at: 0):
+            torch.cuda._sleep(BUSY)
+            kept.append(batch.image.clone())
+    torch.cuda.synchronize()
+    assert all((image == step).all() for step, image in enumerate(kept))
+
+
+def test_new_slots_do_not_take_memory_that_is_still_read() -> None:
+    for _ in range(5):
+        old = torch.full((16, 64, 64, 3), 7, dtype=torch.uint8, device=CUDA)
+        torch.cuda._sleep(BUSY)
+        seen = old.clone()
+        del old  # free for the allocator, though the copy of it is still to come
+        for _ in DevicePrefetcher(host_batches(3), CUDA, lambda at: 0):
+            pass
+        assert (seen == 7).all()
+
+
+def test_a_batch_that_is_kept_outlasts_an_iteration_left_early() -> None:
+    batches = iter(DevicePrefetcher(host_batches(20), CUDA, lambda at: 0))
+    next(batches)
+    image = next(batches).image
+    torch.cuda._sleep(BUSY)
+    seen = image.clone()
+    batches.close()  # type: ignore[attr-defined]
+    assert not [thread for thread in threading.enumerate() if thread.name == "raypipe-ring"]
+    del image  # free for the next ring, though the copy of it is still to come
+    list(DevicePrefetcher(host_batches(5), CUDA, lambda at: 0))
+    assert (seen == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_steady_state_neither_waits_nor_allocates() -> None:
+    batches = iter(DevicePrefetcher(host_batches(60), CUDA, lambda at: at.step, depth=2))
+    total = torch.zeros(64, 64, dtype=torch.int64, device=CUDA)
+    column = torch.empty(64, 64, dtype=torch.uint8, device=CUDA)
+    pointers = set()
+
+    def use(batch: Any) -> None:
+        pointers.add(batch.image.data_ptr())
+        torch.cuda._sleep(BUSY // 20)
+        column.copy_(batch.image[0, 0])  # on the device, into what is there already
+        total.add_(column)
+
+    for _ in range(10):
+        use(next(batches))
+    torch.cuda.synchronize()
+    before = num_allocations()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            use(next(batches))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert num_allocations() == before
+    assert len(pointers) == 3
+    assert (total == sum(range(50))).all()
+    assert len(list(batches)) == 10
+
+
+def test_epochs_use_the_same_memory_again() -> None:
+    reserved = []
+    for _ in range(6):  # each with a ring of its own
+        list(DevicePrefetcher(host_batches(5), CUDA, lambda at: 0))
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[2:] == [reserved[2]] * 4
+
+
+def test_marks_measure_the_transfer() -> None:
+    marks: list[Any] = []
+    list(DevicePrefetcher(host_batches(5), CUDA, lambda at: 0, on_copied=lambda *pair: marks.append(pair)))
+    torch.cuda.synchronize()
+    assert len(marks) == 5 and all(0 < start.elapsed_time(end) < 1000 for start, end in marks)
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_batches_of_a_data_loader(pin_memory: bool) -> None:
+    images = torch.arange(100).reshape(-1, 1, 1, 1).expand(-1, 3, 32, 32).float()
+    images = images.contiguous(memory_format=torch.channels_last)
+    loader = DataLoader(TensorDataset(images, torch.arange(100)), batch_size=8, pin_memory=pin_memory)
+    batches = prefetch(loader, "cuda")
+    assert len(batches) == 13
+    for _ in range(2):
+        kept = []
+        for image, target in batches:
+            assert image.is_cuda and target.is_cuda
+            torch.cuda._sleep(BUSY)
+            kept.append((image.clone(), target.clone()))
+        assert torch.equal(torch.cat([image for image, _ in kept]).cpu(), images)
+        assert torch.equal(torch.cat([target for _, target in kept]).cpu(), torch.arange(100))
+
+
+def test_pinned_tensors_are_transferred_as_they_lie_and_kept_until_then() -> None:
+    def pinned(number: int) -> torch.Tensor:
+        return torch.full((8, 3, 32, 32), number).to(memory_format=torch.channels_last).pin_memory()
+
+    given = [pinned(number) for number in range(10)]
+    before = num_allocations()[1]
+    kept = [tensor.clone() for tensor in prefetch(given, CUDA)]
+    assert num_allocations()[1] == before, "no pinned memory beside theirs"
+    assert all((tensor == number).all() for number, tensor in enumerate(kept))
+    assert all(tensor.stride() == given[0].stride() for tensor in kept)
+    kept = []
+    for tensor in prefetch((pinned(number) for number in range(30)), CUDA):  # freed by all others at once
+        torch.cuda._sleep(BUSY)
+        kept.append(tensor.clone())
+    assert all((tensor == number).all() for number, tensor in enumerate(kept))
+
+
+def test_what_is_on_the_device_and_what_is_no_tensor_pass_through() -> None:
+    there, here = torch.arange(3, device=CUDA), torch.arange(3)
+    for found in prefetch([{"there": there, "here": here, "name": "x"}] * 4, CUDA):
+        assert found["there"] is there and found["name"] == "x"
+        assert found["here"].is_cuda and torch.equal(found["here"].cpu(), here)

@@ -1,0 +1,130 @@
+"""This rank's share of the stream on the device; the stream is made in this process, without Ray's execution."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raypipe.augment import DeviceAugment, Normalize
+from raypipe.config import AugmentConfig, StrengthConfig, TransformConfig
+from raypipe.handover import Feed
+from raypipe.pipeline import StreamSpec
+from raypipe.plan import PlanConfig
+from raypipe.prefetcher import Batch
+from raypipe.worker import TransformWorker
+
+CPU = torch.device("cpu")
+AUGMENT = AugmentConfig(
+    preset="strong",
+    mixup_alpha=0.4,
+    cutmix_alpha=1.0,
+    mix_prob=0.9,
+    strength=StrengthConfig(start=0.2, ramp_up=0.5, ramp_down=0.25),
+)
+
+
+class InProcess:
+    """What a rank's DataIterator gives: every W-th row of the stream."""
+
+    def __init__(self, spec: StreamSpec, rank: int, world_size: int) -> None:
+        self.spec, self.rank, self.world_size = spec, rank, world_size
+
+    def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
+        worker = TransformWorker(self.spec)
+        for number, at in enumerate(self.spec.plan.micro_batches(self.spec.plan.start())):
+            if number % self.world_size == self.rank:
+                yield worker.run(at)
+
+
+@pytest.fixture(scope="module")
+def spec(stores: dict[str, Path]) -> StreamSpec:
+    plan = PlanConfig(epochs=2, micro_batch=6, per_step=4)
+    return StreamSpec.of(
+        stores["train"],
+        stores["val"],
+        plan=plan,
+        transform=TransformConfig(train="small", val="resize", size=12),
+    )
+
+
+def delivered(
+    spec: StreamSpec, augment: AugmentConfig | None, world_size: int = 1, **options: Any
+) -> dict[str, Batch]:
+    """Batches by their place, of all ranks."""
+    found = {}
+    for rank in range(world_size):
+        source: Any = InProcess(spec, rank, world_size)
+        feed = Feed(spec, source, spec.plan.start(), rank, world_size, CPU, augment=augment, **options)
+        for segment in feed:
+            for step in segment:
+                for batch in step:
+                    found[str(batch.at)] = batch
+    return found
+
+
+def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> None:
+    plain = delivered(spec, None)
+    one, two = delivered(spec, AUGMENT), delivered(spec, AUGMENT, world_size=2)
+    assert set(one) == set(two) == set(plain)
+    train = [place for place in plain if plain[place].at.split == "train"]
+    num_mixed = 0
+    for place in train:
+        at, raw = plain[place].at, plain[place]
+        progress = (at.epoch * spec.plan.steps_per_epoch + at.step) / (2 * spec.plan.steps_per_epoch)
+        expected, mixed = DeviceAugment(AUGMENT, CPU)(
+            raw.image,
+            raw.target,
+            raw.index >= 0,
+            seed=spec.plan.micro_batch_seed(at),
+            strength=AUGMENT.strength.at(progress),
+        )
+        for found in (one[place], two[place]):
+            assert torch.equal(found.image, expected)
+            assert (found.mixed is None) == (mixed is None)
+            if mixed is not None and found.mixed is not None:
+                assert found.mixed.lam == mixed.lam and torch.equal(found.mixed.target, mixed.target)
+        num_mixed += mixed is not None
+    assert 0 < num_mixed < len(train)
+
+
+def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
+    plain, augmented = delivered(spec, None), delivered(spec, AUGMENT)
+    places = [place for place in plain if plain[place].at.split == "val"]
+    assert places
+    for place in places:
+        assert torch.equal(augmented[place].image, Normalize(AUGMENT, CPU)(plain[place].image))
+        assert augmented[place].mixed is None
+
+
+def test_without_augmentation_batches_stay_uint8(spec: StreamSpec) -> None:
+    assert all(batch.image.dtype == torch.uint8 for batch in delivered(spec, None).values())
+
+
+def test_the_type_of_the_images_can_be_chosen(spec: StreamSpec) -> None:
+    batches = delivered(spec, AugmentConfig(), dtype=torch.bfloat16).values()
+    assert all(batch.image.dtype == torch.bfloat16 for batch in batches)
+    assert all(batch.image.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+
+
+def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
+    source: Any = InProcess(spec, 0, 1)
+    feed = Feed(spec, source, spec.plan.start(), device=CPU, augment=AUGMENT)
+    for segment in feed:
+        for step in segment:
+            for _ in step:
+                pass
+    train, val = feed.times("train"), feed.times("val")
+    assert train.images == 2 * spec.plan.steps_per_epoch * 24 and val.images == 2 * 22
+    for times in (train, val):
+        seconds = dataclasses.asdict(times)
+        assert all(seconds[name] > 0 for name in ("wait_s", "augment_s", "compute_s", "read_s", "work_s"))
+        # The rows were made while the feed waited, the very first one apart.
+        assert times.read_s < times.work_s
+    assert train.augment_s > val.augment_s
+    assert feed.first_batch_s > 0

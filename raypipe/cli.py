@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, auto_cli
 
-from raypipe.config import PoolConfig, RunConfig, TransformConfig
+from raypipe.config import AugmentConfig, PoolConfig, RunConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan import PlanConfig
 
@@ -58,7 +58,7 @@ def bench(
     transform: str = "heavy",
     size: int = 224,
     actors: int = 0,
-    micro_batch: int = 128,
+    micro_batch: int = 256,
     seconds: float = 20.0,
     repeats: int = 1,
 ) -> dict[str, Any]:
@@ -168,6 +168,60 @@ def digest(
     return found
 
 
+def preview(
+    store: str,
+    *,
+    output: str = "preview.png",
+    epochs: int = 3,
+    of_epochs: int = 0,
+    samples: int = 6,
+    indices: str = "",
+    micro_batch: int = 64,
+    per_step: int = 1,
+    seed: int = 0,
+    shuffle: Literal["auto", "global", "window", "off"] = "auto",
+    transform: str = "light",
+    size: int = 224,
+    augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
+) -> dict[str, Any]:
+    """Draw what becomes of samples: decoded, transformed, augmented and mixed, as a run feeds them. No Ray.
+
+    Example: raypipe preview train.lmdb -o grid.png --augment.preset strong --augment.cutmix-alpha 1
+
+    Args:
+        store: the training store.
+        output: the PNG to write; also -o.
+        epochs: how many epochs to show, evenly spread over the run.
+        of_epochs: epochs of the run; 0 = as many as are shown.
+        samples: show the first so many of the run.
+        indices: show these samples instead, as in 3,14,15.
+        micro_batch: B, samples in a micro-batch; at most as many as the store has.
+        per_step: M, micro-batches in a step.
+        seed: the run's seed.
+        shuffle: global, window, off, or auto.
+        transform: preset or module:function.
+        size: side of the images that the preset makes, in pixels.
+        augment: the device side; one that does nothing is replaced by an example.
+    """
+    from raypipe import preview as preview_module
+    from raypipe.stores import open_store
+
+    try:
+        chosen = [int(index) for index in indices.split(",")] if indices else None
+    except ValueError:
+        raise ConfigError(f"--indices must be numbers as in 3,14,15, got {indices!r}") from None
+    return preview_module.preview(
+        open_store(store),
+        output,
+        plan=PlanConfig(of_epochs or epochs, micro_batch, per_step, seed, shuffle),
+        transform=TransformConfig(train=transform, size=size),
+        augment=augment,
+        epochs=epochs,
+        samples=samples,
+        indices=chosen,
+    )
+
+
 def _table(title: str, rows: list[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -180,7 +234,12 @@ def _table(title: str, rows: list[tuple[str, str]]) -> None:
     Console().print(table)
 
 
-COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {"ingest": ingest, "bench": bench, "digest": digest}
+COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "ingest": ingest,
+    "bench": bench,
+    "digest": digest,
+    "preview": preview,
+}
 _FLAGS = {
     parameter.name
     for command in COMMANDS.values()
@@ -199,7 +258,9 @@ def main(args: list[str] | None = None) -> None:
 
 def _normalized(arg: str) -> str:
     """An option as the parser knows it: `--micro-batch=8` as `--micro_batch=8`, `--overwrite` as
-    `--overwrite=true`."""
+    `--overwrite=true`, `-o` as `--output`."""
+    if arg == "-o" or arg.startswith("-o="):  # auto_cli makes no short options
+        return "--output" + arg[2:]
     if not arg.startswith("--"):
         return arg
     name, equals, value = arg.partition("=")

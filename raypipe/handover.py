@@ -232,9 +232,7 @@ class Feed:
         """The strength of the augmentation at a training step."""
         if self.augment is None:
             return 0.0
-        done = epoch * self.plan.steps_per_epoch + step
-        total = self.plan.config.epochs * self.plan.steps_per_epoch
-        return self.augment.config.strength.at(done / total)
+        return self.augment.config.strength.at(self.plan.progress(epoch, step))
 
     def _next(self, expected: MicroBatchId) -> Batch:
         asked = mark(self.device)

@@ -159,3 +159,42 @@ def default_window_groups(groups: np.ndarray) -> int:
     """Groups per window: at least 10, and at least 4096 rows, so that a micro-batch mixes many groups."""
     mean_rows = max(1.0, float(groups[-1]) / max(1, len(groups) - 1))
     return max(10, int(np.ceil(4096 / mean_rows)))
+
+
+# The inverse: where a sample stands
+
+
+def positions_of(order: Order, epoch: int, indices: np.ndarray) -> np.ndarray:
+    """The positions, int64 (n,), at which samples stand in an epoch; the inverse of `order.indices`."""
+    if isinstance(order, StoredOrder):
+        return indices.astype(np.int64)
+    if isinstance(order, GlobalOrder):
+        return unpermute(indices, order.size, _epoch_keys(order.seed, epoch))
+    groups, offsets = order._layout(epoch)
+    group = np.searchsorted(order.groups, indices, side="right") - 1
+    place = np.argsort(groups)[group]
+    shuffled = offsets[place] + indices - order.groups[group]
+    result = np.empty(len(indices), np.int64)
+    for i, window in enumerate((place // order.window_groups).tolist()):
+        start = int(offsets[window * order.window_groups])
+        end = int(offsets[min((window + 1) * order.window_groups, len(groups))])
+        keys = derive_keys(NUM_ROUNDS, order.seed, _DOMAIN_WINDOW, epoch, window)
+        result[i] = start + unpermute(shuffled[i : i + 1] - start, end - start, keys)[0]
+    return result
+
+
+def unpermute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+    """The inverse of `order.permute`: the same network, its rounds backwards."""
+    bits = max(MIN_BITS, (size - 1).bit_length())
+    left_bits, right_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
+    left_mask, right_mask = (np.uint64((1 << int(width)) - 1) for width in (left_bits, right_bits))
+    out = indices.astype(np.uint64)
+    pending = np.arange(out.size)
+    while pending.size:
+        left, right = out[pending] >> right_bits, out[pending] & right_mask
+        for i in reversed(range(0, NUM_ROUNDS, 2)):
+            right = right ^ (mix64(left ^ keys[i + 1]) & right_mask)
+            left = left ^ (mix64(right ^ keys[i]) & left_mask)
+        out[pending] = (left << right_bits) | right
+        pending = pending[out[pending] >= np.uint64(size)]
+    return out.astype(np.int64)

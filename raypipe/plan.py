@@ -210,6 +210,10 @@ class Plan:
         """Steps in a validation; 0 = there is none."""
         return -(-self.num_val // (self.config.micro_batch * self.config.per_step))
 
+    def progress(self, epoch: int, step: int) -> float:
+        """The share of the run's training steps, in [0, 1], that come before a step."""
+        return (epoch * self.steps_per_epoch + step) / (self.config.epochs * self.steps_per_epoch)
+
     def has_val(self, epoch: int) -> bool:
         """Whether a validation follows training epoch e."""
         every = self.config.val_every

@@ -4,7 +4,8 @@ Torch would look for a driver if they said "cuda", so they say "meta".
 
 Every operation runs on the host. What would make the host wait for a CUDA device raises HostWaitsError:
 reading a value (item, bool, nonzero, a boolean index), and a copy from or to the host that is not asked to be
-non-blocking. What would be refused on CUDA, such as adding a vector in host memory to one on the device, is refused as well.
+non-blocking. What would be refused on CUDA, such as adding a vector in host memory to one on the device, is
+refused as well.
 """
 
 from __future__ import annotations

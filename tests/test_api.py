@@ -29,7 +29,7 @@ LAYERS = [
     {"stores.folder", "stores.lmdb", "stores.memory", "stores.parquet", "stores.tar"},
     {"stores"},
     {"stores.atomic"},
-    {"plan", "decode", "presets", "sample_transform"},
+    {"plan", "decode", "picture", "presets", "sample_transform"},
     {"config", "transform", "runlog", "encoded"},
     {"metrics", "mixing", "kornia_ops"},
     {"augment", "device_decode", "models", "ring"},
@@ -58,7 +58,17 @@ NEITHER_RAY_NOR_TORCH = {
     "transform",
     *(module for module in MODULES if module.split(".")[0] == "stores"),
 }
-TORCH_BUT_NOT_RAY = {"metrics", "mixing", "kornia_ops", "augment", "device_decode", "models", "ring", "prefetcher"}
+TORCH_BUT_NOT_RAY = {
+    "metrics",
+    "mixing",
+    "kornia_ops",
+    "preview",
+    "augment",
+    "device_decode",
+    "models",
+    "ring",
+    "prefetcher",
+}
 BOTH = {"handover", "train"}
 
 

@@ -41,12 +41,22 @@ def test_options_may_have_dashes_and_values_keep_theirs(given: str, expected: st
 # A run's settings
 
 
+def plain(value: Any) -> Any:
+    """A setting as YAML has it, without the defaults of a nested group."""
+    if isinstance(value, tuple):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        default = type(value)()
+        return {k: v for k, v in vars(value).items() if v != getattr(default, k)}
+    return value
+
+
 def test_without_a_store_the_defaults_are_the_digits() -> None:
     run = parse()
     assert run.store.train == ""
     changed = {
         section.name: {
-            field.name: list(value) if isinstance(value, tuple) else value
+            field.name: plain(value)
             for field in dataclasses.fields(getattr(run, section.name))
             if (value := getattr(getattr(run, section.name), field.name))
             != getattr(getattr(RunConfig(), section.name), field.name)

@@ -1,0 +1,95 @@
+"""Tiles with captions as one picture. Knows nothing of what they show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+_TILE, _GUTTER, _GAP, _MARGIN, _LINE = 160, 6, 28, 24, 17
+_INK, _FAINT, _GREY, _PALE, _RULE = "#1a1a1a", "#666666", "#dcdcdc", "#f4f4f4", "#b5b5b5"
+_GROUP = 3 * _TILE + 2 * _GUTTER
+_ROW = _TILE + 2 * _LINE + 14
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One image of the picture.
+
+    Attributes:
+        image: uint8 (H, W, 3); None where there is none.
+        lines: the caption, two lines at most.
+        reason: why there is no image.
+    """
+
+    image: np.ndarray | None
+    lines: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def draw(rows: list[list[Tile]], *, title: str, note: str, headers: list[str]) -> Image.Image:
+    """Rows of 1 + 3·E tiles as one picture, under a title, a note and E headers."""
+    large, medium, small = (ImageFont.load_default(size) for size in (22, 14.5, 12.5))
+    width = 2 * _MARGIN + _TILE + len(headers) * (_GAP + _GROUP)
+    notes = wrap(note, medium, width - 2 * _MARGIN, 8)
+    top = _MARGIN + 34 + 20 * len(notes) + 14
+    grid = top + 46
+    picture = Image.new("RGB", (width, grid + len(rows) * _ROW + _MARGIN - 14), "white")
+    pen = ImageDraw.Draw(picture)
+    pen.text((_MARGIN, _MARGIN), wrap(title, large, width - 2 * _MARGIN, 1)[0], _INK, large)
+    for i, line in enumerate(notes):
+        pen.text((_MARGIN, _MARGIN + 34 + 20 * i), line, _FAINT, medium)
+    groups = [_MARGIN + _TILE + _GAP + i * (_GROUP + _GAP) for i in range(len(headers))]
+    columns = [(_MARGIN, _TILE, "store"), *((x, _GROUP, text) for x, text in zip(groups, headers, strict=True))]
+    for left, span, header in columns:
+        pen.text((left, top), wrap(header, medium, span, 1)[0], _INK, medium)
+        pen.line((left, top + 21, left + span - 1, top + 21), _RULE)
+    lefts = [_MARGIN, *(left + i * (_TILE + _GUTTER) for left in groups for i in range(3))]
+    for left, name in zip(lefts, ["decoded", *("transformed", "augmented", "mixed") * len(headers)], strict=True):
+        pen.text((left, top + 26), name, _FAINT, small)
+    for number, row in enumerate(rows):
+        for left, tile in zip(lefts, row, strict=True):
+            _draw_tile(picture, left, grid + number * _ROW, tile, small)
+    return picture
+
+
+def _draw_tile(picture: Image.Image, left: int, top: int, tile: Tile, font: Font) -> None:
+    pen = ImageDraw.Draw(picture)
+    pen.rectangle((left, top, left + _TILE - 1, top + _TILE - 1), _GREY if tile.image is None else _PALE)
+    if tile.image is None:
+        for i, line in enumerate(wrap(tile.reason, font, _TILE - 16, 8)):
+            pen.text((left + 8, top + 8 + i * _LINE), line, _INK, font)
+    else:
+        image = Image.fromarray(tile.image)
+        scale = _TILE / max(image.size)
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+        # Enlarged pixels stay pixels.
+        image = image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
+        picture.paste(image, (left + (_TILE - size[0]) // 2, top + (_TILE - size[1]) // 2))
+    for i, line in enumerate(tile.lines):
+        pen.text((left, top + _TILE + 3 + i * _LINE), wrap(line, font, _TILE, 1)[0], _FAINT if i else _INK, font)
+
+
+def wrap(text: str, font: Font, width: float, max_lines: int) -> list[str]:
+    """Text in lines no wider than `width` pixels; an ellipsis where it, or a word, was cut."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".lstrip()
+        if font.getlength(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        elif len(lines) < max_lines:
+            lines.append(word)
+        else:
+            lines[-1] = longer + " …"
+            break
+    return [_cut(line, font, width) for line in lines]
+
+
+def _cut(line: str, font: Font, width: float) -> str:
+    if font.getlength(line) <= width:
+        return line
+    while line and font.getlength(line + "…") > width:
+        line = line[:-1]
+    return line.rstrip() + "…"

@@ -13,9 +13,11 @@ from raypipe.plan import PlanConfig
 
 OnBadSample = Literal["substitute", "raise"]
 Read = Literal["auto", "actor", "stage"]
+Decode = Literal["cpu", "gpu"]
 Optimizer = Literal["sgd", "adamw"]
 UseGpu = Literal["auto", "yes", "no"]
 Amp = Literal["auto", "off", "bf16", "fp16"]
+OrderedSum = Literal["auto", "yes", "no"]
 AugmentPreset = Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"]
 
 
@@ -54,6 +56,8 @@ class TransformConfig:
         train: preset (none, light, heavy, center, resize, flip-crop, small) or `module:function`.
         val: the same, for validation.
         size: side of the images that the presets make, pixels.
+        decode: "cpu": actors decode and transform. "gpu": they cut nothing, encoded bytes go to the training
+            device, and nvJPEG decodes there; for the presets light, center and resize.
         decode_min_side: decode JPEGs at a fraction of their size (1/8, 2/8, …) as long as the short side stays
             at least this many pixels (scaled in the DCT, several times faster on large photos); 0 = at full size.
         exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
@@ -65,6 +69,7 @@ class TransformConfig:
     train: str = "light"
     val: str = "center"
     size: int = 224
+    decode: Decode = "cpu"
     decode_min_side: int = 0
     exif: bool = False
     on_bad_sample: OnBadSample = "substitute"
@@ -76,6 +81,7 @@ class TransformConfig:
         _require(self.decode_min_side >= 0, "transform.decode_min_side", self.decode_min_side, "at least 0")
         _require(0 <= self.max_bad_fraction <= 1, "transform.max_bad_fraction", self.max_bad_fraction, "in [0, 1]")
         _require(self.bad_grace >= 0, "transform.bad_grace", self.bad_grace, "at least 0")
+        _require_choice("transform.decode", self.decode, Decode)
         _require_choice("transform.on_bad_sample", self.on_bad_sample, OnBadSample)
 
 
@@ -206,6 +212,9 @@ class TrainConfig:
         clip_norm: largest norm of the gradient, over all parameters; 0 = not clipped.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
         prefetch: transfers to the GPU ahead of the one in use.
+        ordered_sum: add the gradients of a step in an order that does not depend on W, so that (with W a power of
+            two, and a deterministic model) the weights are the same to the bit; instead of DDP, without its
+            overlap. "auto" = on CPU.
         max_failures: worker group restarts before the run gives up; -1 = no limit.
         checkpoint_every: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_every: steps between lines of progress and metrics.
@@ -230,6 +239,7 @@ class TrainConfig:
     clip_norm: float = 0.0
     ema_decay: float = 0.0
     prefetch: int = 2
+    ordered_sum: OrderedSum = "auto"
     max_failures: int = 2
     checkpoint_every: int = 0
     log_every: int = 20
@@ -256,6 +266,7 @@ class TrainConfig:
         _require_choice("train.optimizer", self.optimizer, Optimizer)
         _require_choice("train.gpu", self.gpu, UseGpu)
         _require_choice("train.amp", self.amp, Amp)
+        _require_choice("train.ordered_sum", self.ordered_sum, OrderedSum)
 
 
 @dataclass(frozen=True)

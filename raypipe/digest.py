@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from raypipe.errors import RaypipeError
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
 def batch_digest(batch: HostBatch) -> bytes:
     """16 bytes over the place, index, label, weight and pixels of one micro-batch."""
     digest = hashlib.blake2b(f"{batch.at} {batch.image.shape}".encode(), digest_size=16)
-    for array in (batch.index, batch.label, batch.weight, batch.image):
-        digest.update(array.data)
+    arrays: list[Any] = [batch.index, batch.label, batch.weight, batch.image]
+    if batch.encoded is not None:
+        arrays += batch.encoded.values()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
 
 

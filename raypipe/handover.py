@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 import ray.train
 import ray.train.torch
@@ -25,11 +26,15 @@ from ray.exceptions import RayTaskError
 
 from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig
-from raypipe.errors import RaypipeError
+from raypipe.device_decode import DeviceDecoder
+from raypipe.encoded import EncodedMicroBatch
+from raypipe.errors import RaypipeError, SampleError
 from raypipe.metrics import StageClock, StageTimes, mark
 from raypipe.plan import Cursor, MicroBatchId, Segment, Split
-from raypipe.prefetcher import Batch, DevicePrefetcher, HostBatch
+from raypipe.prefetcher import Batch, DecodingPrefetcher, DevicePrefetcher, HostBatch
+from raypipe.quarantine import record_bad
 from raypipe.source import place_of
+from raypipe.transform import BadSampleBudget
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -132,7 +137,8 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         ):
             yield HostBatch(
                 at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
-                image=row["image"][0],
+                image=row["image"][0] if "image" in row else np.empty(0, np.uint8),
+                encoded=_encoded(row) if "data" in row else None,
                 label=row["label"][0],
                 weight=row["weight"][0],
                 index=row["index"][0],
@@ -142,6 +148,12 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
             )
     except Exception as error:
         raise _cause(error) from None
+
+
+def _encoded(row: dict[str, Any]) -> EncodedMicroBatch:
+    return EncodedMicroBatch(
+        data=row["data"][0], offsets=row["offsets"][0], crop=row["crop"][0], flip=row["flip"][0], ok=row["ok"][0]
+    )
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -165,6 +177,7 @@ class Feed:
         cursor: the place after the last step that was consumed whole; put it in the checkpoint.
         first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
         num_bad: bad samples seen by this rank.
+        num_fallback: samples that the training device was to decode, and the host had to.
     """
 
     def __init__(
@@ -186,22 +199,24 @@ class Feed:
         self.rank, self.world_size = rank, world_size
         self.cursor = start
         self.first_batch_s = 0.0
-        self.num_bad = 0
+        self.num_bad = self.num_fallback = 0
         self._start = start
         self._created = time.perf_counter()
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
         self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
-        self._batches = iter(
-            DevicePrefetcher(
-                host_batches(iterator),
-                self.device,
-                self.plan.micro_batch_seed,
-                depth,
-                on_copied=functools.partial(self._clocks["train"].add, "transfer"),
-            )
-        )
+        self._config, self._quarantine = spec.transform, spec.quarantine
+        self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
+        self._addresses = {split: store.address for split, store in spec.stores.items()}
+        on_copied = functools.partial(self._clocks["train"].add, "transfer")
+        source, seed_of = host_batches(iterator), self.plan.micro_batch_seed
+        self._batches: Iterator[Batch]
+        if spec.transform.decode == "gpu":
+            decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
+            self._batches = iter(DecodingPrefetcher(source, decoder, seed_of, depth, on_copied))
+        else:
+            self._batches = iter(DevicePrefetcher(source, self.device, seed_of, depth, on_copied=on_copied))
 
     def __iter__(self) -> Iterator[SegmentFeed]:
         for segment in self.plan.segments(self._start):
@@ -252,6 +267,8 @@ class Feed:
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
         self.num_bad += batch.num_bad
+        self.num_fallback += batch.num_fallback
+        self._judge(batch)
         split = batch.at.split
         self._counts[split] += StageTimes(
             images=int((batch.index >= 0).sum()), read_s=batch.read_s, work_s=batch.work_s
@@ -263,13 +280,32 @@ class Feed:
         self._computing = (split, augmented)
         return batch
 
+    def _judge(self, batch: Batch) -> None:
+        """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
+        bad = [
+            {
+                "store": self._addresses[batch.at.split],
+                "index": int(batch.index[row]),
+                "substitute": None,
+                "error": error,
+            }
+            for row, error in batch.failed.items()
+        ]
+        if bad:
+            record_bad(self._quarantine, batch.at, bad, by="device")
+            if self._config.on_bad_sample == "raise":
+                raise SampleError("{store} sample {index}: {error}".format(**bad[0]))
+        self._budget.spend(len(bad), len(batch.index), bad[-1] if bad else None)
+
     def _augmented(self, batch: Batch, augment: DeviceAugment) -> Batch:
         if batch.at.split != "train":
             return replace(batch, image=augment.normalize(batch.image))
+        counts = batch.index >= 0
+        counts[list(batch.failed)] = False
         image, mixed = augment(
             batch.image,
             batch.target,
-            batch.index >= 0,
+            counts,
             seed=batch.seed,
             strength=self.strength(batch.at.epoch, batch.at.step),
         )

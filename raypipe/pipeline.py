@@ -18,6 +18,7 @@ import ray.data
 from raypipe import backpressure
 from raypipe.cluster import check_object_store, connect, preflight
 from raypipe.config import PoolConfig, TransformConfig
+from raypipe.encoded_transform import encoded_transform
 from raypipe.plan import Cursor, Plan, PlanConfig, Split
 from raypipe.presets import is_preset
 from raypipe.source import MicroBatchSource
@@ -89,6 +90,9 @@ class StreamSpec:
         if val_store is not None and plan_config.val_every:
             stores["val"] = val_store
             transforms["val"] = transform.val if val_transform == "" else val_transform
+        if transform.decode == "gpu":
+            for chosen in transforms.values():
+                encoded_transform(chosen, transform)
         return StreamSpec(
             plan=Plan.of(plan_config, train_store, val_store),
             stores=stores,

@@ -8,10 +8,13 @@ On CUDA both go through the pinned ring of `raypipe.ring`; on CPU there is nothi
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any
 
@@ -19,6 +22,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from raypipe.device_decode import DeviceDecoder
+from raypipe.encoded import EncodedMicroBatch
 from raypipe.mixing import Mixed
 from raypipe.plan import MicroBatchId
 from raypipe.ring import OnCopied, Ring
@@ -30,12 +35,13 @@ class HostBatch:
 
     Attributes:
         at: its place in the run.
-        image: uint8 (B, H, W, 3).
+        image: uint8 (B, H, W, 3); empty where the device is to decode.
         label: int64 (B,).
         weight: float32 (B,); 0 for padding and for samples that count for nothing.
         index: int64 (B,); -1 for padding.
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that an actor spent on it, reading, and in all.
+        encoded: what the device is to decode.
     """
 
     at: MicroBatchId
@@ -46,6 +52,7 @@ class HostBatch:
     num_bad: int
     read_s: float = 0.0
     work_s: float = 0.0
+    encoded: EncodedMicroBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Batch:
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that an actor spent on it, reading, and in all.
         mixed: the other half of the targets, where MixUp or CutMix was applied.
+        num_fallback: samples that the device was to decode, and the host had to.
+        failed: the reason, by row, of each that neither could; these rows have weight 0 and black pixels.
     """
 
     at: MicroBatchId
@@ -76,6 +85,8 @@ class Batch:
     read_s: float = 0.0
     work_s: float = 0.0
     mixed: Mixed | None = None
+    num_fallback: int = 0
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 class DevicePrefetcher:
@@ -129,6 +140,66 @@ class DevicePrefetcher:
             num_bad=batch.num_bad,
             read_s=batch.read_s,
             work_s=batch.work_s,
+        )
+
+
+class DecodingPrefetcher:
+    """Iterates over micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
+
+    Args:
+        batches: encoded micro-batches in host memory.
+        decoder: of the training device.
+        seed_of: the seed of the micro-batch at a place.
+        depth: micro-batches decoded or being decoded, beside the one in use.
+        on_copied: called in the thread for each, with the clock before and after copy and decode.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[HostBatch],
+        decoder: DeviceDecoder,
+        seed_of: Callable[[MicroBatchId], int],
+        depth: int = 2,
+        on_copied: OnCopied | None = None,
+    ) -> None:
+        self._batches, self._decoder, self._seed_of = batches, decoder, seed_of
+        self._depth, self._on_copied = depth, on_copied
+
+    def __iter__(self) -> Iterator[Batch]:
+        source = iter(self._batches)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
+        try:
+            ahead = deque(thread.submit(self._next, source) for _ in range(self._depth))
+            while (batch := ahead.popleft().result()) is not None:
+                ahead.append(thread.submit(self._next, source))
+                yield batch
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self, source: Iterator[HostBatch]) -> Batch | None:
+        batch = next(source, None)
+        if batch is None:
+            return None
+        assert batch.encoded is not None
+        started = time.perf_counter()
+        decoded = self._decoder.decode(**batch.encoded)
+        if self._on_copied:
+            self._on_copied(started, time.perf_counter())
+        device = self._decoder.device
+        weight = np.where(decoded.failed, np.float32(0), batch.weight)
+        return Batch(
+            at=batch.at,
+            seed=self._seed_of(batch.at),
+            image=decoded.image,
+            target=torch.from_numpy(batch.label.copy()).to(device, non_blocking=True),
+            weight=torch.from_numpy(weight).to(device, non_blocking=True),
+            label=batch.label,
+            index=batch.index,
+            num_bad=batch.num_bad + len(decoded.errors),
+            read_s=batch.read_s,
+            work_s=batch.work_s,
+            num_fallback=decoded.num_fallback,
+            failed=decoded.errors,
         )
 
 

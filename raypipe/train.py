@@ -2,7 +2,7 @@
 
 Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
 rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
-it follow the same loss curve to rounding.
+it follow the same loss curve to rounding; with the ordered sum of gradients.py, bit by bit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
+from raypipe.gradients import OrderedGradients
 from raypipe.handover import CURSOR_FILE, Feed, SegmentFeed, feed
 from raypipe.metrics import StageTimes, diagnose
 from raypipe.mixing import mixed_cross_entropy
@@ -85,7 +86,11 @@ class Trainer:
         if run.train.compile:
             self.model.compile()
         self.parallel: nn.Module = self.model
-        if self.world_size > 1:
+        self.gradients: OrderedGradients | None = None
+        if run.train.ordered_sum == "yes" or (run.train.ordered_sum == "auto" and self.device.type == "cpu"):
+            per_rank = self.plan.config.per_step // self.world_size
+            self.gradients = OrderedGradients(self.model, per_rank, self.world_size)
+        elif self.world_size > 1:
             # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
             self.parallel = DistributedDataParallel(
                 self.model, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -138,6 +143,8 @@ class Trainer:
 
     def _update(self) -> None:
         """One optimizer step from the gradients of a step's micro-batches."""
+        if self.gradients:
+            self.gradients.finish()
         if self.run.train.clip_norm:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.run.train.clip_norm)
@@ -151,14 +158,18 @@ class Trainer:
         """Accumulate the gradient of one micro-batch; returns its detached loss."""
         self._check_labels(batch)
         torch.manual_seed(batch.seed)  # dropout, too, is a function of the micro-batch
-        synchronise = last or self.world_size == 1
+        synchronise = last or self.parallel is self.model
         with contextlib.nullcontext() if synchronise else self.parallel.no_sync():  # type: ignore[operator]
             with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
                 logits = self.parallel(batch.image)
             smoothing = self.run.train.label_smoothing
             losses = mixed_cross_entropy(logits.float(), batch.target, batch.mixed, smoothing)
             loss = (losses * batch.weight).sum() / len(losses)
-            self.scaler.scale(loss / per_rank).backward()
+            # DDP averages over ranks, the ordered sum adds.
+            share = self.plan.config.per_step if self.gradients else per_rank
+            self.scaler.scale(loss / share).backward()
+            if self.gradients:
+                self.gradients.take()
         return loss.detach()
 
     def _log_samples(self, seen: list[tuple[MicroBatchId, list[int]]]) -> None:
@@ -201,6 +212,7 @@ class Trainer:
             compute_s=times.compute_s,
             strength=self.feed.strength(segment.epoch, step - 1),
             num_bad=self.feed.num_bad,
+            num_fallback=self.feed.num_fallback,
         )
         print(
             f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  step {step}/{segment.num_steps}  "

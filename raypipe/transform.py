@@ -28,7 +28,8 @@ class MicroBatchResult:
     """B transformed samples. Padding, and bad samples of a validation, have weight 0 and black pixels.
 
     Attributes:
-        image: uint8 (1, B, H, W, 3), the row of one Ray Data block.
+        image: uint8 (1, B, H, W, 3), the row of one Ray Data block; where the device decodes, an
+            EncodedMicroBatch instead.
         label: int64 (B,); 0 for padding.
         index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
         weight: float32 (B,), 1 or 0.
@@ -36,7 +37,7 @@ class MicroBatchResult:
             validation), `error` (reason).
     """
 
-    image: np.ndarray
+    image: Any
     label: np.ndarray
     index: np.ndarray
     weight: np.ndarray
@@ -102,7 +103,7 @@ class MicroBatchTransform:
         num_samples = len(index)
         weight = np.ones(num_samples, np.float32)
         bad: list[dict[str, Any]] = []
-        out: np.ndarray | None = None
+        out: Any = None
         for position in range(num_samples):
             if index[position] < 0:
                 label[position], index[position], weight[position] = 0, -1, 0
@@ -126,14 +127,23 @@ class MicroBatchTransform:
                     continue
                 image, label[position], index[position] = self._substitute(position, record, read_substitute)
                 record["substitute"] = int(index[position])
-            out = self._room(num_samples, image, int(index[position]), out)
-            out[0, position] = image
-        if out is None:
-            out = self._empty(num_samples)
-        out[0, weight == 0] = 0
-        return MicroBatchResult(out, label, index, weight, bad)
+            out = self._put(out, position, image, num_samples, int(index[position]))
+        return MicroBatchResult(self._finish(out, weight), label, index, weight, bad)
 
-    def _one(self, data: bytes | None, key: Key) -> np.ndarray:
+    def _put(self, out: Any, position: int, image: Any, num_samples: int, index: int) -> Any:
+        """Add one result to those of the micro-batch, `out`, which is None for the first."""
+        out = self._room(num_samples, image, index, out)
+        out[0, position] = image
+        return out
+
+    def _finish(self, out: Any, weight: np.ndarray) -> Any:
+        """The whole micro-batch; rows without weight are zeros."""
+        if out is None:
+            out = self._empty(len(weight))
+        out[0, weight == 0] = 0
+        return out
+
+    def _one(self, data: bytes | None, key: Key) -> Any:
         image = decode(data, min_side=self.decode_min_side, exif=self.exif)
         try:
             return self.sample_transform(image, key)
@@ -147,7 +157,7 @@ class MicroBatchTransform:
 
     def _substitute(
         self, position: int, record: dict[str, Any], read_substitute: ReadSubstitute | None
-    ) -> tuple[np.ndarray, int, int]:
+    ) -> tuple[Any, int, int]:
         bad = f"{self._name(record['index'])}: {record['error']}"
         if read_substitute is None:
             raise SampleError(f"{bad} (and there is nothing to read a substitute with)")

@@ -1,7 +1,8 @@
 """One transform actor: a row that names a micro-batch in, a row of pixels out.
 
 in    split, epoch, step, micro        and, from a reader: encoded list of B, label list of B
-out   split, epoch, step, micro        image uint8 (1, B, H, W, 3), label, index int64 (1, B),
+out   split, epoch, step, micro        image uint8 (1, B, H, W, 3), or, for the device to decode, the arrays of an
+                                       EncodedMicroBatch, each (1, …); label, index int64 (1, B),
                                        weight float32 (1, B), num_bad int64 (1,),
                                        read_s, work_s float64 (1,): seconds spent on it here
 """
@@ -9,18 +10,17 @@ out   split, epoch, step, micro        image uint8 (1, B, H, W, 3), label, index
 from __future__ import annotations
 
 import functools
-import json
-import logging
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs
 
+from raypipe.encoded_transform import EncodedMicroBatchTransform, encoded_transform
 from raypipe.plan import MicroBatchId, Plan, Split
 from raypipe.presets import build_transform
+from raypipe.quarantine import record_bad
 from raypipe.sample_transform import Key
 from raypipe.source import SPLITS, place_of, read_samples
 from raypipe.stores.base import Store
@@ -28,8 +28,6 @@ from raypipe.transform import BadSampleBudget, MicroBatchTransform
 
 if TYPE_CHECKING:
     from raypipe.pipeline import StreamSpec
-
-logger = logging.getLogger(__name__)
 
 
 class TransformWorker:
@@ -44,6 +42,15 @@ class TransformWorker:
         self._transforms: dict[Split, MicroBatchTransform] = {}
         for split, store in spec.stores.items():
             transform = spec.transforms[split]
+            exact = split == "val"
+            if config.decode == "gpu":
+                self._transforms[split] = EncodedMicroBatchTransform(
+                    encoded_transform(transform, config),
+                    on_bad_sample=config.on_bad_sample,
+                    exact=exact,
+                    store_address=store.address,
+                )
+                continue
             if isinstance(transform, str):
                 transform = build_transform(transform, config.size)
             self._transforms[split] = MicroBatchTransform(
@@ -51,7 +58,7 @@ class TransformWorker:
                 decode_min_side=config.decode_min_side or None,
                 exif=config.exif,
                 on_bad_sample=config.on_bad_sample,
-                exact=split == "val",
+                exact=exact,
                 store_address=store.address,
                 probe=functools.partial(_first_images, store),
             )
@@ -84,14 +91,18 @@ class TransformWorker:
             read_substitute,
         )
         if result.bad:
-            self._report(at, result.bad)
+            record_bad(self._quarantine, at, result.bad)
         self._budget.spend(len(result.bad), len(indices), result.bad[-1] if result.bad else None)
         return {
             "split": np.array([SPLITS.index(at.split)], np.int8),
             "epoch": np.array([at.epoch]),
             "step": np.array([at.step]),
             "micro": np.array([at.micro]),
-            "image": result.image,
+            **(
+                {"image": result.image}
+                if isinstance(result.image, np.ndarray)
+                else {name: array[None] for name, array in result.image.items()}
+            ),
             "label": result.label[None],
             "index": result.index[None],
             "weight": result.weight[None],
@@ -99,18 +110,6 @@ class TransformWorker:
             "read_s": np.array([read_s]),
             "work_s": np.array([time.perf_counter() - started]),
         }
-
-    def _report(self, at: MicroBatchId, bad: list[dict[str, Any]]) -> None:
-        """Quarantine: one JSON-lines object per micro-batch, named by its place, so that a retry of the
-        same micro-batch, on any node, writes the same object again."""
-        lines = [json.dumps({**vars(at), **record}) for record in bad]
-        for line in lines:
-            logger.warning("bad sample: %s", line)
-        if self._quarantine:
-            filesystem, folder = pyarrow.fs.FileSystem.from_uri(self._quarantine)
-            filesystem.create_dir(folder, recursive=True)
-            with filesystem.open_output_stream(f"{folder}/{at}.jsonl") as file:
-                file.write("".join(line + "\n" for line in lines).encode())
 
 
 def _first_images(store: Store) -> Iterator[bytes | None]:

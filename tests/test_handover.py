@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
+from conftest import CLASSES, samples
 
 from raypipe.augment import DeviceAugment, Normalize
 from raypipe.config import AugmentConfig, StrengthConfig, TransformConfig
+from raypipe.device_decode import DeviceDecoder
+from raypipe.errors import ConfigError, SampleError
 from raypipe.handover import Feed
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.prefetcher import Batch
+from raypipe.stores.atomic import write_atomically
+from raypipe.stores.memory import MemoryStore
 from raypipe.worker import TransformWorker
 
 CPU = torch.device("cpu")
@@ -110,6 +117,85 @@ def test_the_type_of_the_images_can_be_chosen(spec: StreamSpec) -> None:
     batches = delivered(spec, AugmentConfig(), dtype=torch.bfloat16).values()
     assert all(batch.image.dtype == torch.bfloat16 for batch in batches)
     assert all(batch.image.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+
+
+# Decoding on the training device
+
+
+@pytest.fixture(scope="module")
+def encoded_spec(tmp_path_factory: pytest.TempPathFactory) -> StreamSpec:
+    """48 samples; number 7's header is damaged, number 11's pixels, and number 13 is a PNG."""
+    folder = tmp_path_factory.mktemp("encoded")
+    made: list[dict[str, Any]] = samples(48)
+    made[7]["image"] = b"no image"
+    made[11]["image"] = cv2.imencode(".png", np.full((40, 48, 3), 9, np.uint8))[1].tobytes()[:-40] + b"\0" * 40
+    made[13]["image"] = cv2.imencode(".png", np.full((40, 48, 3), (50, 100, 200), np.uint8))[1].tobytes()
+    write_atomically(str(folder / "train.lmdb"), made, CLASSES)
+    return StreamSpec.of(
+        str(folder / "train.lmdb"),
+        str(folder / "train.lmdb"),
+        plan=PlanConfig(epochs=1, micro_batch=6, per_step=4),
+        transform=TransformConfig(train="light", val="center", size=16, decode="gpu"),
+        quarantine=(folder / "quarantine").as_uri(),
+    )
+
+
+def test_the_device_decodes_the_same_whatever_the_workers(encoded_spec: StreamSpec) -> None:
+    one, two = delivered(encoded_spec, AUGMENT), delivered(encoded_spec, AUGMENT, world_size=2)
+    assert set(one) == set(two) and len(one) == 16
+    for place, batch in one.items():
+        assert batch.image.shape == (6, 3, 16, 16)
+        assert torch.equal(batch.image, two[place].image) and torch.equal(batch.weight, two[place].weight)
+
+
+def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
+    plain = delivered(encoded_spec, None)
+    worker, decoder = TransformWorker(encoded_spec), DeviceDecoder(16, CPU)
+    for batch in plain.values():
+        row = worker.run(batch.at)
+        fields = ("data", "offsets", "crop", "flip", "ok")
+        decoded = decoder.decode(*(row[name][0] for name in fields))
+        assert torch.equal(decoded.image, batch.image)
+        assert np.array_equal(row["index"][0], batch.index)
+
+
+def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_spec: StreamSpec) -> None:
+    batches = delivered(encoded_spec, AUGMENT).values()
+    train = [batch for batch in batches if batch.at.split == "train"]
+    # What the header tells is substituted in training, and has no weight in validation.
+    assert 7 not in np.concatenate([batch.index for batch in train])
+    failed = [(batch, row) for batch in batches for row in batch.failed]
+    assert failed and all(batch.index[row] == 11 and batch.weight[row] == 0 for batch, row in failed)
+    for batch, row in failed:
+        if batch.mixed:  # it was its own partner, and nobody's
+            assert batch.mixed.target[row] == batch.target[row]
+    folder = Path(encoded_spec.quarantine.removeprefix("file://"))
+    device = [json.loads(line) for file in folder.glob("*-device.jsonl") for line in file.open()]
+    assert {record["index"] for record in device} == {11} and all(record["error"] for record in device)
+    assert sum(batch.num_fallback for batch in batches) >= 2
+
+
+def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:
+    strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
+    store: Any = MemoryStore([encoded_spec.stores["train"].read(np.array([11]))["image"][0]] * 6, [0] * 6)
+    spec = StreamSpec.of(store, plan=PlanConfig(micro_batch=6), transform=strict)
+    with pytest.raises(SampleError, match=r"sample [0-5]: "):
+        delivered(spec, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": "heavy"}, "needs pixels"),
+        ({"train": f"{__name__}:CLASSES"}, "needs pixels"),
+        ({"decode_min_side": 32}, "decode_min_side is of the CPU's decoder"),
+    ],
+)
+def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, Any], message: str) -> None:
+    store = MemoryStore([b""] * 6, [0] * 6)
+    transform = TransformConfig(**{"train": "light", "decode": "gpu", **settings})
+    with pytest.raises(ConfigError, match=message):
+        StreamSpec.of(store, transform=transform)
 
 
 def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:

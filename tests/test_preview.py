@@ -301,5 +301,5 @@ def test_what_sets_nothing_shows_an_example(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("raypipe.preview.draw", drawn)
     run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)
     run(memory(), tmp_path / "a.png", epochs=1)
-    assert "standard, MixUp 0.2, CutMix 1." in notes[0] and "an example" in notes[0]
+    assert "standard, MixUp 0.8, CutMix 1." in notes[0] and "an example" in notes[0]
     assert "light." in notes[1] and "example" not in notes[1]

@@ -1,0 +1,108 @@
+"""nvJPEG against libjpeg, on a CUDA device."""
+
+import io
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from raypipe.device_decode import DecodedMicroBatch, DeviceDecoder
+from raypipe.encoded import EncodedMicroBatch, EncodedTransform, pack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SIZE = 96
+BOX = (0, 0, 240, 320)
+
+
+def smooth(seed: int) -> np.ndarray:
+    """(240, 320, 3), whose colour changes by a few levels per pixel: see `assert_close`."""
+    return cv2.resize(np.random.default_rng(seed).integers(0, 256, (5, 6, 3), np.uint8), (320, 240))
+
+
+def saved(seed: int, format: str = "JPEG", mode: str = "RGB", **options: object) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(smooth(seed)).convert(mode).save(file, format, **options)
+    return file.getvalue()
+
+
+def encoded(images: list[bytes | None], preset: str = "light") -> EncodedMicroBatch:
+    keys = np.random.default_rng(0).integers(0, 2**64, (len(images), 2), np.uint64)
+    batch, errors = EncodedTransform(preset, SIZE).run(images, keys)
+    assert not errors
+    return batch
+
+
+def both(batch: EncodedMicroBatch) -> tuple[DecodedMicroBatch, DecodedMicroBatch]:
+    return DeviceDecoder(SIZE, "cuda").decode(**batch), DeviceDecoder(SIZE, "cpu").decode(**batch)
+
+
+def assert_close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Within what two lawful JPEG decoders differ by.
+
+    The standard leaves the IDCT a rounding of a level or so, which YCbCr → RGB multiplies by up to 1.8. nvJPEG
+    repeats chroma samples where libjpeg interpolates: up to half a chroma step, so large only at sharp edges
+    of colour, of which these images have none.
+    """
+    difference = (ours.cpu().int() - wanted.int()).abs()
+    assert difference.float().mean() < 1.5 and difference.max() < 32
+
+
+@pytest.mark.parametrize("preset", ["light", "center", "resize"])
+def test_nvjpeg_and_libjpeg_agree(preset: str) -> None:
+    images = [
+        *(saved(i, subsampling=i % 3, quality=90) for i in range(12)),
+        saved(12, progressive=True),
+        saved(13, mode="L"),
+        None,
+    ]
+    ours, wanted = both(encoded(images, preset))
+    assert ours.image.device.type == "cuda" and ours.image.dtype == torch.uint8
+    assert ours.image.is_contiguous(memory_format=torch.channels_last)
+    assert (ours.num_fallback, ours.errors) == (0, {})
+    assert_close(ours.image, wanted.image)
+    assert (ours.image[13, 0] == ours.image[13, 2]).all()
+    assert not ours.image[14].any()
+
+
+def test_the_host_decodes_the_rest_to_the_same_pixels() -> None:
+    images = [saved(0), saved(1, "PNG"), saved(2, mode="CMYK"), saved(3, "WebP"), saved(4, keep_rgb=True)]
+    ours, wanted = both(encoded(images))
+    assert ours.num_fallback == wanted.num_fallback == 4 and not ours.failed.any()
+    # Decoded by the same code; only the resize is another, in float32.
+    assert (ours.image[1:].cpu().int() - wanted.image[1:].int()).abs().max() <= 1
+    assert_close(ours.image, wanted.image)
+
+
+def test_a_broken_jpeg_takes_neither_the_others_nor_the_device_along() -> None:
+    good, whole = [saved(0), saved(1)], saved(2)
+    at = whole.index(b"\xff\xc4") + 5
+    no_table = whole[:at] + b"\xff" * 16 + whole[at + 16 :]
+    scan = whole.index(b"\xff\xda") + 14
+    garbage = whole[:scan] + np.random.default_rng(0).integers(0, 255, 2000, np.uint8).tobytes() + b"\xff\xd9"
+    samples = [(data, BOX, False) for data in (good[0], no_table, whole[:-400], garbage, good[1])]
+    ours, wanted = both(pack(samples))
+    torch.cuda.synchronize()
+    assert ours.failed[2] and not ours.failed[[0, 4]].any()
+    assert not ours.image[np.flatnonzero(ours.failed)].any()  # `garbage` may pass: nvJPEG need not notice it
+    assert_close(ours.image[[0, 4]], wanted.image[[0, 4]])
+    again, _ = both(pack(samples[:1]))
+    assert torch.equal(again.image[0], ours.image[0])
+
+
+def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None:
+    """The memory of a batch that is let go while its consumer's stream still has to read it is not written to."""
+    decoder = DeviceDecoder(SIZE, "cuda")
+    batches = [encoded([saved(10 * b + i) for i in range(10)]) for b in range(4)]
+    quiet = []
+    for batch in batches:
+        quiet.append(int(decoder.decode(**batch).image.long().sum()))
+    sums = []
+    for turn in range(40):
+        image = decoder.decode(**batches[turn % 4]).image
+        torch.cuda._sleep(20_000_000)  # about 10 ms before the stream comes to read it
+        sums.append(image.long().sum())
+        del image
+    assert [int(s) for s in sums] == [quiet[turn % 4] for turn in range(40)]

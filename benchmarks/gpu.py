@@ -35,6 +35,8 @@ from rich.table import Table
 import raypipe
 from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
+from raypipe.device_decode import DeviceDecoder
+from raypipe.encoded import EncodedTransform
 from raypipe.mixing import Mixed, mixed_cross_entropy
 from raypipe.models import build_model, build_optimizer
 from raypipe.plan import MicroBatchId
@@ -163,6 +165,7 @@ def measure_stream(args: Any, loop: Loop, device: torch.device) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch))
         cpus = ceiling(store, config, args.actors, args.seconds / 2)
+        decoded = measure_decode(args, device, store)
         raypipe.connect()
         # What is in flight when the pool has started must not count: it was made ahead.
         warmup = 4 * args.actors + 4
@@ -170,11 +173,27 @@ def measure_stream(args: Any, loop: Loop, device: torch.device) -> dict[str, Any
         dtype = torch.bfloat16 if loop.cuda else torch.float32
         bound = loop.images_per_s(resident(args, DeviceAugment(STANDARD, device, dtype), device), args.steps)
     return {
+        "decode_images_per_s": decoded,
         "cpu_ceiling_images_per_s": cpus,
         "stream_images_per_s": seen,
         "stream_over_limit": seen / min(cpus, bound),
         "limit": "cpu" if cpus < bound else "device",
     }
+
+
+def measure_decode(args: Any, device: torch.device, store: str) -> float:
+    """Images/s that the device's decoder makes of a store's first micro-batch, with random crops."""
+    opened, rows = raypipe.open_store(store), np.arange(args.micro_batch)
+    images = opened.read(rows % len(opened), ("image",))["image"]
+    keys = np.stack([rows, rows], 1).astype(np.uint64)
+    batch, _ = EncodedTransform("light", args.size).run(images, keys)
+    decoder = DeviceDecoder(args.size, device)
+    decoder.decode(**batch)
+    started, count = time.perf_counter(), 10
+    for _ in range(count):
+        image = decoder.decode(**batch).image
+    image.cpu()
+    return count * args.micro_batch / (time.perf_counter() - started)
 
 
 def main() -> None:

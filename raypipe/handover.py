@@ -10,8 +10,11 @@ stream from there, splits it over the W ranks of now, and hands the iterators ro
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -210,13 +213,24 @@ class Feed:
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
         self._addresses = {split: store.address for split, store in spec.stores.items()}
         on_copied = functools.partial(self._clocks["train"].add, "transfer")
-        source, seed_of = host_batches(iterator), self.plan.micro_batch_seed
+        self._source = source = host_batches(iterator)
+        seed_of = self.plan.micro_batch_seed
         self._batches: Iterator[Batch]
+        # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
+        # these hooks the last that was registered runs first, and Ray's was before.
+        atexit.register(_close, weakref.ref(self))
         if spec.transform.decode == "gpu":
             decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
             self._batches = iter(DecodingPrefetcher(source, decoder, seed_of, depth, on_copied))
         else:
             self._batches = iter(DevicePrefetcher(source, self.device, seed_of, depth, on_copied=on_copied))
+
+    def close(self) -> None:
+        """End the stream where it stands. A feed that is iterated to its end, or is dropped, needs no closing."""
+        generators: tuple[Any, ...] = (self._batches, self._source)
+        for generator in generators:
+            with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
+                generator.close()
 
     def __iter__(self) -> Iterator[SegmentFeed]:
         for segment in self.plan.segments(self._start):
@@ -310,6 +324,12 @@ class Feed:
             strength=self.strength(batch.at.epoch, batch.at.step),
         )
         return replace(batch, image=image, mixed=mixed)
+
+
+def _close(reference: weakref.ref[Feed]) -> None:
+    feed = reference()
+    if feed is not None:
+        feed.close()
 
 
 class SegmentFeed:

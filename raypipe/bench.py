@@ -91,9 +91,9 @@ def stream_once(
 
     from raypipe.cluster import connect
     from raypipe.config import PoolConfig
-    from raypipe.handover import host_batches
     from raypipe.pipeline import StreamSpec
     from raypipe.plan import PlanConfig
+    from raypipe.rank_stream import host_batches
 
     opened = open_store(store)
     # The same transform in both splits, so that every micro-batch costs the same.

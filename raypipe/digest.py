@@ -13,9 +13,9 @@ import numpy as np
 import ray
 
 from raypipe.errors import RaypipeError
-from raypipe.handover import host_batches
 from raypipe.plan import Cursor, rank_of
 from raypipe.prefetcher import HostBatch
+from raypipe.rank_stream import host_batches
 
 if TYPE_CHECKING:
     from ray.data import DataIterator

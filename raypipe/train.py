@@ -27,13 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.gradients import OrderedGradients
-from raypipe.handover import CURSOR_FILE, Feed, SegmentFeed, feed
+from raypipe.handover import CURSOR_FILE, feed
 from raypipe.metrics import StageTimes, diagnose
 from raypipe.mixing import mixed_cross_entropy
 from raypipe.models import Ema, StepBatchNorm, build_model, build_optimizer, learning_rate
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import MicroBatchId
 from raypipe.prefetcher import Batch
+from raypipe.rank_stream import Feed, SegmentFeed
 from raypipe.runlog import RunLog
 
 _STATE_FILE = "state.pt"

@@ -37,8 +37,8 @@ LAYERS = [
     {"prefetcher"},
     {"digits", "cluster", "source", "backpressure", "shard_copy"},
     {"ingest"},
-    {"worker", "handover"},
-    {"pipeline"},
+    {"worker", "rank_stream"},
+    {"pipeline", "handover"},
     {"digest", "train", "preview"},
     {"launch", "bench"},
     {"cli"},
@@ -73,7 +73,7 @@ TORCH_BUT_NOT_RAY = {
     "ring",
     "prefetcher",
 }
-BOTH = {"handover", "train"}
+BOTH = {"handover", "rank_stream", "train"}
 
 
 def fresh(code: str) -> str:

@@ -12,9 +12,10 @@ from raypipe.cluster import preflight
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.digest import combine, stream_digests
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
-from raypipe.handover import Feed, feed, host_batches
+from raypipe.handover import feed
 from raypipe.pipeline import StreamSpec, stream
 from raypipe.plan import PlanConfig
+from raypipe.rank_stream import Feed, host_batches
 from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 

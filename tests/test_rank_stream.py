@@ -18,10 +18,10 @@ from raypipe.augment import DeviceAugment, Normalize
 from raypipe.config import AugmentConfig, StrengthConfig, TransformConfig
 from raypipe.device_decode import DeviceDecoder
 from raypipe.errors import ConfigError, SampleError
-from raypipe.handover import Feed
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.prefetcher import Batch
+from raypipe.rank_stream import Feed
 from raypipe.stores.atomic import write_atomically
 from raypipe.stores.memory import MemoryStore
 from raypipe.worker import TransformWorker

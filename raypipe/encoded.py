@@ -89,7 +89,7 @@ class EncodedTransform:
     def __init__(self, preset: str, size: int, exif: bool = False) -> None:
         if preset not in PRESETS:
             raise ConfigError(
-                f"transform.preset is {preset!r}, which needs pixels; transform.decode='gpu' can do"
+                f"the transform {preset!r} needs pixels; transform.decode='gpu' can do"
                 f" {', '.join(PRESETS)}: choose one of them, or decode='cpu'"
             )
         if size < 1:

@@ -12,7 +12,7 @@ import pyarrow.fs
 import yaml
 
 from raypipe.cluster import Allocation, connect, preflight
-from raypipe.config import RunConfig
+from raypipe.config import AugmentConfig, RunConfig
 from raypipe.digits import digits_stores
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.pipeline import StreamSpec
@@ -44,6 +44,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         run = dataclasses.replace(run, store=store)
     spec = _spec(run, run_uri)
     num_classes = _num_classes(run, spec)
+    _check_augment(run.augment)
 
     connect(dashboard=True)
     allocation = preflight(run.pool, run.train, run.plan.per_step)
@@ -88,6 +89,16 @@ def _num_classes(run: RunConfig, spec: StreamSpec) -> int:
             "or in another order: their labels mean different things. Ingest both with the same classes"
         )
     return len(classes)
+
+
+def _check_augment(config: AugmentConfig) -> None:
+    """What is wrong with it is told here, and not by the trainers once the cluster has started them."""
+    if config.ops or config.preset != "none" or config.module:
+        import torch
+
+        from raypipe.augment import DeviceAugment
+
+        DeviceAugment(config, torch.device("cpu"))
 
 
 def _check_run_folder(run_uri: str, resume: bool) -> None:

@@ -10,7 +10,7 @@ from raypipe.cli import parse_run
 from raypipe.cluster import Allocation
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.launch import _cause, _check_run_folder, _num_classes, _store_config, as_plain, describe
+from raypipe.launch import _cause, _check_run_folder, _num_classes, _store_config, as_plain, describe, train
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.stores.memory import MemoryStore
@@ -117,3 +117,14 @@ def test_the_cause_is_raypipes_own_error_where_there_is_one() -> None:
     failed.worker_failures = {0: ValueError("other")}
     assert _cause(failed) is failed
     assert _cause(wrapped) is wrapped
+
+
+def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(stores: dict[str, Path], tmp_path: Path) -> None:
+    run = dataclasses.replace(
+        RunConfig(runs=str(tmp_path)),
+        store=StoreConfig(str(stores["train"])),
+        augment=AugmentConfig(ops=[{"op": "RandomErasinggg"}]),
+    )
+    with pytest.raises(ConfigError, match="'RandomErasinggg' is no 2D operation"):
+        train(run)
+    assert list(tmp_path.iterdir()) == []

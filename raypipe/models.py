@@ -6,9 +6,7 @@ import copy
 import math
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError
@@ -112,49 +110,3 @@ class Ema:
         decay = min(self._decay, (1 + step) / (10 + step))
         own, theirs = (list(side) for side in zip(*self._pairs, strict=True))
         torch._foreach_lerp_(own, theirs, 1 - decay)
-
-
-class StepBatchNorm:
-    """Running statistics of BatchNorm that do not depend on the number of workers.
-
-    torch updates them once per forward, so their values would depend on which micro-batches a rank has
-    seen. Here the statistics of a step's M micro-batches are averaged, over this rank's and then over all
-    ranks, and taken in once per step, with the momentum that M single updates amount to: 1 - (1 - p)^M.
-
-    Args:
-        model: whose BatchNorm layers are kept.
-        per_step: M.
-    """
-
-    def __init__(self, model: nn.Module, per_step: int) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        self._momenta = [1 - (1 - (0.1 if m.momentum is None else m.momentum)) ** per_step for m in self._layers]
-        self._before: list[torch.Tensor] = []
-        for layer in self._layers:
-            layer.momentum = None  # a cumulative average since num_batches_tracked was last 0
-
-    def begin(self) -> None:
-        """Before a step's first forward."""
-        self._before = [
-            torch.cat([m.running_mean, m.running_var])  # type: ignore[list-item]
-            for m in self._layers
-        ]
-        for layer in self._layers:
-            assert layer.num_batches_tracked is not None
-            layer.num_batches_tracked.zero_()
-
-    def end(self, world_size: int) -> None:
-        """After a step's last forward."""
-        if not self._layers:
-            return
-        means = torch.cat([torch.cat([m.running_mean, m.running_var]) for m in self._layers])  # type: ignore[list-item]
-        if world_size > 1:
-            dist.all_reduce(means)
-            means /= world_size
-        sizes = [before.numel() for before in self._before]
-        parts = zip(self._layers, self._momenta, self._before, means.split(sizes), strict=True)
-        for layer, momentum, before, mean in parts:
-            blended = torch.lerp(before, mean, momentum)
-            half = blended.numel() // 2
-            layer.running_mean.copy_(blended[:half])  # type: ignore[union-attr]
-            layer.running_var.copy_(blended[half:])  # type: ignore[union-attr]

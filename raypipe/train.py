@@ -2,7 +2,7 @@
 
 Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
 rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
-it follow the same loss curve to rounding; with the ordered sum of gradients.py, bit by bit.
+it follow the same loss curve to rounding; with the sums of ordered_sum.py, bit by bit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.gradients import OrderedGradients
 from raypipe.handover import CURSOR_FILE, feed
 from raypipe.metrics import StageTimes, diagnose
 from raypipe.mixing import mixed_cross_entropy
-from raypipe.models import Ema, StepBatchNorm, build_model, build_optimizer, learning_rate
+from raypipe.models import Ema, build_model, build_optimizer, learning_rate
+from raypipe.ordered_sum import OrderedGradients, StepBatchNorm
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import MicroBatchId
 from raypipe.prefetcher import Batch
@@ -76,7 +76,8 @@ class Trainer:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
-        self.batch_norm = StepBatchNorm(self.model, self.plan.config.per_step)
+        per_rank = self.plan.config.per_step // self.world_size
+        self.batch_norm = StepBatchNorm(self.model, per_rank, self.world_size)
         self.optimizer = build_optimizer(self.model, run.train, fused=self.device.type == "cuda")
         self.ema = Ema(self.model, run.train.ema_decay) if run.train.ema_decay else None
         self.scaler = torch.amp.GradScaler(
@@ -89,7 +90,6 @@ class Trainer:
         self.parallel: nn.Module = self.model
         self.gradients: OrderedGradients | None = None
         if run.train.ordered_sum == "yes" or (run.train.ordered_sum == "auto" and self.device.type == "cpu"):
-            per_rank = self.plan.config.per_step // self.world_size
             self.gradients = OrderedGradients(self.model, per_rank, self.world_size)
         elif self.world_size > 1:
             # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
@@ -131,7 +131,7 @@ class Trainer:
             for number, batch in enumerate(step):
                 seen.append((batch.at, batch.index.tolist()))
                 meter.add(self._backward(batch, len(step), last=number + 1 == len(step)), len(batch.index))
-            self.batch_norm.end(self.world_size)
+            self.batch_norm.end()
             self._update()
             if config.log_samples:
                 self._log_samples(seen)
@@ -171,6 +171,7 @@ class Trainer:
             self.scaler.scale(loss / share).backward()
             if self.gradients:
                 self.gradients.take()
+        self.batch_norm.take()
         return loss.detach()
 
     def _log_samples(self, seen: list[tuple[MicroBatchId, list[int]]]) -> None:

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from raypipe import models
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError
-from raypipe.models import StepBatchNorm, build_model, build_optimizer, learning_rate
+from raypipe.models import Ema, build_model, build_optimizer, learning_rate
 
 
 @pytest.mark.parametrize("side", [8, 32])
@@ -73,75 +70,29 @@ def test_sgd_is_nesterov_unless_there_is_no_momentum() -> None:
     assert not build_optimizer(model, TrainConfig(momentum=0.0)).defaults["nesterov"]
 
 
-# BatchNorm
+# The average
 
 
-def running(model: nn.Module) -> torch.Tensor:
-    layers = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
-    return torch.cat([torch.cat([m.running_mean, m.running_var]) for m in layers])
+def test_the_average_follows_by_the_warmed_up_decay() -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
+    nn.init.constant_(model[0].weight, 0.0)
+    ema = Ema(model, decay=0.9)
+    expected = 0.0
+    for step in range(1, 120):
+        nn.init.constant_(model[0].weight, float(step))
+        ema.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    assert ema.model[0].weight.item() == pytest.approx(expected, rel=1e-5)
+    assert not ema.model.training and not ema.model[0].weight.requires_grad
+    assert model[0].weight.item() == 119
 
 
-def norms() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.3))
-
-
-def test_running_statistics_of_a_step_by_hand() -> None:
-    layer = nn.BatchNorm1d(1, momentum=0.1)
-    step = StepBatchNorm(layer, per_step=2)
-    step.begin()
-    layer(torch.tensor([[0.0], [2.0]]))  # mean 1, variance 2
-    layer(torch.tensor([[4.0], [8.0]]))  # mean 6, variance 8
-    step.end(world_size=1)
-    # Two updates at 0.1 take in 1 - 0.9² = 0.19 of the means, 3.5 and 5, of what was 0 and 1.
-    assert running(layer).tolist() == pytest.approx([0.19 * 3.5, 0.81 + 0.19 * 5])
-
-
-def test_a_step_of_one_micro_batch_is_torchs_own_update() -> None:
-    ours, theirs = norms(), norms()
-    step = StepBatchNorm(ours, per_step=1)
-    for number in range(3):
-        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
-        step.begin()
-        ours(x)
-        step.end(world_size=1)
-        theirs(x)
-    torch.testing.assert_close(running(ours), running(theirs))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_running_statistics_do_not_depend_on_the_number_of_workers(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    per_step, num_steps = 4, 3
-    x = torch.randn(num_steps, per_step, 6, 3, generator=torch.Generator().manual_seed(0))
-
-    alone = norms()
-    single = StepBatchNorm(alone, per_step)
-    for batches in x:
-        single.begin()
-        for batch in batches:
-            alone(batch)
-        single.end(world_size=1)
-
-    ranks = [copy.deepcopy(norms()) for _ in range(world_size)]
-    steps = [StepBatchNorm(model, per_step) for model in ranks]
-    for batches in x:
-        for rank, (model, step) in enumerate(zip(ranks, steps, strict=True)):
-            step.begin()
-            for batch in batches[rank::world_size]:
-                model(batch)
-        # What each rank would send: the mean over its own micro-batches.
-        total = torch.stack([running(model) for model in ranks]).sum(0)
-        monkeypatch.setattr(models.dist, "all_reduce", lambda means, total=total: means.copy_(total))
-        for step in steps:
-            step.end(world_size)
-
-    for model in ranks:
-        torch.testing.assert_close(running(model), running(alone))
-
-
-def test_a_model_without_batch_norm_needs_nothing() -> None:
-    step = StepBatchNorm(nn.Linear(2, 2), per_step=4)
-    step.begin()
-    step.end(world_size=8)  # would need a process group if it sent anything
+def test_running_statistics_are_averaged_and_counters_left_alone() -> None:
+    model = nn.BatchNorm1d(2)
+    ema = Ema(model, decay=0.5)
+    model.running_mean.fill_(4.0)  # type: ignore[union-attr]
+    model.num_batches_tracked.fill_(7)  # type: ignore[union-attr]
+    ema.update(1)  # (1 + 1) / (10 + 1)
+    assert ema.model.running_mean.tolist() == pytest.approx([4 * 9 / 11] * 2)  # type: ignore[union-attr]
+    assert int(ema.model.num_batches_tracked) == 0  # type: ignore[arg-type]

@@ -99,12 +99,9 @@ def test_two_workers_see_the_same_samples_and_learn_the_same(run: RunConfig, alo
     assert sample_log(two) == sample_log(alone)
     for (loss,), (expected,) in zip(records(two, "train", "loss"), records(alone, "train", "loss"), strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
-    # The gradients are summed in one order: weights are the same to the bit, running statistics to rounding.
+    # Gradients and running statistics are summed in one order: only the printed loss has a rounding of its own.
     for name, value in final_state(alone).items():
-        if name.endswith(("running_mean", "running_var")):
-            torch.testing.assert_close(value, final_state(two)[name])
-        else:
-            assert torch.equal(value, final_state(two)[name]), name
+        assert torch.equal(value, final_state(two)[name]), name
     assert two["val_accuracy"] == pytest.approx(alone["val_accuracy"], abs=1 / 22 + 1e-9)
 
 

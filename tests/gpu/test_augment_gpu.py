@@ -13,7 +13,8 @@ import torch
 from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig, TrainConfig
 from raypipe.mixing import mixed_cross_entropy
-from raypipe.models import Ema, StepBatchNorm, build_optimizer, small_model
+from raypipe.models import Ema, build_optimizer, small_model
+from raypipe.ordered_sum import StepBatchNorm
 from raypipe.plan import MicroBatchId
 from raypipe.prefetcher import DevicePrefetcher, HostBatch
 
@@ -77,7 +78,7 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
     model = small_model(10).to(device, memory_format=torch.channels_last)
     optimizer = build_optimizer(model, TrainConfig(optimizer="adamw"), fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=amp is torch.float16)
-    batch_norm, ema = StepBatchNorm(model, 1), Ema(model, 0.99)
+    batch_norm, ema = StepBatchNorm(model, 1, 1), Ema(model, 0.99)
     losses = torch.zeros((), device=device)
     batches = iter(DevicePrefetcher(host_batches(40), device, lambda at: at.step))
 
@@ -89,7 +90,8 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
             logits = model(image)
         loss = (mixed_cross_entropy(logits.float(), batch.target, mixed, 0.1) * batch.weight).mean()
         scaler.scale(loss).backward()
-        batch_norm.end(1)
+        batch_norm.take()
+        batch_norm.end()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)

@@ -103,7 +103,7 @@ class StepBatchNorm:
 
     torch updates them once per forward, so their values would depend on which micro-batches a rank has
     seen. Here the statistics of a step's M micro-batches are averaged, and taken in once per step, with the
-    momentum that M single updates amount to: 1 - (1 - p)^M.
+    momentum that M single updates amount to: 1 - (1 - p)^M. `num_batches_tracked` counts all M.
 
     Args:
         model: whose BatchNorm layers are kept.
@@ -113,6 +113,7 @@ class StepBatchNorm:
     def __init__(self, model: nn.Module, num_local: int, world_size: int) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._per_step = num_local * world_size
+        self._of_others = self._per_step - num_local
         self._momenta = [
             1 - (1 - (0.1 if m.momentum is None else m.momentum)) ** self._per_step for m in self._layers
         ]
@@ -142,6 +143,8 @@ class StepBatchNorm:
             half = blended.numel() // 2
             layer.running_mean.copy_(blended[:half])  # type: ignore[union-attr]
             layer.running_var.copy_(blended[half:])  # type: ignore[union-attr]
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked += self._of_others
 
 
 def _statistics(layer: _BatchNorm) -> torch.Tensor:

@@ -155,6 +155,7 @@ def test_running_statistics_are_the_same_to_the_bit_for_every_number_of_workers(
 
     for model in ranks:
         assert torch.equal(running(model), running(alone))
+        assert model[0].num_batches_tracked == alone[0].num_batches_tracked == num_steps * per_step
 
 
 def test_a_model_without_batch_norm_needs_nothing() -> None:

@@ -18,6 +18,9 @@ from ray.data._internal.execution.backpressure_policy import (
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 from ray.data._internal.execution.operators.base_physical_operator import InternalQueueOperatorMixin
+from ray.data._internal.execution.operators.task_pool_map_operator import TaskPoolMapOperator
+
+from raypipe.pool_watch import PoolWatch
 
 if TYPE_CHECKING:
     from ray.data import DataContext
@@ -32,7 +35,7 @@ _MIN_PERIOD_S, _MAX_PERIOD_S = 0.01, 0.1
 def install(context: DataContext, in_flight: int) -> None:
     """Make executions under this context hold at most `in_flight` micro-batches beyond the reader."""
     context.set_config(_LIMIT_KEY, in_flight)
-    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [InFlightPolicy])
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [InFlightPolicy, PoolWatch])
     context.op_resource_reservation_enabled = False
     # A scheduling step, ten a second, takes from a task only what it has buffered.
     context._max_num_blocks_in_streaming_gen_buffer = in_flight
@@ -51,6 +54,9 @@ class InFlightPolicy(BackpressurePolicy):
         self._looked_at, self._rate = (time.perf_counter(), 0), 0.0
 
     def can_add_input(self, op: Any) -> bool:
+        if isinstance(op, TaskPoolMapOperator):
+            # Readers take turns: rows of a later one would fill the queue before those that come first.
+            return op.num_active_tasks() == 0
         if not isinstance(op, ActorPoolMapOperator):
             return True
         return op.num_active_tasks() + self._waiting_after(op) < self._limit

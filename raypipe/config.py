@@ -64,6 +64,8 @@ class TransformConfig:
         on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
         max_bad_fraction: an actor that has seen a larger share of bad samples stops the run.
         bad_grace: bad samples per actor that are tolerated whatever their share.
+        time_limit_s: seconds that a micro-batch may take in an actor before its process is ended and it is tried
+            again; a sample that takes as long by itself, twice, counts as bad. 0 = no limit.
     """
 
     train: str = "light"
@@ -75,12 +77,14 @@ class TransformConfig:
     on_bad_sample: OnBadSample = "substitute"
     max_bad_fraction: float = 0.01
     bad_grace: int = 10
+    time_limit_s: float = 120.0
 
     def __post_init__(self) -> None:
         _require(self.size >= 1, "transform.size", self.size, "at least 1")
         _require(self.decode_min_side >= 0, "transform.decode_min_side", self.decode_min_side, "at least 0")
         _require(0 <= self.max_bad_fraction <= 1, "transform.max_bad_fraction", self.max_bad_fraction, "in [0, 1]")
         _require(self.bad_grace >= 0, "transform.bad_grace", self.bad_grace, "at least 0")
+        _require(self.time_limit_s >= 0, "transform.time_limit_s", self.time_limit_s, "at least 0")
         _require_choice("transform.decode", self.decode, Decode)
         _require_choice("transform.on_bad_sample", self.on_bad_sample, OnBadSample)
 
@@ -98,6 +102,10 @@ class PoolConfig:
             flight is this times B·H·W·3 bytes. 0 = 4 per actor and 2 per rank.
         read: "actor": actors read the store themselves; "stage": one reader feeds them encoded
             micro-batches; "auto": stage for stores that are read in groups.
+        recycle_after: micro-batches after which an actor's process is replaced, for transforms that leak memory;
+            it costs the start of a process. 0 = never.
+        max_attempts: actors that one micro-batch may cost before the run ends, where no sample of it is to blame.
+        stall_timeout_s: seconds without a finished micro-batch, while there is work, after which the run ends.
     """
 
     min_actors: int = 1
@@ -105,6 +113,9 @@ class PoolConfig:
     cpus_per_actor: float = 1.0
     in_flight: int = 0
     read: Read = "auto"
+    recycle_after: int = 0
+    max_attempts: int = 6
+    stall_timeout_s: float = 900.0
 
     def __post_init__(self) -> None:
         _require(self.min_actors >= 1, "pool.min_actors", self.min_actors, "at least 1")
@@ -116,6 +127,9 @@ class PoolConfig:
         )
         _require(self.cpus_per_actor > 0, "pool.cpus_per_actor", self.cpus_per_actor, "positive")
         _require(self.in_flight >= 0, "pool.in_flight", self.in_flight, "at least 0")
+        _require(self.recycle_after >= 0, "pool.recycle_after", self.recycle_after, "at least 0")
+        _require(self.max_attempts >= 1, "pool.max_attempts", self.max_attempts, "at least 1")
+        _require(self.stall_timeout_s > 0, "pool.stall_timeout_s", self.stall_timeout_s, "positive")
         _require_choice("pool.read", self.read, Read)
 
 

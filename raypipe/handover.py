@@ -11,7 +11,7 @@ stream from there, splits it over the W ranks of now, and hands the iterators ro
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
@@ -21,6 +21,7 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.plan import Cursor
 from raypipe.rank_stream import Feed
+from raypipe.supervisor import start_supervisor
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -65,20 +66,22 @@ def feed(
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
     spec.plan.check_workers(world_size)
-    handed: tuple[list[DataIterator], Cursor] | None = None
+    handed: tuple[list[DataIterator], Cursor, Any] | None = None
     if rank == 0:
         start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
         if max_actors is None:
             from raypipe.cluster import preflight
 
             max_actors = preflight(spec.pool).max_actors
-        handed = (spec.splits(start, max_actors=max_actors, world_size=world_size), start)
+        supervisor = start_supervisor(spec.pool.max_attempts)
+        splits = spec.splits(start, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
+        handed = (splits, start, supervisor)
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
-    iterators, start = handed
+    iterators, start, supervisor = handed
     if device is None:
         device = ray.train.torch.get_device() if in_train else torch.device("cpu")
     return Feed(
@@ -91,6 +94,7 @@ def feed(
         augment=augment,
         dtype=dtype,
         depth=depth,
+        supervisor=supervisor,
     )
 
 

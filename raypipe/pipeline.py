@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from raypipe import backpressure
+from raypipe import backpressure, pool_watch
 from raypipe.cluster import check_object_store, connect, preflight
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.encoded_transform import encoded_transform
@@ -24,6 +24,7 @@ from raypipe.presets import is_preset
 from raypipe.source import MicroBatchSource
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
+from raypipe.supervisor import start_supervisor
 from raypipe.worker import TransformWorker
 
 if TYPE_CHECKING:
@@ -118,12 +119,19 @@ class StreamSpec:
             micro_batch_bytes = self.plan.config.micro_batch * self.transform.size**2 * 3
             check_object_store(self.in_flight(max_actors, world_size), micro_batch_bytes)
 
-    def dataset(self, cursor: Cursor, *, max_actors: int, world_size: int = 1) -> Dataset:
+    def dataset(self, cursor: Cursor, *, max_actors: int, world_size: int = 1, supervisor: Any = None) -> Dataset:
         """What is left of the stream at a cursor: a Dataset of one row, and one block, per micro-batch.
 
         The rows come in the order of the plan. Iterate with `batch_size=None`, or split it with
         `streaming_split(W, equal=True)`: rank r then gets the micro-batches m of each step with m mod W = r.
+
+        Args:
+            cursor: where to start.
+            max_actors: transform actors that the pool may grow to.
+            world_size: W.
+            supervisor: handle of the Supervisor that hears of faults; None = a new one.
         """
+        supervisor = supervisor or start_supervisor(self.pool.max_attempts)
         self.plan.check_workers(world_size)
         max_actors = max(max_actors, self.pool.min_actors)
         in_flight = self.in_flight(max_actors, world_size)
@@ -136,15 +144,13 @@ class StreamSpec:
         context.raise_original_map_exception = True
         context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
         backpressure.install(context, in_flight)
+        pool_watch.configure(context, supervisor, self.pool.stall_timeout_s)
+        source = MicroBatchSource(self.plan, cursor, self.readers(), supervisor)
         with ray.data.DataContext.current(context):
-            rows = ray.data.read_datasource(
-                MicroBatchSource(self.plan, cursor, self.readers()),
-                override_num_blocks=1,
-                num_cpus=_READER_CPUS,
-            )
+            rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
             return rows.map_batches(
                 TransformWorker,
-                fn_constructor_args=(self,),
+                fn_constructor_args=(self, supervisor),
                 batch_size=None,
                 batch_format="pyarrow",
                 zero_copy_batch=True,
@@ -158,12 +164,14 @@ class StreamSpec:
                 ),
             )
 
-    def splits(self, cursor: Cursor, *, max_actors: int, world_size: int = 1) -> list[DataIterator]:
-        """What is left of the stream at a cursor, as one iterator per rank.
+    def splits(
+        self, cursor: Cursor, *, max_actors: int, world_size: int = 1, supervisor: Any = None
+    ) -> list[DataIterator]:
+        """What is left of the stream at a cursor, as one iterator per rank; see `dataset`.
 
         One rank runs the execution in its own process; several share one in an actor of its own.
         """
-        dataset = self.dataset(cursor, max_actors=max_actors, world_size=world_size)
+        dataset = self.dataset(cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
         if not self.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
             dataset = ray.data.from_items([])
         return [dataset.iterator()] if world_size == 1 else dataset.streaming_split(world_size, equal=True)

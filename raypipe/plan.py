@@ -260,12 +260,15 @@ class Plan:
             if self.has_val(epoch):
                 yield Segment("val", epoch, 0, self.val_steps)
 
-    def micro_batches(self, cursor: Cursor) -> Iterator[MicroBatchId]:
-        """Every micro-batch that is left at a cursor, in the order of the stream."""
+    def micro_batches(self, cursor: Cursor, first: int = 0) -> Iterator[MicroBatchId]:
+        """Every micro-batch that is left at a cursor, from number `first` on, in the order of the stream."""
+        per_step = self.config.per_step
         for segment in self.segments(cursor):
-            for step in range(segment.first_step, segment.num_steps):
-                for micro in range(self.config.per_step):
-                    yield MicroBatchId(segment.split, segment.epoch, step, micro)
+            size = (segment.num_steps - segment.first_step) * per_step
+            for number in range(min(first, size), size):
+                step, micro = divmod(number, per_step)
+                yield MicroBatchId(segment.split, segment.epoch, segment.first_step + step, micro)
+            first = max(0, first - size)
 
     def num_micro_batches(self, cursor: Cursor) -> int:
         """How many micro-batches are left at a cursor."""

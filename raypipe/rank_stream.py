@@ -28,6 +28,7 @@ from raypipe.plan import Cursor, MicroBatchId, Segment, Split
 from raypipe.prefetcher import Batch, DecodingPrefetcher, DevicePrefetcher, HostBatch
 from raypipe.quarantine import record_bad
 from raypipe.source import place_of
+from raypipe.supervisor import FaultNews
 from raypipe.transform import BadSampleBudget
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Feed:
         augment: AugmentConfig | None = None,
         dtype: torch.dtype = torch.float32,
         depth: int = 2,
+        supervisor: Any = None,
     ) -> None:
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
@@ -113,6 +115,7 @@ class Feed:
         self.cursor = start
         self.first_batch_s = 0.0
         self.num_bad = self.num_fallback = 0
+        self._faults = FaultNews(supervisor)
         self._start = start
         self._created = time.perf_counter()
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
@@ -166,6 +169,10 @@ class Feed:
             augment_s=clock["augment"],
             compute_s=clock["compute"],
         )
+
+    def faults(self) -> list[str]:
+        """What went wrong in the stream, and was mended, and was not told before; does not wait for the newest."""
+        return self._faults.read()
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""

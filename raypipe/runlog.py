@@ -1,7 +1,8 @@
 """What a run leaves behind: effective configuration, metrics as JSON lines, TensorBoard events.
 
 RUN/config.yaml        the effective configuration
-RUN/metrics.jsonl      one object per log interval ("train") and per validation ("val")
+RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
+                       ("start") and per fault of the stream ("fault")
 RUN/tensorboard/       the same as events
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/checkpoint_*/      Ray Train's
@@ -18,6 +19,8 @@ import pyarrow.fs
 
 from raypipe.plan import MicroBatchId
 
+_EVENTS = ("start", "fault")
+
 
 def as_uri(address: str) -> str:
     """A local path or a URI as a URI that every process understands."""
@@ -30,7 +33,7 @@ class RunLog:
     Args:
         run_uri: the run's folder.
         global_step: where the run starts or resumes; records of later steps, left by a crashed attempt,
-            are dropped, so that each step is recorded once.
+            are dropped, so that each step is recorded once. What happened on the way, starts and faults, is kept.
     """
 
     def __init__(self, run_uri: str, global_step: int) -> None:
@@ -41,7 +44,10 @@ class RunLog:
         self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "samples.jsonl"):
-            kept = [line for line in self._recorded(name) if json.loads(line)["step"] <= global_step]
+            records = [(line, json.loads(line)) for line in self._recorded(name)]
+            kept = [
+                line for line, record in records if record["step"] <= global_step or record.get("kind") in _EVENTS
+            ]
             (self._folder / name).write_text("".join(line + "\n" for line in kept))
         self._events = SummaryWriter(str(self._folder / "tensorboard"), purge_step=global_step + 1)
 
@@ -63,7 +69,7 @@ class RunLog:
         self._append("samples.jsonl", {"micro_batch": str(at), "step": step, "indices": indices})
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Record values at a global step; `kind` is "train" or "val"."""
+        """Record values at a global step; `kind` is "train", "val", "start" or "fault"."""
         self._append("metrics.jsonl", {"kind": kind, "step": step, **values})
         for name, value in values.items():
             if isinstance(value, int | float):

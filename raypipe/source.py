@@ -1,11 +1,12 @@
 """The plan as a Ray Data source.
 
-    MicroBatchSource   one ReadTask, a generator over what is left of the schedule
+    MicroBatchSource   ReadTasks, each a generator over a share of what is left of the schedule
                        → one row per micro-batch: its place, and, where a reader reads, its encoded samples
     read_lmdb          a store as a plain Ray Data source → one row per sample
 
-One lazy task for the whole run keeps the driver at O(1), whatever the length of the schedule. Its rows
-are tiny where the transform actors read the store themselves.
+Few lazy tasks keep the driver small, whatever the length of the schedule; one runs at a time. A task that is lost
+is run again from its start, so the schedule is not one task. Rows are tiny where the transform actors read the
+store themselves.
 """
 
 from __future__ import annotations
@@ -61,19 +62,31 @@ def read_samples(store: Store, indices: np.ndarray) -> tuple[list[bytes | None],
     return images, labels
 
 
+# Micro-batches of a ReadTask: what a lost reader reads again at most. A task costs the driver 1 ms at the start.
+_SHARE, _MAX_TASKS = 1024, 256
+
+
 class MicroBatchSource(Datasource):
-    """What is left of a plan's schedule at a cursor, as one lazy ReadTask.
+    """What is left of a plan's schedule at a cursor, as lazy ReadTasks in the order of the stream.
 
     Args:
         plan: the run's plan.
         cursor: where to start.
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
+        supervisor: handle of the stream's Supervisor, which hears of readers that begin; None = nobody does.
     """
 
-    def __init__(self, plan: Plan, cursor: Cursor, readers: dict[Split, Store]) -> None:
+    def __init__(self, plan: Plan, cursor: Cursor, readers: dict[Split, Store], supervisor: Any = None) -> None:
         super().__init__()
         plan.check(cursor)
-        self._plan, self._cursor, self._readers = plan, cursor, readers
+        self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
+        self._total = plan.num_micro_batches(cursor)
+        self._share = max(_SHARE, -(-self._total // _MAX_TASKS))
+
+    @property
+    def num_tasks(self) -> int:
+        """ReadTasks that the schedule is cut into."""
+        return max(1, -(-self._total // self._share))
 
     def get_name(self) -> str:
         return "Plan"
@@ -84,15 +97,24 @@ class MicroBatchSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        plan, cursor, readers = self._plan, self._cursor, self._readers
-        metadata = BlockMetadata(
-            num_rows=plan.num_micro_batches(cursor), size_bytes=None, exec_stats=None, input_files=None
-        )
-        return [ReadTask(lambda: _rows(plan, cursor, readers), metadata, schema=PLACE_SCHEMA)]
+        shares = [(first, min(self._share, self._total - first)) for first in range(0, self._total, self._share)]
+        return [
+            ReadTask(
+                functools.partial(_rows, self._plan, self._cursor, self._readers, self._supervisor, first, count),
+                BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
+                schema=PLACE_SCHEMA,
+            )
+            for first, count in shares or [(0, 0)]
+        ]
 
 
-def _rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store]) -> Iterator[pa.Table]:
-    for at in plan.micro_batches(cursor):
+def _rows(
+    plan: Plan, cursor: Cursor, readers: dict[Split, Store], supervisor: Any, first: int, count: int
+) -> Iterator[pa.Table]:
+    share = itertools.islice(plan.micro_batches(cursor, first), count)
+    for number, at in enumerate(share):
+        if number == 0 and supervisor is not None:
+            supervisor.reads.remote(f"{count} micro-batches from {at} on")
         encoded, label = None, None
         if at.split in readers:
             encoded, label = read_samples(readers[at.split], plan.indices(at))

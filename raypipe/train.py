@@ -97,6 +97,8 @@ class Trainer:
                 self.model, broadcast_buffers=False, gradient_as_bucket_view=True
             )
         self.log = RunLog(run_uri, self.global_step) if self.rank == 0 else None
+        if self.log:
+            self.log.write("start", self.global_step, workers=self.world_size)
 
     @property
     def global_step(self) -> int:
@@ -114,6 +116,7 @@ class Trainer:
                 self._report()
             self._diagnose(segment)
         if self.log:
+            self._log_faults()
             self.log.close()
 
     def _train(self, segment: SegmentFeed) -> None:
@@ -200,6 +203,7 @@ class Trainer:
         self.metrics["wait_s"] += times.wait_s
         if self.log is None:
             return
+        self._log_faults()
         wait = times.wait_s / seconds if seconds else 0.0
         self.log.write(
             "train",
@@ -221,6 +225,12 @@ class Trainer:
             f"loss {loss:.4f}  {images / max(seconds, 1e-9):,.0f} images/s  waiting for data {wait:.0%}",
             flush=True,
         )
+
+    def _log_faults(self) -> None:
+        assert self.log is not None
+        for text in self.feed.faults():
+            self.log.write("fault", self.global_step, text=text)
+            print(f"mended: {text}", flush=True)
 
     @torch.no_grad()
     def _validate(self, segment: SegmentFeed) -> None:

@@ -6,7 +6,7 @@ BadSampleBudget       how many bad samples a run puts up with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,23 @@ ReadSubstitute = Callable[[int, int], tuple[bytes | None, int, int, Key]]
 """(position in the micro-batch, attempt from 0) → (image bytes, label, index, key) of another sample.
 For the whole to be reproducible it must be a pure function of the plan."""
 
-NUM_ATTEMPTS = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
+NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What earlier attempts at a micro-batch have taught.
+
+    Attributes:
+        bad: index → reason, of samples that must not be touched.
+        before_sample: called with the index of each sample before it is touched.
+    """
+
+    bad: Mapping[int, str] = field(default_factory=dict)
+    before_sample: Callable[[int], None] | None = None
+
+
+FIRST_ATTEMPT = Attempt()
 
 
 @dataclass
@@ -84,6 +100,7 @@ class MicroBatchTransform:
         columns: dict[str, Any],
         keys: np.ndarray,
         read_substitute: ReadSubstitute | None = None,
+        attempt: Attempt = FIRST_ATTEMPT,
     ) -> MicroBatchResult:
         """Transform one micro-batch.
 
@@ -92,6 +109,7 @@ class MicroBatchTransform:
                 is -1 is padding, and its image is not looked at.
             keys: uint64 (B, 2), one key per sample.
             read_substitute: gives the stand-ins for bad samples, up to 8 for each.
+            attempt: what is known of the micro-batch.
 
         Raises:
             SampleError: a bad sample under "raise"; or one for which no good substitute was found.
@@ -110,7 +128,7 @@ class MicroBatchTransform:
                 continue
             wanted = int(index[position])
             try:
-                image = self._one(images[position], keys_list[position])
+                image = self._try(wanted, images[position], keys_list[position], attempt)
             except SampleError as error:
                 if self.on_bad_sample == "raise":
                     hint = "transform.on_bad_sample='substitute' would go on without it"
@@ -125,7 +143,9 @@ class MicroBatchTransform:
                 if self.exact:
                     weight[position] = 0
                     continue
-                image, label[position], index[position] = self._substitute(position, record, read_substitute)
+                image, label[position], index[position] = self._substitute(
+                    position, record, read_substitute, attempt
+                )
                 record["substitute"] = int(index[position])
             out = self._put(out, position, image, num_samples, int(index[position]))
         return MicroBatchResult(self._finish(out, weight), label, index, weight, bad)
@@ -143,6 +163,13 @@ class MicroBatchTransform:
         out[0, weight == 0] = 0
         return out
 
+    def _try(self, index: int, data: bytes | None, key: Key, attempt: Attempt) -> Any:
+        if attempt.before_sample:
+            attempt.before_sample(index)
+        if index in attempt.bad:
+            raise SampleError(attempt.bad[index])
+        return self._one(data, key)
+
     def _one(self, data: bytes | None, key: Key) -> Any:
         image = decode(data, min_side=self.decode_min_side, exif=self.exif)
         try:
@@ -156,18 +183,18 @@ class MicroBatchTransform:
             raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
 
     def _substitute(
-        self, position: int, record: dict[str, Any], read_substitute: ReadSubstitute | None
+        self, position: int, record: dict[str, Any], read_substitute: ReadSubstitute | None, attempt: Attempt
     ) -> tuple[Any, int, int]:
         bad = f"{self._name(record['index'])}: {record['error']}"
         if read_substitute is None:
             raise SampleError(f"{bad} (and there is nothing to read a substitute with)")
-        for attempt in range(NUM_ATTEMPTS):
-            data, label, index, key = read_substitute(position, attempt)
+        for number in range(NUM_SUBSTITUTES):
+            data, label, index, key = read_substitute(position, number)
             try:
-                return self._one(data, key), int(label), int(index)
+                return self._try(int(index), data, key, attempt), int(label), int(index)
             except SampleError as error:
                 last = f"{self._name(int(index))}: {error}"
-        raise SampleError(f"{bad}; {NUM_ATTEMPTS} substitutes were bad as well, the last one {last}")
+        raise SampleError(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}")
 
     def _room(self, num_samples: int, image: np.ndarray, index: int, out: np.ndarray | None) -> np.ndarray:
         height, width = image.shape[:2]

@@ -18,22 +18,29 @@ import numpy as np
 import pyarrow as pa
 
 from raypipe.encoded_transform import EncodedMicroBatchTransform, encoded_transform
+from raypipe.guard import Guard
 from raypipe.plan import MicroBatchId, Plan, Split
 from raypipe.presets import build_transform
 from raypipe.quarantine import record_bad
 from raypipe.sample_transform import Key
 from raypipe.source import SPLITS, place_of, read_samples
 from raypipe.stores.base import Store
-from raypipe.transform import BadSampleBudget, MicroBatchTransform
+from raypipe.transform import FIRST_ATTEMPT, Attempt, BadSampleBudget, MicroBatchTransform
 
 if TYPE_CHECKING:
     from raypipe.pipeline import StreamSpec
 
 
 class TransformWorker:
-    """Decodes and transforms micro-batches. Holds no state that a result could depend on."""
+    """Decodes and transforms micro-batches. Holds no state that a result could depend on.
 
-    def __init__(self, spec: StreamSpec) -> None:
+    Args:
+        spec: the stream.
+        supervisor: handle of the stream's Supervisor.
+    """
+
+    def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
+        self._guard = Guard(supervisor, spec.transform.time_limit_s, spec.pool.recycle_after)
         self._plan: Plan = spec.plan
         self._stores: dict[Split, Store] = spec.stores
         self._quarantine = spec.quarantine
@@ -66,9 +73,12 @@ class TransformWorker:
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         row = {name: table[name][0] for name in table.column_names}
         at = place_of({name: row[name].as_py() for name in ("split", "epoch", "step", "micro")})
-        return self.run(at, row["encoded"], row["label"])
+        with self._guard.micro_batch(at) as attempt:
+            return self.run(at, row["encoded"], row["label"], attempt)
 
-    def run(self, at: MicroBatchId, encoded: Any = None, label: Any = None) -> dict[str, np.ndarray]:
+    def run(
+        self, at: MicroBatchId, encoded: Any = None, label: Any = None, attempt: Attempt = FIRST_ATTEMPT
+    ) -> dict[str, np.ndarray]:
         """The finished row of one micro-batch; reads the store unless a reader has done so."""
         started = time.perf_counter()
         indices = self._plan.indices(at)
@@ -89,6 +99,7 @@ class TransformWorker:
             {"image": images, "label": labels, "index": indices},
             self._plan.sample_keys(at, indices),
             read_substitute,
+            attempt,
         )
         if result.bad:
             record_bad(self._quarantine, at, result.bad)

@@ -60,10 +60,27 @@ def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
     assert [row["label"] is None for row in found] == [True, True, False, False]
 
 
-def test_one_task_whatever_parallelism_is_asked_for() -> None:
+def test_one_task_whatever_parallelism_is_asked_for_while_the_schedule_is_short() -> None:
     train = store(9)
     plan = Plan.of(PlanConfig(micro_batch=2), train)
     assert len(MicroBatchSource(plan, plan.start(), {}).get_read_tasks(64)) == 1
+
+
+def test_a_long_schedule_is_cut_into_shares_that_follow_each_other() -> None:
+    train, val = store(9), store(3)
+    plan = Plan.of(PlanConfig(epochs=700, micro_batch=2), train, val)
+    source = MicroBatchSource(plan, plan.cursor_at(2), {"val": val})
+    tasks = source.get_read_tasks(1)
+    assert len(tasks) == source.num_tasks == 5
+    found = [place_of(row) for task in tasks for table in task() for row in table.to_pylist()]
+    assert found == list(plan.micro_batches(plan.cursor_at(2)))
+    assert [task.metadata.num_rows for task in tasks] == [1024] * 4 + [700 * 6 - 2 - 4096]
+
+
+def test_a_very_long_schedule_has_few_tasks() -> None:
+    train = store(9)
+    plan = Plan.of(PlanConfig(epochs=10**6, micro_batch=9), train)
+    assert MicroBatchSource(plan, plan.start(), {}).num_tasks == 256
 
 
 def test_read_samples_gives_the_order_asked_for_with_padding_in_between() -> None:

@@ -22,7 +22,7 @@ from torchvision.transforms import v2
 from raypipe.decode import encode_jpeg
 from raypipe.errors import BadSamplesError, ConfigError, SampleError
 from raypipe.sample_transform import SampleTransform
-from raypipe.transform import NUM_ATTEMPTS, BadSampleBudget, MicroBatchTransform
+from raypipe.transform import NUM_SUBSTITUTES, Attempt, BadSampleBudget, MicroBatchTransform
 
 RNG = np.random.default_rng(0)
 IMAGES = [
@@ -296,6 +296,20 @@ def test_substitution_is_the_same_every_time_and_recorded() -> None:
     np.testing.assert_array_equal(first.image[0, 1], alone.image[0, 0])  # pixels under its own key
 
 
+def test_what_earlier_attempts_have_taught_is_heeded_for_samples_and_substitutes() -> None:
+    given, touched = columns(3), []
+    first, bad, last = given["index"].tolist()
+    attempt = Attempt({bad: "it crashed", 50: "so did this"}, touched.append)
+
+    def read(position: int, number: int) -> tuple[Any, int, int, tuple[int, int]]:
+        return given["image"][0], 0, 50 + number, (1, 2)
+
+    result = MicroBatchTransform(None).run(given | {"image": [given["image"][0]] * 3}, make_keys(3), read, attempt)
+    assert touched == [first, bad, 50, 51, last]
+    assert result.index.tolist() == [first, 51, last]
+    assert [(r["index"], r["substitute"], r["error"]) for r in result.bad] == [(bad, 51, "it crashed")]
+
+
 def test_the_first_sample_may_be_bad() -> None:
     result = MicroBatchTransform(FLIP).run(columns(2, [b"bad", JPEGS[1]]), KEYS[:2], substitute)
     assert result.index.tolist() == [52, 21] and result.weight.tolist() == [1, 1]
@@ -311,7 +325,7 @@ def test_bad_substitutes_end_after_some_attempts() -> None:
     message = r"x.lmdb sample 21: no value; 8 substitutes were bad as well, the last one x.lmdb sample 97: not an"
     with pytest.raises(SampleError, match=message):
         MicroBatchTransform(FLIP, store_address="x.lmdb").run(columns(2, [JPEGS[0], None]), KEYS[:2], hopeless)
-    assert asked == [(1, attempt) for attempt in range(NUM_ATTEMPTS)]
+    assert asked == [(1, attempt) for attempt in range(NUM_SUBSTITUTES)]
     with pytest.raises(SampleError, match=r"sample 20: no value .*nothing to read a substitute with"):
         MicroBatchTransform(FLIP).run(columns(1, [None]), KEYS[:1])
 

@@ -1,0 +1,89 @@
+"""Watches the pool of a running stream: makes room for actors that a lost node left without one, ends a stall.
+
+Ray restarts an actor where its CPUs are to be had. If the cluster has shrunk there are none: the micro-batches
+that the actor holds are never given to another, all that follow wait for them in order, and the stream stands
+still although most actors are idle. So an idle actor is let go, and its CPUs go to one that is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
+from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
+
+from raypipe.errors import ResourceError
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
+
+_SUPERVISOR_KEY, _TIMEOUT_KEY = "raypipe.supervisor", "raypipe.stall_timeout_s"
+_PERIOD_S = 1.0
+# A restart takes a process's start, some seconds; one that has not begun after so long has no CPUs.
+_PATIENCE_S = 5.0
+
+
+def configure(context: DataContext, supervisor: Any, stall_timeout_s: float) -> None:
+    """Settings of the watch for executions under this context."""
+    context.set_config(_SUPERVISOR_KEY, supervisor)
+    context.set_config(_TIMEOUT_KEY, stall_timeout_s)
+
+
+class PoolWatch(BackpressurePolicy):
+    """Asked by Ray Data's scheduler, at each turn, whether a stage may take more; says yes, and looks around."""
+
+    @property
+    def name(self) -> str:
+        return "PoolWatch"
+
+    def __init__(self, data_context: Any, topology: Any, resource_manager: Any) -> None:
+        super().__init__(data_context, topology, resource_manager)
+        self._supervisor = data_context.get_config(_SUPERVISOR_KEY)
+        self._timeout_s = data_context.get_config(_TIMEOUT_KEY)
+        now = time.monotonic()
+        self._looked_at, self._whole_since = now, now
+        self._progress = (0, now)
+
+    def can_add_input(self, op: Any) -> bool:
+        now = time.monotonic()
+        if isinstance(op, ActorPoolMapOperator) and now - self._looked_at >= _PERIOD_S:
+            self._looked_at = now
+            self._make_room(op, now)
+            self._end_stall(op, now)
+        return True
+
+    def _make_room(self, op: Any, now: float) -> None:
+        pool = op._actor_pool
+        states = pool._running_actors.items()
+        waited_for = sum(1 for _, state in states if state.is_restarting and state.num_tasks_in_flight)
+        if not waited_for:
+            self._whole_since = now
+            return
+        idle = [actor for actor, state in states if not (state.is_restarting or state.num_tasks_in_flight)]
+        if not idle or now - self._whole_since < _PATIENCE_S:
+            return
+        if ray.available_resources().get("CPU", 0.0) < (pool.per_actor_resource_usage().cpu or 0.0):
+            for actor in idle[:waited_for]:
+                pool._release_running_actor(actor)
+            self._supervisor.note.remote(
+                f"there are no CPUs for {waited_for} transform actors that died with work in hand: "
+                "idle ones make room for them"
+            )
+            self._whole_since = now
+
+    def _end_stall(self, op: Any, now: float) -> None:
+        finished = op.metrics.num_task_outputs_generated
+        waiting = op.num_active_tasks() or self._topology[op].total_enqueued_input_blocks()
+        if finished != self._progress[0] or not waiting:
+            self._progress = (finished, now)
+        elif now - self._progress[1] > self._timeout_s:
+            info = op.get_actor_info()
+            free = ray.available_resources().get("CPU", 0.0)
+            raise ResourceError(
+                f"the stream stands still: no micro-batch was finished for {self._timeout_s:g} s "
+                f"(pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} are waited for "
+                f"after they died, {info.pending} have not started; the cluster has {free:g} CPUs free. Add CPU "
+                "nodes, lower pool.min_actors or pool.cpus_per_actor, or see what the actors do (ray stack)"
+            )

@@ -1,0 +1,194 @@
+"""What becomes of transform actors: who is at what, who died of what, and which sample it was.
+
+A process that crashes or hangs on a sample would be restarted, and would crash again, for ever. So the actors tell
+a supervisor what they begin, and ask it, once restarted, what is known of it:
+
+    first death in a micro-batch       it is tried again, carefully: each sample is announced before it is touched
+    second careful death at a sample   the sample is bad; the micro-batch is tried again without it
+    `max_attempts` deaths without that,
+    or more bad samples than that      the run ends with one error
+
+Deaths by other causes (a lost node, a kill) cost an attempt, and change nothing in the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+logger = logging.getLogger(__name__)
+
+_DEATHS_AT_A_SAMPLE = 2
+_MAX_EVENTS = 10_000
+
+
+@dataclass(frozen=True)
+class Orders:
+    """How an actor is to go about a micro-batch.
+
+    Attributes:
+        careful: announce each sample before it is touched.
+        bad: indices of samples of this split that have killed their process.
+        error: why the run must end; empty = it need not.
+    """
+
+    careful: bool = False
+    bad: tuple[int, ...] = ()
+    error: str = ""
+
+
+@dataclass
+class _History:
+    """Of one micro-batch in which an actor has died: deaths since the last bad sample was found, and at which."""
+
+    deaths: int = 0
+    all_deaths: int = 0
+    at_sample: Counter[int] = field(default_factory=Counter)
+    num_bad: int = 0
+
+
+class Supervisor:
+    """The ledger of one stream's faults. As an actor, see `start_supervisor`.
+
+    Args:
+        max_attempts: deaths that one micro-batch may cost, see above.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
+        self._homes: dict[str, str] = {}  # actor → where it runs
+        self._doing: dict[str, str] = {}  # actor → micro-batch
+        self._samples: dict[str, int] = {}  # actor → index, while it is careful
+        self._bad: dict[str, set[int]] = {}  # split → indices
+        self._histories: dict[str, _History] = {}
+        self._leaving: set[str] = set()
+        self._readers: set[str] = set()
+        self._events: list[str] = []
+
+    def arrived(self, actor: str, home: str) -> bool:
+        """An actor has started; returns whether it is one that was here before, and so was restarted.
+
+        Args:
+            actor: its id.
+            home: process and node, for people.
+        """
+        known, self._homes[actor] = self._homes.get(actor), home
+        at, sample = self._doing.pop(actor, None), self._samples.pop(actor, None)
+        if known is None:
+            return False
+        if actor in self._leaving:
+            self._leaving.discard(actor)
+            logger.info("the transform actor of %s was recycled, and is now %s", known, home)
+            return True
+        self._died(known, home, at, sample)
+        return True
+
+    def _died(self, known: str, home: str, at: str | None, sample: int | None) -> None:
+        work = "between two micro-batches"
+        if at is not None:
+            work = f"in {at}"
+            history = self._histories.setdefault(at, _History())
+            history.deaths += 1
+            history.all_deaths += 1
+            if sample is not None:
+                work += f", at its sample {sample}"
+                history.at_sample[sample] += 1
+                if history.at_sample[sample] == _DEATHS_AT_A_SAMPLE:
+                    self._bad.setdefault(_split(at), set()).add(sample)
+                    history.num_bad += 1
+                    history.deaths = 0
+        self.note(f"a transform actor died {work} ({known}), and was restarted ({home})")
+
+    def begins(self, actor: str, at: str) -> Orders:
+        """An actor begins a micro-batch."""
+        self._doing[actor] = at
+        self._samples.pop(actor, None)
+        history = self._histories.get(at)
+        bad = tuple(sorted(self._bad.get(_split(at), ())))
+        if history is None:
+            return Orders(bad=bad)
+        error = ""
+        if history.deaths >= self._max_attempts or history.num_bad > self._max_attempts:
+            blame = f"{history.num_bad} samples are" if history.num_bad else "no single sample is"
+            error = (
+                f"{history.all_deaths} transform actors have died in {at}, the last one before "
+                f"{self._homes.get(actor, '')}; {blame} to blame: look for `out of memory` or a crash in the logs "
+                "of Ray's workers (`ray logs`), lower plan.micro_batch, or raise pool.max_attempts"
+            )
+        return Orders(careful=True, bad=bad, error=error)
+
+    def touches(self, actor: str, index: int) -> None:
+        """A careful actor is about to decode and transform a sample of its micro-batch, or a substitute."""
+        self._samples[actor] = index
+
+    def ended(self, actor: str) -> None:
+        """A careful actor has come through its micro-batch."""
+        self._doing.pop(actor, None)
+        self._samples.pop(actor, None)
+
+    def leaves(self, actor: str) -> None:
+        """An actor is about to end itself, to be restarted with fresh memory."""
+        self._leaving.add(actor)
+        self.ended(actor)
+
+    def reads(self, share: str) -> None:
+        """A reader begins its share of the schedule."""
+        if share in self._readers:
+            self.note(f"the reader of {share} was restarted")
+        self._readers.add(share)
+
+    def note(self, event: str) -> None:
+        """Record what went wrong, or was mended, for the log and the metrics."""
+        logger.warning("%s", event)
+        if len(self._events) < _MAX_EVENTS:
+            self._events.append(event)
+
+    def events(self, first: int) -> list[str]:
+        """The events from number `first` on, in order."""
+        return self._events[first:]
+
+
+def _split(at: str) -> str:
+    return at.partition("-")[0]
+
+
+def start_supervisor(max_attempts: int) -> Any:
+    """A handle of a Supervisor that runs as an actor, on the node of the caller while that lives."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    actor = ray.remote(Supervisor).options(
+        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
+    )
+    return actor.remote(max_attempts)
+
+
+class FaultNews:
+    """The events of a stream, as they come.
+
+    Args:
+        supervisor: its handle; None = there are never any.
+    """
+
+    def __init__(self, supervisor: Any) -> None:
+        self._supervisor = supervisor
+        self._num_read = 0
+        self._asked: Any = None
+
+    def read(self) -> list[str]:
+        """The events since the last call, as far as the supervisor has answered; never waits."""
+        if self._supervisor is None:
+            return []
+        events: list[str] = []
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):  # the stream goes on without its chronicler
+                events = ray.get(self._asked)
+            self._num_read += len(events)
+            self._asked = None
+        if self._asked is None:
+            self._asked = self._supervisor.events.remote(self._num_read)
+        return events

@@ -1,0 +1,118 @@
+"""Transforms that crash, hang or leak, in real actors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray import cloudpickle
+
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.errors import ResourceError, SampleError
+from raypipe.handover import feed
+from raypipe.pipeline import StreamSpec
+from raypipe.plan import PlanConfig
+from raypipe.stores.memory import MemoryStore
+
+from conftest import CLASSES, picture  # isort: skip
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DEADLY = 13
+
+
+def store() -> MemoryStore:
+    # Sample 13 is told by its height.
+    images = [picture(i, height=41 if i == DEADLY else 40) for i in range(64)]
+    return MemoryStore(images, [i % 5 for i in range(64)], classes=CLASSES)
+
+
+def crop(image: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(image[:16, :16])
+
+
+def raises(image: np.ndarray) -> np.ndarray:
+    if len(image) == 41:
+        raise ValueError("no")
+    return crop(image)
+
+
+def crashes(image: np.ndarray) -> np.ndarray:
+    if len(image) == 41:
+        ctypes.string_at(0)
+    return crop(image)
+
+
+def hangs(image: np.ndarray) -> np.ndarray:
+    while len(image) == 41:
+        pass
+    return crop(image)
+
+
+def rows(transform: Callable[..., Any], pool: dict[str, Any], **config: Any) -> tuple[list[Any], list[str]]:
+    """The stream's rows, and the faults that were mended."""
+    spec = StreamSpec.of(
+        store(),
+        plan=PlanConfig(epochs=1, micro_batch=8),
+        train_transform=transform,
+        transform=TransformConfig(**config),
+        pool=PoolConfig(**pool),
+    )
+    stream = feed(spec, max_actors=1)
+    found = [
+        (str(b.at), b.index.tolist(), b.image.numpy().tobytes(), b.num_bad) for s in stream for st in s for b in st
+    ]
+    faults: list[str] = []
+    while not faults and transform not in (raises, crop):
+        faults += stream.faults()
+    return found, faults
+
+
+def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one_that_raises() -> None:
+    expected, _ = rows(raises, {})
+    assert sum(row[3] for row in expected) == 1 and not any(DEADLY in row[1] for row in expected)
+    for transform, limit in ((crashes, 120.0), (hangs, 1.5)):
+        found, faults = rows(transform, {}, time_limit_s=limit)
+        assert found == expected
+        assert 3 <= len(faults) <= 4 and all("a transform actor died" in fault for fault in faults)
+
+
+def test_under_raise_such_a_sample_is_the_one_clear_error() -> None:
+    with pytest.raises(SampleError, match=rf"sample {DEADLY}: its process died twice .*time_limit_s"):
+        rows(crashes, {}, on_bad_sample="raise")
+
+
+def always_dies(image: np.ndarray) -> np.ndarray:
+    os._exit(1)
+
+
+def test_more_deaths_than_the_budget_are_one_clear_error() -> None:
+    with pytest.raises(ResourceError, match=r"1 transform actors have died in train-.*pool\.max_attempts"):
+        rows(always_dies, {"max_attempts": 1})
+
+
+def test_an_actor_is_replaced_after_so_many_micro_batches_and_nothing_changes(tmp_path: Path) -> None:
+    def writes_its_process(image: np.ndarray) -> np.ndarray:
+        (tmp_path / str(os.getpid())).touch()
+        return crop(image)
+
+    expected, _ = rows(crop, {})
+    spec_rows, _ = rows(crop, {"recycle_after": 3})
+    assert spec_rows == expected
+    spec = StreamSpec.of(
+        store(),
+        plan=PlanConfig(epochs=1, micro_batch=8),
+        train_transform=writes_its_process,
+        pool=PoolConfig(recycle_after=3),
+    )
+    stream = feed(spec, max_actors=1)
+    assert sum(1 for s in stream for st in s for _ in st) == 8
+    assert len(list(tmp_path.iterdir())) == 3 and not any(stream.faults() for _ in range(20))

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pytest
+import ray
+
+from raypipe.supervisor import FaultNews, Orders, Supervisor, start_supervisor
+
+AT = "train-e0000-s000003-m001"
+
+
+def died(supervisor: Supervisor, actor: str = "a") -> bool:
+    return supervisor.arrived(actor, "another process")
+
+
+def test_an_actor_that_is_new_has_not_died() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    assert not supervisor.arrived("a", "process 1")
+    assert supervisor.begins("a", AT) == Orders()
+    assert supervisor.events(0) == []
+
+
+def test_after_a_death_its_micro_batch_is_done_carefully_and_others_are_not() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    supervisor.arrived("a", "process 1 on 10.0.0.1")
+    supervisor.begins("a", AT)
+    assert died(supervisor)
+    assert supervisor.begins("a", AT) == Orders(careful=True)
+    assert supervisor.begins("a", "train-e0000-s000003-m002") == Orders()
+    (event,) = supervisor.events(0)
+    assert AT in event and "process 1 on 10.0.0.1" in event and "another process" in event
+
+
+def test_a_sample_that_kills_twice_is_bad_and_the_attempts_begin_anew() -> None:
+    supervisor = Supervisor(max_attempts=4)
+    supervisor.arrived("a", "")
+    supervisor.begins("a", AT)
+    died(supervisor)
+    for sample in (5, 7, 5):
+        assert supervisor.begins("a", AT) == Orders(careful=True)
+        supervisor.touches("a", sample)
+        died(supervisor)
+    assert supervisor.begins("a", AT) == Orders(careful=True, bad=(5,))
+    supervisor.touches("a", 7)
+    died(supervisor)
+    assert supervisor.begins("a", AT) == Orders(careful=True, bad=(5, 7))
+
+
+def test_a_bad_sample_is_known_in_every_micro_batch_of_its_split() -> None:
+    supervisor = Supervisor(max_attempts=4)
+    supervisor.arrived("a", "")
+    for careful in (False, True, True):
+        supervisor.begins("a", AT)
+        if careful:
+            supervisor.touches("a", 5)
+        died(supervisor)
+    assert supervisor.begins("b", "train-e0001-s000000-m000") == Orders(bad=(5,))
+    assert supervisor.begins("b", "val-e0001-s000000-m000") == Orders()
+
+
+def test_deaths_without_a_culprit_end_the_run_with_what_to_do() -> None:
+    supervisor = Supervisor(max_attempts=2)
+    supervisor.arrived("a", "")
+    for _ in range(2):
+        assert not supervisor.begins("a", AT).error
+        died(supervisor)
+    error = supervisor.begins("a", AT).error
+    assert AT in error and "2 transform actors have died" in error and "pool.max_attempts" in error
+
+
+def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    supervisor.arrived("a", "")
+    deaths = 0
+    while not (orders := supervisor.begins("a", AT)).error:
+        if orders.careful:
+            supervisor.touches("a", len(orders.bad))
+        died(supervisor)
+        deaths += 1
+    assert (
+        deaths == 1 + 2 * 4 and "4 samples are to blame" in orders.error and f"{deaths} transform" in orders.error
+    )
+
+
+def test_a_micro_batch_that_came_through_costs_nothing_when_its_actor_dies_later() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    supervisor.arrived("a", "")
+    supervisor.begins("a", AT)
+    supervisor.ended("a")
+    died(supervisor)
+    assert supervisor.begins("a", AT) == Orders()
+    assert "between two micro-batches" in supervisor.events(0)[0]
+
+
+def test_recycling_is_no_fault() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    supervisor.arrived("a", "")
+    supervisor.begins("a", AT)
+    supervisor.leaves("a")
+    assert died(supervisor)
+    assert supervisor.events(0) == [] and supervisor.begins("a", AT) == Orders()
+
+
+def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    for share in ("x", "y", "x"):
+        supervisor.reads(share)
+    assert supervisor.events(0) == ["the reader of x was restarted"]
+    assert supervisor.events(1) == []
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_news_come_once_each_and_are_never_waited_for() -> None:
+    supervisor = start_supervisor(1)
+    news = FaultNews(supervisor)
+    ray.get([supervisor.note.remote(text) for text in "ab"])
+    seen: list[str] = []
+    while seen != ["a", "b"]:
+        assert len(seen) < 2
+        seen += news.read()
+    ray.get(supervisor.note.remote("c"))
+    while seen[2:] != ["c"]:
+        assert len(seen) == 2
+        seen += news.read()
+    ray.kill(supervisor, no_restart=True)
+    assert not any(news.read() for _ in range(3))
+    assert FaultNews(None).read() == []

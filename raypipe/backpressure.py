@@ -35,7 +35,8 @@ _MIN_PERIOD_S, _MAX_PERIOD_S = 0.01, 0.1
 def install(context: DataContext, in_flight: int) -> None:
     """Make executions under this context hold at most `in_flight` micro-batches beyond the reader."""
     context.set_config(_LIMIT_KEY, in_flight)
-    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [InFlightPolicy, PoolWatch])
+    # In this order: one that says no ends the round.
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [PoolWatch, InFlightPolicy])
     context.op_resource_reservation_enabled = False
     # A scheduling step, ten a second, takes from a task only what it has buffered.
     context._max_num_blocks_in_streaming_gen_buffer = in_flight

@@ -108,16 +108,18 @@ class Allocation:
     """Who gets what.
 
     Attributes:
-        workers: W, training processes.
+        workers: W, training processes; where training is elastic, the most.
         gpu: whether each has a GPU.
         cpus_per_worker: CPUs that Ray reserves for each.
         max_actors: transform actors that the pool may grow to.
+        min_workers: where training is elastic, the fewest; else 0.
     """
 
     workers: int
     gpu: bool
     cpus_per_worker: float
     max_actors: int
+    min_workers: int = 0
 
 
 def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_step: int) -> Allocation:
@@ -131,17 +133,24 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
 
     Raises:
         ResourceError: something is missing; the message names what, and which setting mends it.
-        ConfigError: W does not divide M.
+        ConfigError: W does not divide M, or the fewest workers are more than the most.
     """
-    workers, gpu = 0, False
+    workers, needed_workers, gpu = 0, 0, False
     if train is not None:
         gpu = train.gpu == "yes" or (train.gpu == "auto" and offer.gpus >= 1)
         workers = train.workers or (_largest_divisor(per_step, int(offer.gpus)) if gpu else 1)
-        if gpu and offer.gpus < workers:
+        needed_workers = train.min_workers or workers
+        if needed_workers > workers:
+            raise ConfigError(
+                f"train.min_workers={train.min_workers} is more than the {workers} workers of the run: "
+                "set train.workers"
+            )
+        if gpu and offer.gpus < needed_workers:
             most = _largest_divisor(per_step, int(offer.gpus))
-            fewer = f"set train.workers={most}, or " if offer.gpus >= 1 else ""
+            setting = "train.min_workers" if train.min_workers else "train.workers"
+            fewer = f"set {setting}={most}, or " if offer.gpus >= 1 else ""
             raise ResourceError(
-                f"{workers} trainers need {workers} GPUs, the cluster has {offer.gpus:g}: "
+                f"{needed_workers} trainers need {needed_workers} GPUs, the cluster has {offer.gpus:g}: "
                 f"{fewer}set train.gpu=no to train on CPUs, or add GPU nodes"
             )
         if per_step % workers:
@@ -153,13 +162,12 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     per_worker = train.cpus_per_worker if train is not None else 0.0
     if workers and not per_worker:
         # Trainers of a machine with few CPUs share what the smallest pool leaves them.
-        per_worker = min(1.0, math.floor(max(0.0, offer.cpus - pool_cpus) / workers * 100) / 100)
+        per_worker = min(1.0, math.floor(max(0.0, offer.cpus - pool_cpus) / needed_workers * 100) / 100)
         if per_worker <= 0:
             per_worker = 1.0
-    trainer_cpus = workers * per_worker
-    needed = trainer_cpus + pool_cpus
+    needed = needed_workers * per_worker + pool_cpus
     parts = (
-        f"{workers} trainers x {per_worker:g} CPUs + {pool.min_actors} transform actors x "
+        f"{needed_workers} trainers x {per_worker:g} CPUs + {pool.min_actors} transform actors x "
         f"{pool.cpus_per_actor:g} CPUs = {needed:g} CPUs"
     )
     if needed > offer.cpus:
@@ -172,14 +180,15 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
             f"the run needs {parts}; other jobs hold all but {offer.free_cpus:g} of the cluster's "
             f"{offer.cpus:g} CPUs. Wait for them, stop them (`ray job list`), or add CPU nodes"
         )
-    if gpu and workers > offer.free_gpus:
+    if gpu and needed_workers > offer.free_gpus:
         raise ResourceError(
-            f"the run needs {workers} GPUs; other jobs hold all but {offer.free_gpus:g} of {offer.gpus:g}. "
+            f"the run needs {needed_workers} GPUs; other jobs hold all but {offer.free_gpus:g} of {offer.gpus:g}. "
             "Wait for them or stop them (`ray job list`), or lower train.workers"
         )
-    spare = max(pool.min_actors, int((offer.cpus - trainer_cpus) / pool.cpus_per_actor + 1e-9))
+    spare = max(pool.min_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
-    return Allocation(workers, gpu, per_worker, max_actors)
+    min_workers = needed_workers if needed_workers < workers else 0
+    return Allocation(workers, gpu, per_worker, max_actors, min_workers)
 
 
 def _largest_divisor(number: int, limit: int) -> int:

@@ -218,6 +218,9 @@ class TrainConfig:
         warmup_epochs: linear warm-up, in epochs; then cosine to zero.
         label_smoothing: in [0, 1).
         workers: W, training processes, one per GPU; 0 = one per GPU of the cluster, 1 without GPUs.
+        min_workers: elastic training, with as many workers as the cluster has room for, from this number up to
+            `workers`, and that divide plan.per_step; 0 = always `workers`.
+        resize_every_s: seconds between two looks for room, where training is elastic.
         gpu: train on GPUs; "auto" = when the cluster has any.
         cpus_per_worker: CPUs that Ray reserves for each; 0 = 1, or less where CPUs are short.
         amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 there, off on CPU.
@@ -245,6 +248,8 @@ class TrainConfig:
     warmup_epochs: float = 1.0
     label_smoothing: float = 0.1
     workers: int = 0
+    min_workers: int = 0
+    resize_every_s: float = 60.0
     gpu: UseGpu = "auto"
     cpus_per_worker: float = 0.0
     amp: Amp = "auto"
@@ -261,6 +266,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "train.lr", self.lr, "positive")
+        _require(self.resize_every_s > 0, "train.resize_every_s", self.resize_every_s, "positive")
         _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
         _require(0 <= self.ema_decay < 1, "train.ema_decay", self.ema_decay, "in [0, 1)")
         _require(self.prefetch >= 1, "train.prefetch", self.prefetch, "at least 1")
@@ -272,6 +278,7 @@ class TrainConfig:
             "weight_decay",
             "warmup_epochs",
             "workers",
+            "min_workers",
             "cpus_per_worker",
             "clip_norm",
             "checkpoint_every",

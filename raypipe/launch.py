@@ -16,16 +16,18 @@ from raypipe.config import AugmentConfig, RunConfig
 from raypipe.digits import digits_stores
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.pipeline import StreamSpec
-from raypipe.runlog import as_uri
+from raypipe.runlog import as_uri, remove_stop, request_stop
 from raypipe.stores import open_store
 
 
 def train(run: RunConfig) -> dict[str, Any]:
     """Train by a configuration, on the connected cluster or on a new local one.
 
+    At Ctrl-C the run ends cleanly: at the next line of progress it leaves a checkpoint. A second one aborts it.
+
     Returns:
         `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
-        `first_batch_s` and `num_bad`.
+        `first_batch_s`, and `stopped`: whether it was ended before its last step, on request.
 
     Raises:
         RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
@@ -46,6 +48,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     num_classes = _num_classes(run, spec)
     _check_augment(run.augment)
 
+    remove_stop(run_uri)  # of a run that was stopped, and now goes on
     connect(dashboard=True)
     allocation = preflight(run.pool, run.train, run.plan.per_step)
     spec.plan.check_workers(allocation.workers)
@@ -58,6 +61,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         "images_per_s": result["images"] / result["train_s"] if result["train_s"] else 0.0,
         "wait_fraction": result["wait_s"] / result["train_s"] if result["train_s"] else 0.0,
         "steps": result["steps"],
+        "stopped": result["stopped"],
         "first_batch_s": result["first_batch_s"],
         "run_dir": run_uri.removeprefix("file://"),
     }
@@ -128,6 +132,8 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     """What is about to run, for people: the effective configuration and what was derived from it."""
     plan = spec.plan
     trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
+    if allocation.min_workers:
+        trainers = f"{allocation.min_workers} to {trainers}"
     return (
         f"{yaml.safe_dump(as_plain(run), sort_keys=False)}\n"
         f"run        {run_uri}\n"
@@ -143,13 +149,21 @@ def _fit(
     run: RunConfig, spec: StreamSpec, allocation: Allocation, num_classes: int, run_uri: str
 ) -> dict[str, Any]:
     import ray.train
-    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.config import ScalingConfig
 
     from raypipe.train import train_loop
+    from raypipe.trainer import RunTrainer
+
+    def on_interrupt() -> bool:
+        request_stop(run_uri)
+        print("stopping at the next line of progress, with a checkpoint; press Ctrl-C again to abort", flush=True)
+        return True
 
     filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
-    trainer = TorchTrainer(
+    trainer = RunTrainer(
         train_loop,
+        per_step=run.plan.per_step,
+        on_interrupt=on_interrupt,
         train_loop_config={
             "run": run,
             "spec": spec,
@@ -157,8 +171,11 @@ def _fit(
             "max_actors": allocation.max_actors,
             "run_uri": run_uri,
         },
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=allocation.workers,
+        scaling_config=ScalingConfig(
+            num_workers=(
+                (allocation.min_workers, allocation.workers) if allocation.min_workers else allocation.workers
+            ),
+            elastic_resize_monitor_interval_s=run.train.resize_every_s,
             use_gpu=allocation.gpu,
             resources_per_worker={
                 "CPU": allocation.cpus_per_worker,

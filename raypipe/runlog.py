@@ -4,6 +4,7 @@ RUN/config.yaml        the effective configuration
 RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
                        ("start") and per fault of the stream ("fault")
 RUN/tensorboard/       the same as events
+RUN/stop               is made to end the run, with a checkpoint, at its next line of progress
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/checkpoint_*/      Ray Train's
 """
@@ -20,11 +21,32 @@ import pyarrow.fs
 from raypipe.plan import MicroBatchId
 
 _EVENTS = ("start", "fault")
+_STOP_FILE = "stop"
 
 
 def as_uri(address: str) -> str:
     """A local path or a URI as a URI that every process understands."""
     return address if "://" in address else Path(address).expanduser().resolve().as_uri()
+
+
+def request_stop(run_uri: str) -> None:
+    """Ask the trainers of a run to end at their next line of progress, with a checkpoint."""
+    filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
+    with filesystem.open_output_stream(f"{path}/{_STOP_FILE}"):
+        pass
+
+
+def stop_requested(run_uri: str) -> bool:
+    """Whether the trainers of a run were asked to end."""
+    filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
+    return filesystem.get_file_info(f"{path}/{_STOP_FILE}").type == pyarrow.fs.FileType.File
+
+
+def remove_stop(run_uri: str) -> None:
+    """Take the request back."""
+    if stop_requested(run_uri):
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
+        filesystem.delete_file(f"{path}/{_STOP_FILE}")
 
 
 class RunLog:

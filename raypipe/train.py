@@ -35,7 +35,7 @@ from raypipe.pipeline import StreamSpec
 from raypipe.plan import MicroBatchId
 from raypipe.prefetcher import Batch
 from raypipe.rank_stream import Feed, SegmentFeed
-from raypipe.runlog import RunLog
+from raypipe.runlog import RunLog, stop_requested
 
 _STATE_FILE = "state.pt"
 
@@ -96,6 +96,7 @@ class Trainer:
             self.parallel = DistributedDataParallel(
                 self.model, broadcast_buffers=False, gradient_as_bucket_view=True
             )
+        self.run_uri, self.stopping = run_uri, False
         self.log = RunLog(run_uri, self.global_step) if self.rank == 0 else None
         if self.log:
             self.log.write("start", self.global_step, workers=self.world_size)
@@ -109,12 +110,17 @@ class Trainer:
         for segment in self.feed:
             if segment.split == "train":
                 self._train(segment)
+                if self.stopping:
+                    break
                 if not self.plan.has_val(segment.epoch):
                     self._report()
             else:
                 self._validate(segment)
                 self._report()
             self._diagnose(segment)
+        if self.stopping:
+            self._report()
+            self.feed.close()
         if self.log:
             self._log_faults()
             self.log.close()
@@ -142,6 +148,8 @@ class Trainer:
             checkpoint = config.checkpoint_every and self.global_step % config.checkpoint_every == 0
             if self.global_step % config.log_every == 0 or end or checkpoint:
                 self._log_train(segment, step.number + 1, lr, meter)
+            if self.stopping:
+                return
             if checkpoint and not end:
                 self._report()
 
@@ -197,7 +205,8 @@ class Trainer:
             )
 
     def _log_train(self, segment: SegmentFeed, step: int, lr: float, meter: _Meter) -> None:
-        loss, images, seconds, times = meter.read(self.world_size)
+        stop = self.log is not None and stop_requested(self.run_uri)
+        loss, images, seconds, times, self.stopping = meter.read(self.world_size, stop)
         self.metrics["images"] += images
         self.metrics["train_s"] += seconds
         self.metrics["wait_s"] += times.wait_s
@@ -277,7 +286,12 @@ class Trainer:
 
     def _report(self) -> None:
         """Checkpoint, on rank 0, and metrics; all ranks meet here."""
-        metrics = {**self.metrics, "steps": self.global_step, "first_batch_s": self.feed.first_batch_s}
+        metrics = {
+            **self.metrics,
+            "steps": self.global_step,
+            "first_batch_s": self.feed.first_batch_s,
+            "stopped": self.stopping,
+        }
         with tempfile.TemporaryDirectory(prefix="raypipe-checkpoint-") as folder:
             checkpoint = None
             if self.log is not None:
@@ -333,12 +347,15 @@ class _Meter:
         self._count += 1
         self._images += images
 
-    def read(self, world_size: int) -> tuple[float, int, float, StageTimes]:
-        """Mean loss over all ranks, images of all ranks, seconds, and this rank's times."""
+    def read(self, world_size: int, stop: bool) -> tuple[float, int, float, StageTimes, bool]:
+        """Mean loss over all ranks, images of all ranks, seconds, this rank's times, and whether any rank wants to
+        stop."""
+        sums = torch.stack([self._loss, torch.tensor(float(stop), device=self._device)])
         if world_size > 1:
-            dist.all_reduce(self._loss)
-        loss = float(self._loss) / max(1, self._count * world_size)
+            dist.all_reduce(sums)
+        loss_sum, stops = sums.tolist()
+        loss = loss_sum / max(1, self._count * world_size)
         seconds = time.perf_counter() - self._since
-        result = (loss, self._images * world_size, seconds, self._feed.times() - self._times)
+        result = (loss, self._images * world_size, seconds, self._feed.times() - self._times, stops > 0)
         self._reset()
         return result

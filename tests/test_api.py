@@ -39,7 +39,7 @@ LAYERS = [
     {"ingest", "backpressure", "guard"},
     {"worker", "rank_stream"},
     {"pipeline", "handover"},
-    {"digest", "train", "preview"},
+    {"digest", "train", "trainer", "preview"},
     {"launch", "bench"},
     {"cli"},
 ]

@@ -1,0 +1,387 @@
+"""Kills real processes and nodes of a local cluster under a stream, and compares what comes out with what should.
+
+    python tests/faults/bench.py --scenarios 36 --seed 0 [--kinds actor,node,…] [--output faults.json]
+
+Each scenario is one stream with one randomised fault. `delivered` counts the micro-batches that reach the consumer
+(after a restart of the trainers: those that count, up to the checkpoint that they resume from), `delay` is the
+longest that the consumer had to wait for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# A cluster of its own, that no other process of this machine finds and takes for its own.
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
+
+import cv2
+import numpy as np
+import psutil
+import ray
+import ray.train
+from ray.cluster_utils import Cluster
+from ray.train.torch import TorchTrainer
+from rich.console import Console
+from rich.table import Table
+
+import raypipe  # noqa: F401  it sets what Ray and Albumentations read at import
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.digest import batch_digest, combine
+from raypipe.handover import CURSOR_FILE, feed
+from raypipe.pipeline import StreamSpec
+from raypipe.plan import PlanConfig, rank_of
+from raypipe.prefetcher import Batch, HostBatch
+from raypipe.stores.atomic import write_atomically
+
+NUM_SAMPLES, SIDE = 320, 16
+PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=4, seed=11)
+CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
+CHECKPOINT_EVERY = 5
+
+
+@dataclass
+class Outcome:
+    """Of one scenario.
+
+    Attributes:
+        kind: what was done.
+        after: micro-batches that had been consumed by then.
+        delivered, expected: micro-batches.
+        duplicates: micro-batches that came twice.
+        equal: whether the digest is that of an undisturbed stream.
+        delay_s: see above.
+        faults: lines that the supervisor wrote.
+    """
+
+    kind: str
+    after: int
+    delivered: int
+    expected: int
+    duplicates: int
+    equal: bool
+    delay_s: float
+    faults: int
+
+
+class Nodes:
+    """A head without CPUs for actors, where the consumer is, and two CPU nodes."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20, "resources": {"head": 100}},
+        )
+        self.nodes = [self._add(), self._add()]
+        ray.init(address=self.cluster.address, logging_level="ERROR")
+
+    def _add(self) -> Any:
+        return self.cluster.add_node(num_cpus=2, object_store_memory=100 << 20, resources={"cpu_node": 2})
+
+    def lose(self, choose: random.Random) -> None:
+        """A CPU node and all that runs on it, at once."""
+        node = self.nodes.pop(choose.randrange(len(self.nodes)))
+        raylet = node.all_processes["raylet"][0].process
+        for process in [*psutil.Process(raylet.pid).children(recursive=True), psutil.Process(raylet.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def mend(self) -> None:
+        while len(self.nodes) < 2:
+            self.nodes.append(self._add())
+
+    def close(self) -> None:
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+def workers(name: str) -> list[psutil.Process]:
+    """Ray's worker processes of this script's cluster that have `name` in their title."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
+            title = process.cmdline()[0]
+            if title.startswith("ray::") and name in title:
+                found.append(process)
+    return found
+
+
+def kill(name: str, choose: random.Random, all_of_them: bool = False) -> None:
+    deadline = time.monotonic() + 20
+    while not (found := sorted(workers(name), key=lambda p: p.pid)):
+        assert time.monotonic() < deadline, f"there is no {name} to kill"
+        time.sleep(0.05)
+    for process in found if all_of_them else [choose.choice(found)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+
+
+def crop(image: np.ndarray) -> np.ndarray:
+    time.sleep(0.002)
+    return np.ascontiguousarray(image[:SIDE, :SIDE])
+
+
+def make_stores(folder: Path) -> dict[str, str]:
+    """The same samples as LMDB, which actors read, and as Parquet, which a reader reads."""
+    rng = np.random.default_rng(0)
+    samples = [
+        {"image": cv2.imencode(".png", rng.integers(0, 256, (20, 24, 3), np.uint8))[1].tobytes(), "label": i % 7}
+        for i in range(NUM_SAMPLES)
+    ]
+    paths = {name: str(folder / f"store.{name}") for name in ("lmdb", "parquet")}
+    for path in paths.values():
+        write_atomically(path, samples, tuple("abcdefg"))
+    return paths
+
+
+def spec_of(store: str, min_actors: int = 1) -> StreamSpec:
+    return StreamSpec.of(
+        store,
+        store,
+        plan=PLAN,
+        transform=TransformConfig(),
+        train_transform=crop,
+        val_transform=crop,
+        pool=PoolConfig(min_actors=min_actors, max_actors=4, stall_timeout_s=60),
+    )
+
+
+def digest_of(batch: Batch) -> bytes:
+    host = HostBatch(
+        at=batch.at,
+        image=batch.image.numpy(),
+        encoded=None,
+        label=batch.label,
+        weight=batch.weight.numpy(),
+        index=batch.index,
+        num_bad=batch.num_bad,
+        read_s=0.0,
+        work_s=0.0,
+    )
+    return batch_digest(host)
+
+
+@dataclass
+class Damage:
+    """What is done, and what mends it so many seconds later."""
+
+    hurt: Callable[[], None]
+    mend: Callable[[], None] | None = None
+    mend_after_s: float = 0.0
+
+
+def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
+    """Places and digests, in the order of arrival; the longest wait; and the number of lines of the supervisor."""
+    rows: list[tuple[str, bytes]] = []
+    longest, mend_at = 0.0, float("inf")
+    stream = feed(spec, max_actors=4)
+    for segment in stream:
+        for step in segment:
+            asked = time.monotonic()
+            for batch in step:
+                if rows:
+                    longest = max(longest, time.monotonic() - asked)
+                rows.append((str(batch.at), digest_of(batch)))
+                if damage and len(rows) == after:
+                    threading.Thread(target=damage.hurt, daemon=True).start()
+                    if damage.mend:
+                        mend_at = time.monotonic() + damage.mend_after_s
+                if damage and damage.mend and time.monotonic() > mend_at:
+                    damage.mend()  # here, since nodes can be started in the main thread only
+                    mend_at = float("inf")
+                time.sleep(CONSUME_S)
+                asked = time.monotonic()
+    faults: list[str] = []
+    for _ in range(20):
+        faults += stream.faults()
+        time.sleep(0.02)
+    return rows, longest, len(faults)
+
+
+def train_fn(config: dict[str, Any]) -> None:
+    """A trainer without a model: what it learns is the list of what it saw, and that is its checkpoint's."""
+    stream = feed(config["spec"], max_actors=2)
+    folder = Path(config["folder"])
+    rows, done = [], stream.cursor
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as path:
+            seen = json.loads((Path(path) / "seen.json").read_text())
+        rows = [row for row in seen if rank_of(int(row[0][-3:]), stream.world_size) == stream.rank]
+    steps = 0
+    for segment in stream:
+        for step in segment:
+            for batch in step:
+                rows.append((str(batch.at), digest_of(batch).hex()))
+                with (folder / f"times-{stream.rank}").open("a") as file:
+                    file.write(f"{time.monotonic()}\n")
+                time.sleep(CONSUME_S)
+            steps += 1
+            if segment.split == "train" and steps % CHECKPOINT_EVERY == 0:
+                report(stream, rows)
+        if segment.split == "val":
+            done = stream.cursor
+    assert stream.cursor.epoch >= done.epoch
+    stream.cursor = type(done)(PLAN.epochs, 0, stream.plan.fingerprint)
+    report(stream, rows)
+
+
+def report(stream: Any, rows: list[Any]) -> None:
+    gathered: list[Any] = [None] * stream.world_size
+    torch_distributed().all_gather_object(gathered, rows)
+    with tempfile.TemporaryDirectory() as path:
+        checkpoint = None
+        if stream.rank == 0:
+            (Path(path) / "seen.json").write_text(json.dumps([row for rank in gathered for row in rank]))
+            (Path(path) / CURSOR_FILE).write_text(stream.cursor.to_json())
+            checkpoint = ray.train.Checkpoint.from_directory(path)
+        ray.train.report({}, checkpoint=checkpoint)
+
+
+def torch_distributed() -> Any:
+    import torch.distributed
+
+    return torch.distributed
+
+
+def train(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
+    """As `consume`, by two trainers under Ray Train that are restarted when the fault reaches them."""
+    with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as name:
+        folder, stop = Path(name), threading.Event()
+
+        def wait_and_hurt() -> None:
+            while not stop.wait(0.05):
+                if len(read_times(folder)) >= after:
+                    return damage.hurt()
+
+        thread = threading.Thread(target=wait_and_hurt, daemon=True)
+        thread.start()
+        result = TorchTrainer(
+            train_fn,
+            train_loop_config={"spec": spec, "folder": name},
+            scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0, "head": 1}),
+            run_config=ray.train.RunConfig(
+                storage_path=name, name="run", failure_config=ray.train.FailureConfig(max_failures=2)
+            ),
+        ).fit()
+        stop.set()
+        thread.join()
+        with result.checkpoint.as_directory() as path:
+            seen = json.loads((Path(path) / "seen.json").read_text())
+        seen = [(at, bytes.fromhex(digest)) for at, digest in seen]
+        place = {str(at): number for number, at in enumerate(spec.plan.micro_batches(spec.plan.start()))}
+        # The gap of a rank is measured with what it does itself, which is little.
+        return sorted(seen, key=lambda row: place[row[0]]), float(np.diff(read_times(folder)).max()), 0
+
+
+def read_times(folder: Path) -> list[float]:
+    return sorted(float(line) for file in folder.glob("times-*") for line in file.read_text().split("\n")[:-1])
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Nodes]:
+    nodes = Nodes()
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+KINDS = ("actor", "reader", "all actors", "supervisor", "node", "node for good", "coordinator", "trainer")
+
+
+def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
+    processes = {
+        "actor": "MapWorker",
+        "all actors": "MapWorker",
+        "reader": "ReadPlan",
+        "supervisor": "Supervisor",
+        "coordinator": "SplitCoordinator",
+        "trainer": "RayTrainWorker",
+    }
+    if kind in processes:
+        return Damage(lambda: kill(processes[kind], choose, all_of_them=kind == "all actors"))
+    for_good = kind == "node for good"
+    return Damage(lambda: nodes.lose(choose), None if for_good else nodes.mend, choose.uniform(0, 3))
+
+
+def run(kinds: list[str], seed: int, show: Callable[[Outcome], None]) -> list[Outcome]:
+    """Run one scenario of each of `kinds`, on one cluster."""
+    choose = random.Random(seed)
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as folder, cluster() as nodes:
+        stores = make_stores(Path(folder))
+        specs = {name: spec_of(path) for name, path in stores.items()}
+        undisturbed = {name: consume(spec, None, 0)[0] for name, spec in specs.items()}
+        for kind in kinds:
+            store = "parquet" if kind == "reader" else choose.choice(["lmdb", "parquet"])
+            # A pool that has all CPUs when a node goes has none to be restarted on.
+            spec = spec_of(stores[store], min_actors=4) if kind == "node for good" else specs[store]
+            expected = undisturbed[store]
+            after = choose.randint(1, int(len(expected) * 0.7))
+            damage = damage_of(kind, nodes, choose)
+            scenario = train if kind in ("coordinator", "trainer") else consume
+            rows, longest, faults = scenario(spec, damage, after)
+            places = [at for at, _ in rows]
+            outcome = Outcome(
+                kind=f"{kind}, {store}",
+                after=after,
+                delivered=len(set(places)),
+                expected=len(expected),
+                duplicates=len(places) - len(set(places)),
+                equal=combine(d for _, d in rows) == combine(d for _, d in expected),
+                delay_s=round(longest, 1),
+                faults=faults,
+            )
+            outcomes.append(outcome)
+            show(outcome)
+            nodes.mend()
+    return outcomes
+
+
+def table(outcomes: list[Outcome]) -> Table:
+    drawn = Table(title=f"{len(outcomes)} kill scenarios", title_justify="left")
+    for name in ("scenario", "after", "delivered", "duplicates", "digest", "delay"):
+        drawn.add_column(name, justify="left" if name == "scenario" else "right")
+    for o in outcomes:
+        equal = "equal" if o.equal else "DIFFERS"
+        row = (o.kind, str(o.after), f"{o.delivered}/{o.expected}", str(o.duplicates), equal, f"{o.delay_s:.1f} s")
+        drawn.add_row(*row)
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenarios", type=int, default=len(KINDS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; taken in turns")
+    parser.add_argument("--output", default="", help="file for the outcomes as JSON")
+    args = parser.parse_args()
+    chosen = args.kinds.split(",")
+    unknown = set(chosen) - set(KINDS)
+    if unknown:
+        parser.error(f"unknown kinds {sorted(unknown)}; there are {', '.join(KINDS)}")
+    kinds = [chosen[i % len(chosen)] for i in range(args.scenarios)]
+    outcomes = run(kinds, args.seed, lambda o: print(f"{asdict(o)}", file=sys.stderr, flush=True))
+    Console(width=110).print(table(outcomes))
+    if args.output:
+        Path(args.output).write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+    ok = all(o.equal and o.delivered == o.expected and not o.duplicates for o in outcomes)
+    print(json.dumps({"scenarios": len(outcomes), "equal": sum(o.equal for o in outcomes), "ok": ok}), flush=True)
+    os._exit(0 if ok else 1)  # Ray's own threads may wait for nodes that are gone
+
+
+if __name__ == "__main__":
+    main()

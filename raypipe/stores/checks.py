@@ -12,6 +12,11 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".
 """Suffixes, in lower case, of the files that folder and tar stores take for samples."""
 
 
+MAX_SAMPLE_BYTES = 1 << 30
+"""A file or member above this size is no encoded image, and reading it might take all memory: such a sample has
+the image None. It is the size of 179 million pixels, the decoder's limit, of 16-bit RGB without compression."""
+
+
 def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address: str) -> np.ndarray:
     """Return the indices as int64 of shape (n,).
 

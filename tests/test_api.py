@@ -24,7 +24,8 @@ MODULES = sorted(
 # A module imports from earlier lines only.
 LAYERS = [
     {"errors", "order"},
-    {"lookup", "stores.base", "stores.checks", "stores.lmdb_pages", "stores.record"},
+    {"lookup", "stores.base", "stores.checks", "stores.record"},
+    {"stores.lmdb_pages"},
     {"stores.lmdb_shard", "stores.parquet_files", "stores.parquet_writer"},
     {"stores.folder", "stores.lmdb", "stores.memory", "stores.parquet", "stores.tar"},
     {"stores"},

@@ -13,8 +13,8 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".
 
 
 MAX_SAMPLE_BYTES = 1 << 30
-"""A file or member above this size is no encoded image, and reading it might take all memory: such a sample has
-the image None. It is the size of 179 million pixels, the decoder's limit, of 16-bit RGB without compression."""
+"""A file, member or record above this size is no encoded image, and reading it might take all memory: its sample
+has the image None. It is about the size of 179 million pixels, the decoder's limit, as 16-bit RGB uncompressed."""
 
 
 def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address: str) -> np.ndarray:

@@ -29,6 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from raypipe.errors import StoreError
+from raypipe.stores.checks import MAX_SAMPLE_BYTES
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
@@ -137,6 +138,7 @@ class LMDBFile:
             raise StoreError(f"{self.path} is damaged: {error}; copy or ingest it again") from None
 
     def _newest_meta(self) -> _Meta:
+        # Both must be sound: the older one alone would show an earlier state, and nobody would notice.
         first = self._meta(0, 0)
         second = self._meta(1, first.page_bytes)
         meta = max(first, second, key=lambda meta: meta.transaction)
@@ -193,6 +195,8 @@ class LMDBFile:
         return memoryview(page)[start : start + num_bytes]
 
     def _long_value(self, number: int, num_bytes: int) -> memoryview:
+        if num_bytes > MAX_SAMPLE_BYTES:
+            raise _DamageError(f"a value of {num_bytes} bytes, limit is {MAX_SAMPLE_BYTES}")
         size = _HEADER_BYTES + num_bytes
         data = self._read(number, size)
         found, _, flags, num_pages = _OVERFLOW_HEADER.unpack_from(data)

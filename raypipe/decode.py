@@ -74,7 +74,9 @@ def decode(
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         size, kind = _plain_png_size(data), "PNG"
     elif data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        size, kind = _plain_webp_size(data), "WebP"
+        canvas, kind = _webp_size(data), "WebP"
+        _check_size(*canvas, max_pixels)  # here: Pillow allocates the canvas before it tells its size
+        size = canvas if _is_plain_webp(data) else None
     elif data.startswith((b"GIF87a", b"GIF89a")):
         size, kind = None, "GIF"
     elif data.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")):
@@ -193,15 +195,24 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
     return (width, height) if width and height else None
 
 
-def _plain_webp_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) of a complete lossy WebP without alpha, animation or metadata; None for any other."""
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """(width, height) that the first chunk of a WebP declares; (0, 0) for a chunk that no WebP starts with."""
+    if data[12:16] == b"VP8X":  # alpha, animation or metadata
+        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+    if data[12:16] == b"VP8L":  # lossless
+        bits = int.from_bytes(data[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if data[12:16] == b"VP8 ":  # lossy: 14 bits of size, 2 bits of a scale that decoders ignore
+        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    return 0, 0
+
+
+def _is_plain_webp(data: bytes) -> bool:
+    """Whether this is a complete lossy WebP without extras, which cv2 reads as Pillow does."""
     if data[12:16] != b"VP8 " or data[23:26] != b"\x9d\x01\x2a":
-        return None
+        return False
     riff_length, chunk_length = (int.from_bytes(data[at : at + 4], "little") for at in (4, 16))
-    if len(data) < riff_length + 8 or riff_length < chunk_length + 12:
-        return None
-    # 14 bits of size, 2 bits of a scale that decoders ignore
-    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    return len(data) >= riff_length + 8 and riff_length >= chunk_length + 12
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:

@@ -13,6 +13,10 @@ import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations 
 from raypipe.stores.atomic import write_atomically
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long forms of the tests that have one")
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local cluster of 4 logical CPUs and a small object store."""

@@ -25,6 +25,7 @@ MODULES = sorted(
 LAYERS = [
     {"errors", "order"},
     {"lookup", "stores.base", "stores.checks", "stores.record"},
+    {"stores.lmdb_pages"},
     {"stores.lmdb_shard", "stores.parquet_files", "stores.parquet_writer"},
     {"stores.folder", "stores.lmdb", "stores.memory", "stores.parquet", "stores.tar"},
     {"stores"},

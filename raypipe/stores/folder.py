@@ -12,7 +12,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import Columns
-from raypipe.stores.checks import IMAGE_SUFFIXES, check_columns, check_indices
+from raypipe.stores.checks import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, check_columns, check_indices
 
 
 class FolderStore:
@@ -54,7 +54,7 @@ class FolderStore:
         return len(self._scan().paths)
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`. A file that cannot be read is an image None."""
+        """Read samples, see `Store.read`. A file that cannot be read, or is over 1 GiB, is an image None."""
         scan = self._scan()
         wanted = check_indices(indices, len(scan.paths), self.address)
         check_columns(columns, self.columns, self.address)
@@ -133,7 +133,8 @@ def _images(folder: str, relative: str, ancestors: frozenset[str]) -> Iterator[s
 
 def _content(path: str) -> bytes | None:
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            return file.read() if os.fstat(file.fileno()).st_size <= MAX_SAMPLE_BYTES else None
     except OSError:
         return None
 

@@ -2,6 +2,8 @@
 
 Keys are the index as big-endian uint64, values are records (see `raypipe.stores.record`), and the key
 `__raypipe__` holds a JSON record: version, count, columns, classes, fingerprint. Nothing is pickled.
+
+The lmdb library writes; `raypipe.stores.lmdb_pages` reads, since the library trusts its files.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices, image_and_label_first
-from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, VERSION, Shard, open_shard
+from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, VERSION, Shard
 from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
 
 _FLUSH_BYTES = 32 << 20  # a few hundred images per commit: the cost of a commit no longer shows
@@ -86,8 +88,8 @@ class LMDBStore:
         self._opened = None
 
     def _open(self) -> _Opened:
-        if self._opened is None or self._opened.pid != os.getpid():
-            shards = [open_shard(path) for path in self._shard_paths()]
+        if self._opened is None:
+            shards = [Shard(path) for path in self._shard_paths()]
             for shard in shards[1:]:
                 if (shard.layout.types, shard.classes) != (shards[0].layout.types, shards[0].classes):
                     raise StoreError(
@@ -95,7 +97,7 @@ class LMDBStore:
                         "all shards of one store have the same"
                     )
             offsets = np.cumsum([0] + [shard.count for shard in shards], dtype=np.int64)
-            self._opened = _Opened(os.getpid(), shards, offsets)
+            self._opened = _Opened(shards, offsets)
         return self._opened
 
     def _shard_paths(self) -> list[Path]:
@@ -119,9 +121,11 @@ def _column(rows: list[dict[str, Any]], name: str, kind: str) -> Any:
 
 @dataclass(frozen=True)
 class _Opened:
-    """What a store holds while open in process `pid`; `offsets` int64 of shape (num_shards + 1,)."""
+    """What a store holds while it is open; `offsets` int64 of shape (num_shards + 1,).
 
-    pid: int
+    A forked child goes on with its parent's: nothing in it moves while it is read.
+    """
+
     shards: list[Shard]
     offsets: np.ndarray
 

@@ -81,7 +81,10 @@ class ParquetStore:
         return int(self._open().dataset.offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`. Null images are None; null labels raise StoreError."""
+        """Read samples, see `Store.read`.
+
+        Null images are None, text that is no UTF-8 as well; null labels raise StoreError.
+        """
         opened = self._open()
         dataset = opened.dataset
         wanted = check_indices(indices, len(self), self.address)
@@ -159,6 +162,12 @@ class _Opened:
             raise StoreError(
                 f"{place.path}, row group {place.row_group}, cannot be read: {reason}; copy or ingest it again"
             ) from error
+        num_rows = place.metadata.row_group(place.row_group).num_rows
+        if table.num_rows != num_rows:
+            raise StoreError(
+                f"{place.path}, row group {place.row_group}, has {table.num_rows} rows, but declares {num_rows}; "
+                "copy or ingest it again"
+            )
         return {
             name: pc.struct_field(table[f.name], "bytes") if _is_hf_image(name, f) else table[f.name]
             for name, f in fields.items()
@@ -180,11 +189,19 @@ def _is_number(kind: pa.DataType) -> bool:
 def _take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str) -> Any:
     """Return the rows of a column: numbers as an array, other values as a list."""
     if not _is_number(column.type):
-        return [column[row].as_py() for row in rows.tolist()]
+        return [_python_value(column[row]) for row in rows.tolist()]
     taken = column.take(pa.array(rows))
     if is_label and taken.null_count:
         raise StoreError(f"{where}: a label is null; training on a made-up one would not be noticed")
     return taken.to_numpy()
+
+
+def _python_value(scalar: pa.Scalar) -> Any:
+    """Return the value; None for text that is no UTF-8, as from a damaged record."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return None
 
 
 def _join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:

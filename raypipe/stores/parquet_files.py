@@ -70,10 +70,10 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
         footers = list(pool.map(lambda path: _read_footer(filesystem, path), paths))
     metadata = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
 
-    schema = metadata[0].schema.to_arrow_schema()
+    schema = _arrow_schema(paths[0], metadata[0])
     classes = _class_names(schema, label_column)
     for path, other in zip(paths[1:], metadata[1:], strict=True):
-        other_schema = other.schema.to_arrow_schema()
+        other_schema = _arrow_schema(path, other)
         if not other_schema.equals(schema) or _class_names(other_schema, label_column) != classes:
             raise StoreError(f"{path} and {paths[0]} differ in schema or classes: a store has one schema")
 
@@ -127,9 +127,23 @@ def _parse_footer(path: str, footer: bytes) -> pq.FileMetaData:
     # A footer between two magics is itself a Parquet file, one without data.
     file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
     try:
-        return pq.read_metadata(pa.BufferReader(file))
-    except (pa.ArrowException, OSError) as error:
+        parsed = pq.read_metadata(pa.BufferReader(file))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
         raise StoreError(f"{path} has a broken footer: {error}; copy or ingest it again") from error
+    sizes = [parsed.row_group(row_group).num_rows for row_group in range(parsed.num_row_groups)]
+    if min(sizes, default=0) < 0 or sum(sizes) != parsed.num_rows:
+        raise StoreError(
+            f"{path} has a broken footer: {parsed.num_rows} rows, in row groups of {sum(sizes)}, the smallest of "
+            f"{min(sizes, default=0)}; copy or ingest it again"
+        )
+    return parsed
+
+
+def _arrow_schema(path: str, metadata: pq.FileMetaData) -> pa.Schema:
+    try:
+        return metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"{path} has a broken schema: {error}; copy or ingest it again") from error
 
 
 def _columns(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:

@@ -7,7 +7,9 @@ so what the members' names say has no effect on the disk.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import re
 import tarfile
 import weakref
 from pathlib import Path, PurePosixPath
@@ -17,8 +19,11 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import Columns
-from raypipe.stores.checks import IMAGE_SUFFIXES, check_columns, check_indices
+from raypipe.stores.checks import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, check_columns, check_indices
 
+# Names are up to 4 KiB, extended attributes up to 64 KiB.
+_MAX_HEADER_BYTES = 128 << 10
+_ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
@@ -61,7 +66,7 @@ class TarStore:
         return len(self._open().labels)
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`."""
+        """Read samples, see `Store.read`. A member over 1 GiB is an image None."""
         index = self._open()
         wanted = check_indices(indices, len(index.labels), self.address)
         check_columns(columns, self.columns, self.address)
@@ -90,6 +95,9 @@ class _Index:
             members = _scan(path)
         except (tarfile.TarError, OSError) as error:
             raise StoreError(f"{path} cannot be read as tar: {error}; {_advice(path)}") from error
+        except Exception as error:  # tarfile lets half a dozen types through on bad headers
+            reason = f"damaged header: {type(error).__name__}: {error}"
+            raise StoreError(f"{path} cannot be read as tar: {reason}; {_advice(path)}") from error
         found = _by_class(path, members)
         self.classes = tuple(sorted({label for label, _ in found}))
         class_labels = {name: label for label, name in enumerate(self.classes)}
@@ -102,10 +110,13 @@ class _Index:
             digest.update(f"{name}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape"))
         self.fingerprint = digest.hexdigest()
 
-    def read_images(self, wanted: np.ndarray) -> list[bytes]:
-        images = []
+    def read_images(self, wanted: np.ndarray) -> list[bytes | None]:
+        images: list[bytes | None] = []
         places = zip(self._offsets[wanted].tolist(), self._sizes[wanted].tolist(), strict=True)
         for offset, num_bytes in places:
+            if num_bytes > MAX_SAMPLE_BYTES:
+                images.append(None)
+                continue
             # pread leaves the file's position alone, so threads and forks may share the file.
             image = os.pread(self._file, num_bytes, offset)
             if len(image) < num_bytes:
@@ -114,12 +125,34 @@ class _Index:
         return images
 
 
+class _HeaderReader(io.BufferedReader):
+    """A tar as `tarfile` reads it while it looks for headers.
+
+    What follows a header and belongs to it, such as a long name, is read whole: a damaged size would take the
+    rest of the file for it. And for a number of n digits `tarfile` takes n² steps (CVE-2024-6232).
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"an extended header of {size} bytes at byte {self.tell()}")
+        content = super().read(size)
+        if size > tarfile.BLOCKSIZE and _ENDLESS_NUMBER.search(content):
+            raise tarfile.ReadError(
+                f"an extended header at byte {self.tell() - len(content)} is nothing but a number"
+            )
+        return content
+
+
 def _scan(path: str) -> dict[str, tuple[int, int, float]]:
     """Return name → (position of the data, num_bytes, mtime) of all members that may be samples."""
     members: dict[str, tuple[int, int, float]] = {}
-    with tarfile.open(path, "r:") as tar:
+    with _HeaderReader(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        start = -1
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
+            if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
+                raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
+            start = tar.offset
             # A name replaced later by a link or a folder is that link or folder, so no sample.
             name = str(PurePosixPath(member.name))
             members.pop(name, None)

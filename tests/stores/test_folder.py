@@ -82,6 +82,12 @@ def test_vanished_file_is_a_missing_sample(tmp_path: Path) -> None:
     assert len(store) == 1
 
 
+def test_a_file_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> None:
+    store = make(tmp_path, "a/1.png", "a/2.png")
+    os.truncate(tmp_path / "a" / "1.png", 40 << 30)  # of holes
+    assert store.read(np.arange(2))["image"] == [None, b"a/2.png"]
+
+
 @pytest.mark.parametrize("names", [[], ["1.png"], ["a/notes.txt"]])
 def test_nothing_there(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(StoreError, match=r"has no class folders with images .*root/class/image\.jpg"):

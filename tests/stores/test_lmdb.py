@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import multiprocessing
@@ -155,6 +154,8 @@ def test_count_mismatch(tmp_path: Path) -> None:
         (json.dumps(METADATA | {"columns": [{"name": "image"}]}).encode(), "bad __raypipe__ record: 'type'"),
         (json.dumps(METADATA | {"columns": [{"name": "a", "type": "int8"}]}).encode(), "type 'int8'"),
         (json.dumps(METADATA | {"count": "many"}).encode(), "bad __raypipe__ record"),
+        (json.dumps(METADATA).replace('"count": 1', '"count": 1e999').encode(), "bad __raypipe__ record"),
+        (b"[" * 100_000, "bad __raypipe__ record"),
     ],
 )
 def test_bad_metadata(tmp_path: Path, metadata: bytes, message: str) -> None:
@@ -218,7 +219,7 @@ def test_empty_shards(tmp_path: Path) -> None:
     assert store.read(np.array([2, 0, 1]))["label"].tolist() == [0, 0, 1]
 
 
-def test_many_stores_share_one_environment(tmp_path: Path) -> None:
+def test_stores_of_one_file_close_apart(tmp_path: Path) -> None:
     path = write(tmp_path / "a.lmdb")
     (tmp_path / "link.lmdb").symlink_to(path)
     stores = [LMDBStore(path), LMDBStore(path), LMDBStore(tmp_path / "link.lmdb")]
@@ -226,10 +227,31 @@ def test_many_stores_share_one_environment(tmp_path: Path) -> None:
         assert store.read(np.array([7]))["label"].tolist() == [7]
     stores[0].close()
     assert stores[1].read(np.array([7]))["label"].tolist() == [7]
-    del stores, store
-    gc.collect()
-    # Nobody holds it any more, so this process may open it otherwise.
-    lmdb.open(str(path), subdir=False, readonly=True, lock=False).close()
+    with lmdb.open(str(path), subdir=False, readonly=True, lock=False) as env, env.begin() as txn:
+        assert txn.get(METADATA_KEY)  # nor are they in the way of the library
+
+
+def test_a_page_of_garbage_is_bad_samples_and_no_more(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb", num_samples=30, num_bytes=3_000)
+    good = path.read_bytes()
+    num_bad = []
+    for start in range(2 * PAGE_BYTES, len(good), PAGE_BYTES):
+        path.write_bytes(good[:start] + b"\xa5" * PAGE_BYTES + good[start + PAGE_BYTES :])
+        try:
+            batch = LMDBStore(path).read(np.arange(30))
+        except StoreError:
+            num_bad.append(-1)  # the page that leads to the metadata
+        else:
+            num_bad.append(sum(image is None for image in batch["image"]))
+    assert num_bad.count(1) == 30 and set(num_bad) <= {-1, 0, 1}
+
+
+def test_a_file_cut_short_under_a_reader_is_bad_samples(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb")
+    store = LMDBStore(path)
+    assert len(store) == 20
+    os.truncate(path, 2 * PAGE_BYTES)
+    assert store.read(np.arange(20))["image"] == [None] * 20
 
 
 def test_replaced_file_is_seen_by_the_next_open(tmp_path: Path) -> None:

@@ -191,6 +191,47 @@ def test_broken_footer(tmp_path: Path) -> None:
         ParquetStore(path).read(np.arange(200))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ([0], r"a broken footer: 62 rows, in row groups of 61,"),
+        ([-1], r"a broken footer: 61 rows, in row groups of 62,"),
+        ([0, -1], r"row group 0, has 61 rows, but declares 62; copy or ingest it again"),
+    ],
+)
+def test_a_footer_that_miscounts_its_rows(tmp_path: Path, changed: list[int], message: str) -> None:
+    content = bytearray(write(tmp_path / "a.parquet", num_samples=61).read_bytes())
+    # 61 as Thrift has it, after the mark of an int64: of the file first, of columns, of the row group last.
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    places = [at for at in range(start, len(content)) if content[at : at + 2] == b"\x16\x7a"]
+    for number in changed:
+        content[places[number] + 1] = 0x7C
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(StoreError, match=message):
+        ParquetStore(tmp_path / "a.parquet").read(np.arange(60))
+
+
+def test_a_footer_with_less_than_no_rows(tmp_path: Path) -> None:
+    content = write(tmp_path / "a.parquet", num_samples=61).read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    (tmp_path / "a.parquet").write_bytes(content[:start] + content[start:].replace(b"\x16\x7a", b"\x16\x79"))
+    with pytest.raises(StoreError, match="a broken footer: -61 rows"):
+        len(ParquetStore(tmp_path / "a.parquet"))
+
+
+def test_text_that_is_no_utf_8_is_none(tmp_path: Path) -> None:
+    names = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
+    path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]), name=names)
+    assert ParquetStore(path).read(np.arange(3), ("name",))["name"] == ["a", None, "c"]
+
+
+def test_a_column_whose_name_is_no_utf_8(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
+    path.write_bytes(path.read_bytes().replace(b"label", b"la\xffel"))
+    with pytest.raises(StoreError, match=r"a\.parquet has a broken footer: .*utf-8"):
+        len(ParquetStore(path))
+
+
 def test_broken_data(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", num_samples=200)
     content = bytearray(path.read_bytes())

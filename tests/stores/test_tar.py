@@ -114,6 +114,49 @@ def test_broken_header(tmp_path: Path) -> None:
         len(TarStore(path))
 
 
+def header(size: bytes = bytes(12), kind: bytes = b"0", name: str = "a/9.png") -> bytes:
+    """A header that says of its member's size whatever it is told, and whose checksum is right."""
+    block = bytearray(tarfile.TarInfo(name).tobuf())
+    block[124:136], block[156:157], block[148:156] = size, kind, b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+PAX_MINUS = b"14 size=-1024\n"
+DIGITS = b"9" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (header(b"\xff" * 10 + b"\xfc\0"), "a member of -1024 bytes at byte 2048"),
+        (header(b"%011o\0" % 14, b"x") + PAX_MINUS + bytes(498) + header(), "a member of -1024 bytes"),
+        (header(b"%011o\0" % len(DIGITS), b"x") + DIGITS + bytes(352), "at byte 2560 is nothing but a number"),
+        (header(b"\x80" + bytes(6) + b"\xff" * 5, b"L"), "an extended header of 1099511627776 bytes"),
+        (header(b"\xff" * 10 + b"\xfc\0", b"L"), "an extended header of -1024 bytes"),
+        (header(b"%011o\0" % 512, b"L") * 2000, "damaged header: RecursionError"),
+        (header(b"%011o\0" % 17, b"x") + b"17 hdrcharset=\xff\xff\n" + bytes(495), "UnicodeDecodeError"),
+    ],
+)
+def test_headers_that_lead_nowhere(tmp_path: Path, damage: bytes, message: str) -> None:
+    path = tmp_path / "a.tar"
+    make(path, "a/1.png", "b/2.png")
+    path.write_bytes(path.read_bytes()[:2048] + damage + bytes(1024))
+    with pytest.raises(StoreError, match=rf"a\.tar cannot be read as tar: .*({message})"):
+        len(TarStore(path))
+
+
+def test_a_member_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    make(path, "a/1.png")
+    num_bytes = 8 << 30
+    with path.open("r+b") as file:  # of holes
+        file.seek(1024)
+        file.write(header(b"%011o\0" % (num_bytes - 1)))
+        file.truncate(1536 + num_bytes + 1024)
+    assert TarStore(path).read(np.arange(2))["image"] == [b"a/1.png", None]
+
+
 @pytest.mark.parametrize(("mode", "method"), [("w:gz", "gzip"), ("w:bz2", "bzip2"), ("w:xz", "xz")])
 def test_compressed(tmp_path: Path, mode: str, method: str) -> None:
     with pytest.raises(StoreError, match=rf"a\.tar .*compressed by {method}.*: uncompress it first"):

@@ -1,0 +1,296 @@
+"""LMDB's file format, read page by page, with every number in it checked before it is used.
+
+liblmdb maps its file and follows what stands in it: a page overwritten by something else, or a file cut
+short while it is open, kills the process (SIGSEGV, SIGBUS). Here all is read by `pread`, so that damage is
+an exception, whatever the bytes are, and threads and forked processes may share an open file.
+
+    page 0, 1   meta: magic, version, page size; root, depth and entries of the tree; transaction number.
+                Transactions write them in turn, so the one of the higher number counts
+    branch      ascending keys → page numbers. The first key says nothing: it is below all others
+    leaf        ascending keys → values, or lengths and page numbers of values too long for a leaf
+    overflow    a header, then one such value, over as many pages as it takes
+
+A page starts with its own number, so a page that was written to a wrong place is found out. Values have no
+checksum: other bytes in place of a value's bytes are returned as they are.
+
+Understood is what liblmdb 0.9 (data version 1) writes on little-endian 64-bit machines into the main
+database, with keys in the order of their bytes and one value per key.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from raypipe.errors import StoreError
+from raypipe.stores.checks import MAX_SAMPLE_BYTES
+
+_MAGIC = 0xBEEFC0DE
+_VERSION = 1
+_NO_PAGE = (1 << 64) - 1  # root of an empty tree
+_NUM_METAS = 2
+
+# Page flags, of which a page in a file has one, and node flags.
+_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+_LONG_VALUE = 1
+
+_HEADER = struct.Struct("<QHHHH")  # page number, unused, flags, bounds of the free space
+_OVERFLOW_HEADER = struct.Struct("<QHHI")  # page number, unused, flags, number of pages
+_DATABASE = "IHHQQQQQ"  # page size or unused, flags, depth; branch, leaf, overflow pages; entries, root
+_META_BODY = struct.Struct(f"<IIQQ{_DATABASE}{_DATABASE}QQ")  # ..., last page, transaction number
+_NODE = struct.Struct("<IHH")  # value length, flags, key length; in a branch: page number of 48 bits, key length
+_POINTER = struct.Struct("<H")
+_PAGE_NUMBER = struct.Struct("<Q")
+_HEADER_BYTES, _NODE_BYTES, _POINTER_BYTES = _HEADER.size, _NODE.size, _POINTER.size  # of either header
+
+_MIN_PAGE_BYTES, _MAX_PAGE_BYTES = 512, 32_768  # as liblmdb has them
+_MAX_DEPTH = 32  # liblmdb's; no tree that fits a disk comes near it
+_MIN_ENTRY_BYTES = _NODE_BYTES + _POINTER_BYTES
+
+# A parsed branch page takes about 20 KB. A page of 4 KiB leads to 200 others: two levels of branches and
+# their leaves, six million keys, are 200 branch pages.
+_MAX_CACHED_BRANCHES = 1024
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """What a meta page says of the file and its main database."""
+
+    page_bytes: int
+    flags: int
+    depth: int
+    num_entries: int
+    root: int
+    last_page: int
+    transaction: int
+
+
+class LMDBFile:
+    """One file of LMDB, open for reading. The file closes with the object.
+
+    Attributes:
+        path: the file, not the environment's folder.
+        num_entries: keys in the main database, as declared; no more than the file has room for.
+        num_bytes: of the file when it was opened.
+        declared_bytes: of all pages that the file counts. A sound file may be shorter: pages at its end
+            that hold nothing need never have been written.
+
+    Raises:
+        StoreError: it cannot be opened, is no such file, or its meta pages contradict it or themselves.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            self.num_bytes = os.fstat(self._file).st_size
+            meta = self._newest_meta()
+        except OSError as error:
+            raise StoreError(f"{path} cannot be opened as LMDB: {error}") from error
+        except _DamageError as error:
+            raise StoreError(f"{path} cannot be opened as LMDB: {error}; copy or ingest it again") from None
+        self._page_bytes, self._root, self._depth = meta.page_bytes, meta.root, meta.depth
+        self._last_page = meta.last_page
+        self.num_entries = meta.num_entries
+        self.declared_bytes = (meta.last_page + 1) * meta.page_bytes
+        # Threads may add to it at one time: each finds a whole entry or none.
+        self._branches: dict[int, tuple[list[bytes], list[int]]] = {}
+
+    def get(self, key: bytes) -> memoryview | None:
+        """Return the value of a key, None where there is none.
+
+        Raises:
+            StoreError: the pages that lead to the value, or the value's own, are damaged.
+            OSError: the file cannot be read.
+        """
+        try:
+            return self._get(key)
+        except _DamageError as error:
+            raise StoreError(f"{self.path} is damaged at key {key!r}: {error}; copy or ingest it again") from None
+
+    def keys(self) -> Iterator[bytes]:
+        """Yield all keys in ascending order.
+
+        Raises:
+            StoreError: a page is damaged, the keys do not ascend, or are not as many as declared.
+            OSError: the file cannot be read.
+        """
+        try:
+            num_keys = 0
+            last: bytes | None = None
+            for key in self._keys(self._root, self._depth):
+                # Every page adds keys, so this also ends a walk that comes to a page twice.
+                if last is not None and key <= last:
+                    raise _DamageError(f"key {key!r} comes after {last!r}")
+                yield key
+                last = key
+                num_keys += 1
+            if num_keys != self.num_entries:
+                raise _DamageError(f"{num_keys} keys are there and {self.num_entries} are declared")
+        except _DamageError as error:
+            raise StoreError(f"{self.path} is damaged: {error}; copy or ingest it again") from None
+
+    def _newest_meta(self) -> _Meta:
+        # Both must be sound: the older one alone would show an earlier state, and nobody would notice.
+        first = self._meta(0, 0)
+        second = self._meta(1, first.page_bytes)
+        meta = max(first, second, key=lambda meta: meta.transaction)
+        if second.page_bytes != first.page_bytes:
+            raise _DamageError(f"its pages have {first.page_bytes} or {second.page_bytes} bytes")
+        if meta.flags:
+            raise _DamageError(f"its database has the flags {meta.flags:#x}: duplicate, reversed or integer keys")
+        empty = meta.root == _NO_PAGE and not meta.depth and not meta.num_entries
+        if not empty and not 1 <= meta.depth <= _MAX_DEPTH:
+            raise _DamageError(f"its tree has the depth {meta.depth}")
+        if meta.num_entries * _MIN_ENTRY_BYTES > self.num_bytes:
+            raise _DamageError(f"it declares {meta.num_entries} entries in {self.num_bytes} bytes")
+        return meta
+
+    def _meta(self, number: int, start: int) -> _Meta:
+        page = os.pread(self._file, _HEADER_BYTES + _META_BODY.size, start)
+        if len(page) < _HEADER_BYTES + _META_BODY.size:
+            raise _DamageError(f"it ends within meta page {number}")
+        found, _, flags, *_ = _HEADER.unpack_from(page)
+        body = _META_BODY.unpack_from(page, _HEADER_BYTES)
+        if body[0] != _MAGIC or found != number or flags != _META:
+            raise _DamageError(f"page {number} is no meta page of 64-bit little-endian LMDB")
+        if body[1] != _VERSION:
+            raise _DamageError(f"its data version is {body[1]}; this raypipe reads version {_VERSION}")
+        free, main, last_page, transaction = body[4:12], body[12:20], body[20], body[21]
+        meta = _Meta(free[0], main[1], main[2], main[6], main[7], last_page, transaction)
+        if not _MIN_PAGE_BYTES <= meta.page_bytes <= _MAX_PAGE_BYTES or meta.page_bytes & (meta.page_bytes - 1):
+            raise _DamageError(f"its pages have {meta.page_bytes} bytes")
+        return meta
+
+    def _get(self, key: bytes) -> memoryview | None:
+        if not self._depth:
+            return None
+        number = self._root
+        for _ in range(self._depth - 1):
+            keys, children = self._branches.get(number) or self._branch(number)
+            number = children[bisect_right(keys, key)]
+        page, num_nodes = self._page(number, _LEAF)
+        start = _find(page, num_nodes, key)
+        return None if start is None else self._value(page, start)
+
+    def _value(self, page: bytes, start: int) -> memoryview:
+        """Return the value of the leaf's node at `start`, whose key lies within the page."""
+        num_bytes, flags, key_bytes = _NODE.unpack_from(page, start)
+        start += _NODE_BYTES + key_bytes
+        if flags == _LONG_VALUE:
+            if start + _PAGE_NUMBER.size > len(page):
+                raise _DamageError(f"a page number at byte {start} of a page of {len(page)}")
+            return self._long_value(_PAGE_NUMBER.unpack_from(page, start)[0], num_bytes)
+        if flags:
+            raise _DamageError(f"its flags are {flags:#x}: a database within the database, or damage")
+        if start + num_bytes > len(page):
+            raise _DamageError(f"a value of {num_bytes} bytes at byte {start} of a page of {len(page)}")
+        return memoryview(page)[start : start + num_bytes]
+
+    def _long_value(self, number: int, num_bytes: int) -> memoryview:
+        if num_bytes > MAX_SAMPLE_BYTES:
+            raise _DamageError(f"a value of {num_bytes} bytes, limit is {MAX_SAMPLE_BYTES}")
+        size = _HEADER_BYTES + num_bytes
+        data = self._read(number, size)
+        found, _, flags, num_pages = _OVERFLOW_HEADER.unpack_from(data)
+        if found != number or flags != _OVERFLOW:
+            raise _DamageError(f"page {number} holds a page {found} of flags {flags:#x}, and no long value")
+        # It may have more pages than it needs: a value that is written over by a shorter one keeps them.
+        if num_pages * self._page_bytes < size or number + num_pages > self._last_page + 1:
+            raise _DamageError(f"a value of {num_bytes} bytes in {num_pages} pages from page {number}")
+        return memoryview(data)[_HEADER_BYTES:]
+
+    def _branch(self, number: int) -> tuple[list[bytes], list[int]]:
+        """Return n - 1 keys and n children of a branch page: child i has keys in [keys[i - 1], keys[i])."""
+        page, num_nodes = self._page(number, _BRANCH)
+        nodes = [_node(page, i) for i in range(num_nodes)]
+        if not nodes:
+            raise _DamageError(f"branch page {number} is empty")
+        keys = [key for _, key in nodes[1:]]
+        if any(after <= before for before, after in pairwise(keys)):
+            raise _DamageError(f"the keys of branch page {number} do not ascend")
+        if len(self._branches) >= _MAX_CACHED_BRANCHES:
+            self._branches.clear()
+        self._branches[number] = branch = keys, [child for child, _ in nodes]
+        return branch
+
+    def _keys(self, number: int, depth: int) -> Iterator[bytes]:
+        if depth > 1:
+            for child in self._branch(number)[1]:
+                yield from self._keys(child, depth - 1)
+        elif depth:
+            page, num_nodes = self._page(number, _LEAF)
+            if not num_nodes:
+                raise _DamageError(f"leaf page {number} is empty")
+            yield from (_node(page, i)[1] for i in range(num_nodes))
+
+    def _page(self, number: int, kind: int) -> tuple[bytes, int]:
+        """Return a branch or leaf page, and how many nodes it has."""
+        page = self._read(number, self._page_bytes)
+        found, _, flags, lower, upper = _HEADER.unpack_from(page)
+        if found != number or flags != kind:
+            raise _DamageError(f"page {number} holds a page {found} of flags {flags:#x}, expected {kind:#x}")
+        if not _HEADER_BYTES <= lower <= upper <= self._page_bytes:
+            raise _DamageError(f"page {number} has its free space from byte {lower} to {upper}")
+        return page, (lower - _HEADER_BYTES) // _POINTER_BYTES
+
+    def _read(self, number: int, num_bytes: int) -> bytes:
+        """Return the first bytes of a page, and of those after it; never more than the file had."""
+        start = number * self._page_bytes
+        if not _NUM_METAS <= number <= self._last_page or start + num_bytes > self.num_bytes:
+            raise _DamageError(f"page {number}, {num_bytes} bytes, in a file of {self.num_bytes}")
+        data = os.pread(self._file, num_bytes, start)
+        if len(data) < num_bytes:
+            raise _DamageError(f"the file has become shorter than {start + num_bytes} bytes")
+        return data
+
+
+def _find(page: bytes, num_nodes: int, key: bytes) -> int | None:
+    """Return where the node of a key starts in a leaf page, None where there is none.
+
+    Most of a look-up passes here, so it does by itself what `_node` does, three times as fast.
+    """
+    pointer_at = _POINTER.unpack_from
+    low, high, page_bytes = 0, num_nodes, len(page)
+    while low < high:
+        middle = (low + high) // 2
+        (start,) = pointer_at(page, _HEADER_BYTES + _POINTER_BYTES * middle)
+        key_start = start + _NODE_BYTES
+        if key_start > page_bytes:
+            raise _DamageError(f"a node at byte {start} of a page of {page_bytes}")
+        (key_bytes,) = pointer_at(page, start + 6)
+        key_end = key_start + key_bytes
+        if key_end > page_bytes:
+            raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {page_bytes}")
+        found = page[key_start:key_end]
+        if found < key:
+            low = middle + 1
+        elif found == key:
+            return start
+        else:
+            high = middle
+    return None
+
+
+def _node(page: bytes, index: int) -> tuple[int, bytes]:
+    """Return the page number that a branch's node leads to (a leaf's has none), and its key."""
+    (start,) = _POINTER.unpack_from(page, _HEADER_BYTES + _POINTER_BYTES * index)
+    key_start = start + _NODE_BYTES
+    if key_start > len(page):
+        raise _DamageError(f"a node at byte {start} of a page of {len(page)}")
+    low, high, key_bytes = _NODE.unpack_from(page, start)
+    key_end = key_start + key_bytes
+    if key_end > len(page):
+        raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {len(page)}")
+    return low | high << 32, page[key_start:key_end]
+
+
+class _DamageError(Exception):
+    """What is wrong with the file, without the file's name."""

@@ -1,0 +1,179 @@
+"""Mutated inputs, one after the other, in a process that may die of one.
+
+    python run_mutations.py KIND FIRST COUNT FOLDER
+
+Input number n is a pure function of n. Its number is on stderr before it is used, so the last number there is
+that of the input which the process died of. An input may use a gigabyte more than there was before the first,
+10 s of CPU (SIGPROF ends it), and 100 s on the clock (SIGALRM ends it). The last line of stdout is JSON: outcomes
+by mutation, wrong exceptions, slowest input, and the peak of memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import faulthandler
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from mutate import ANY, Mutation
+from mutate_images import OF_FORMAT
+from mutate_stores import OF_KIND, make, no_file
+from PIL import Image
+
+from raypipe.decode import decode
+from raypipe.errors import SampleError, StoreError
+from raypipe.stores import open_store
+
+MEMORY_BYTES = 1 << 30
+CPU_S, CLOCK_S = 10.0, 100.0  # of one input; a machine with much else to do takes the second
+
+
+def encoded(kind: str) -> list[bytes]:
+    """A few images in all the modes of a format."""
+    rng = np.random.default_rng(0)
+    small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8)).resize((43, 37), Image.Resampling.BICUBIC)
+    grey, alpha, palette = small.convert("L"), small.convert("RGBA"), small.quantize(40)
+    variants = {
+        "jpeg": [(small, {}), (small, {"progressive": True}), (grey, {}), (small.convert("CMYK"), {}),
+                 (small.resize((300, 260)), {"quality": 60})],
+        "png": [(small, {}), (grey, {}), (alpha, {}), (palette, {}), (small.convert("1"), {})],
+        "webp": [(small, {}), (small, {"lossless": True}), (alpha, {}),
+                 (small, {"save_all": True, "append_images": [grey]})],
+        "bmp": [(small, {}), (grey, {}), (palette, {}), (small.convert("1"), {}), (alpha, {})],
+        "gif": [(palette, {}), (palette, {"save_all": True, "append_images": [grey]}), (grey, {})],
+        "tiff": [(small, {}), (small, {"compression": "tiff_deflate"}), (palette, {"compression": "tiff_lzw"}),
+                 (small, {"compression": "jpeg"}), (small.convert("1"), {"compression": "group4"})],
+    }  # fmt: skip
+    images = []
+    for image, options in variants[kind]:
+        out = io.BytesIO()
+        image.save(out, kind, **options)
+        images.append(out.getvalue())
+    return images
+
+
+class Images:
+    """One image of a format per input."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.seeds = encoded(kind)
+        self.mutations = list({**ANY, **OF_FORMAT[kind]}.items())
+
+    def run(self, number: int, rng: np.random.Generator) -> tuple[str, str]:
+        name, mutate = self.mutations[number % len(self.mutations)]
+        data = mutate(self.seeds[int(rng.integers(len(self.seeds)))], rng)
+        return name, decoded(data, rng)
+
+    def warm_up(self) -> None:
+        for seed in self.seeds:
+            decode(seed, exif=True)
+
+
+def decoded(data: bytes | None, rng: np.random.Generator) -> str:
+    try:
+        image = decode(data, min_side=int(rng.choice([0, 8, 224])) or None, exif=bool(rng.integers(2)))
+    except SampleError:
+        return "bad sample"
+    assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.flags.c_contiguous
+    return "good"
+
+
+class Stores:
+    """One store with one mutated file per input; every sample of it is read and decoded."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self.templates = make(folder, [*encoded("jpeg"), *encoded("png")])[kind]
+        self.contents = [template.read_bytes() for template in self.templates]
+        self.mutations: list[tuple[str, Mutation | None]] = list({**ANY, **OF_KIND[kind]}.items())
+        if kind == "folder":
+            self.mutations += [("no file", None)] * 8
+
+    def run(self, number: int, rng: np.random.Generator) -> tuple[str, str]:
+        name, mutate = self.mutations[number % len(self.mutations)]
+        chosen = int(rng.integers(len(self.templates)))
+        template, data = self.templates[chosen], self.contents[chosen]
+        try:
+            if mutate is None:
+                name = no_file(template, rng)
+            else:
+                template.write_bytes(mutate(data, rng))
+            return name, read_all(self.address(template), rng)
+        finally:
+            if template.is_dir():
+                template.rmdir()
+            template.unlink(missing_ok=True)
+            template.write_bytes(data)
+
+    def address(self, template: Path) -> Path:
+        return template.parent.parent if self.kind == "folder" else template
+
+    def warm_up(self) -> None:
+        for template in self.templates:
+            assert read_all(self.address(template), np.random.default_rng(0)) == "good"
+
+
+def read_all(path: Path, rng: np.random.Generator) -> str:
+    """Read and decode all samples of a store, or 300 from its start and its end."""
+    try:
+        store = open_store(path)
+        num = len(store)
+        assert num >= 0 and len(store.fingerprint) == 32
+        assert store.groups is None or store.groups[-1] == num
+        columns = tuple(dict.fromkeys(("image", "label", *store.columns)))
+        assert store.classes is None or all(isinstance(name, str) for name in store.classes)
+        images: list[bytes | None] = []
+        for start in {0, max(0, num - 300)}:
+            indices = np.arange(start, min(num, start + 300))
+            if indices.size:
+                batch = store.read(rng.permutation(indices), columns)
+                assert all(len(batch[name]) == len(indices) for name in columns)
+                images += batch["image"]
+    except StoreError as error:
+        assert str(path) in str(error) and len(str(error)) < 2_000
+        return "clear error"
+    return "bad sample" if any(decoded(image, rng) != "good" for image in images) else "good"
+
+
+def main(kind: str, first: int, count: int, folder: Path) -> None:
+    faulthandler.enable()
+    inputs = Images(kind, folder) if kind in OF_FORMAT else Stores(kind, folder)
+    inputs.warm_up()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    wrong, slowest = [], (0.0, 0, "")
+    for number in range(first, first + count):
+        os.write(2, b"%d\n" % number)
+        start = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        signal.setitimer(signal.ITIMER_REAL, CLOCK_S)
+        try:
+            name, outcome = inputs.run(number, np.random.default_rng([number, 7]))
+        except Exception as error:
+            name, outcome = inputs.mutations[number % len(inputs.mutations)][0], "wrong exception"
+            trace, origin = error.__traceback__, ""
+            while trace is not None:
+                origin = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+                trace = trace.tb_next
+            wrong.append(f"{kind} {number} ({name}): {type(error).__name__}: {error!s:.200} at {origin}")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        outcomes[name][outcome] += 1
+        slowest = max(slowest, (time.process_time() - start, number, name))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        json.dumps({"outcomes": outcomes, "wrong": wrong, "slowest": slowest, "peak_mib": (peak - before) / 1024})
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

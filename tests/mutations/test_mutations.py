@@ -1,0 +1,116 @@
+"""Mutated images and stores: each an image, a bad sample or one clear error; nothing dies, hangs or swells.
+
+`python -m pytest -s --soak tests/mutations` takes all 10,000 of them, a minute and a half on two busy cores, where
+the suite takes every kind's first quarter. It prints the outcomes, and a failure names the input, which
+
+    cd tests/mutations && python run_mutations.py KIND NUMBER 1 FOLDER
+
+runs by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import raypipe
+
+NUM_INPUTS = {
+    **{"png": 1400, "jpeg": 1400, "webp": 1000, "bmp": 800, "gif": 500, "tiff": 500},
+    **{"parquet": 1500, "lmdb": 1800, "tar": 800, "folder": 300},
+}
+BATCH = 1000  # per process: a process takes a second to start
+PEAK_MIB = 1100  # above what a process had before its first input
+MAX_CPU_S = 8.0
+
+
+@dataclass
+class Report:
+    """What became of some inputs: how many by mutation and outcome, and what must not be."""
+
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    slowest: tuple[float, int, str] = (0.0, 0, "")  # CPU seconds, number, mutation
+    peak_mib: float = 0.0
+
+    def add(self, other: Report) -> None:
+        for name, counts in other.outcomes.items():
+            self.outcomes.setdefault(name, Counter()).update(counts)
+        self.wrong += other.wrong
+        self.slowest = max(self.slowest, tuple(other.slowest))
+        self.peak_mib = max(self.peak_mib, other.peak_mib)
+
+
+def run(kind: str, first: int, count: int, folder: Path) -> Report:
+    """Run inputs in one process; where it dies of one, another goes on behind that."""
+    folder.mkdir(parents=True)
+    program = Path(__file__).with_name("run_mutations.py")
+    command = [sys.executable, str(program), kind, str(first), str(count), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(Path(raypipe.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, errors="replace")
+    if done.returncode == 0:
+        return Report(**json.loads(done.stdout.splitlines()[-1]))
+    numbers = [int(line) for line in done.stderr.splitlines() if line.isdigit()]
+    assert numbers, f"no input was run: {done.stderr[-2000:]}"
+    last = numbers[-1]
+    rest = first + count - last - 1
+    report = run(kind, last + 1, rest, folder / "rest") if rest else Report()
+    report.wrong.insert(0, f"{kind} {last}: the process ended with {done.returncode}: {done.stderr[-1500:]}")
+    return report
+
+
+@pytest.fixture(scope="module")
+def num_inputs(pytestconfig: pytest.Config) -> dict[str, int]:
+    return {kind: num if pytestconfig.getoption("--soak") else num // 4 for kind, num in NUM_INPUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def reports(
+    num_inputs: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[Future[Report]]]]:
+    """The batches of each kind, on their way in two processes at a time."""
+    folder = tmp_path_factory.mktemp("mutations")
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            kind: [
+                pool.submit(run, kind, first, min(BATCH, num - first), folder / kind / str(first))
+                for first in range(0, num, BATCH)
+            ]
+            for kind, num in num_inputs.items()
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+def test_there_are_ten_thousand() -> None:
+    assert sum(NUM_INPUTS.values()) == 10_000
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", NUM_INPUTS)
+def test_every_mutated_input_has_a_clear_outcome(
+    kind: str, num_inputs: dict[str, int], reports: dict[str, list[Future[Report]]]
+) -> None:
+    report = Report()
+    for batch in reports[kind]:
+        report.add(batch.result())
+    total = sum(report.outcomes.values(), Counter())
+    print(f"\n{kind:10} {'mutation':22} {'good':>6} {'bad sample':>11} {'clear error':>12} {'wrong':>6}")
+    for name, counts in [*sorted(report.outcomes.items()), ("all", total)]:
+        wrong = counts.total() - counts["good"] - counts["bad sample"] - counts["clear error"]
+        columns = f"{counts['good']:6} {counts['bad sample']:11} {counts['clear error']:12} {wrong:6}"
+        print(f"{'':10} {name:22} {columns}")
+    cpu_s, number, name = report.slowest
+    print(f"slowest: {cpu_s:.1f} s, input {number} ({name}); peak of memory: {report.peak_mib:.0f} MiB")
+    assert not report.wrong, "\n".join(report.wrong)
+    assert total.total() == num_inputs[kind]
+    assert total["good"] and total["bad sample"], "the mutations reach nothing, or spoil everything"
+    assert cpu_s < MAX_CPU_S and report.peak_mib < PEAK_MIB

@@ -31,7 +31,7 @@ LAYERS = [
     {"stores.atomic"},
     {"plan", "decode", "picture", "presets", "sample_transform"},
     {"config", "transform", "runlog", "encoded", "quarantine"},
-    {"encoded_transform"},
+    {"encoded_transform", "bad_list"},
     {"metrics", "mixing", "kornia_ops"},
     {"augment", "device_decode", "ordered_sum", "models", "ring"},
     {"prefetcher"},
@@ -46,6 +46,7 @@ LAYERS = [
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 
 NEITHER_RAY_NOR_TORCH = {
+    "bad_list",
     "errors",
     "order",
     "lookup",

@@ -1,0 +1,129 @@
+"""A list of bad samples, from the one who writes it to the run that leaves them out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe.bad_list import check_place, read_bad_list, write_bad_list
+from raypipe.errors import ConfigError
+from raypipe.pipeline import StreamSpec
+from raypipe.plan import PlanConfig
+from raypipe.stores.memory import MemoryStore
+
+STORE = MemoryStore([bytes([i]) for i in range(10)], [0] * 10)
+OTHER = MemoryStore([b"x"] * 10, [0] * 10)
+BAD = [{"index": 7, "error": "empty value"}, {"index": 2, "error": "no value"}]
+
+
+def read(address: str | Path, store: MemoryStore | None = STORE) -> list[int]:
+    return read_bad_list(address, store, "store.leave_out").tolist()
+
+
+@pytest.mark.parametrize("as_uri", [False, True])
+def test_what_is_written_is_read(tmp_path: Path, as_uri: bool) -> None:
+    file = tmp_path / "a list.json"
+    address = file.as_uri() if as_uri else str(file)
+    check_place(address)
+    for bad in (BAD, BAD[:1], []):  # in place of the one before
+        write_bad_list(address, STORE, bad)
+        assert read(address) == sorted(entry["index"] for entry in bad)
+    write_bad_list(address, STORE, BAD)
+    assert json.loads(file.read_text()) == {
+        "store": STORE.address,
+        "fingerprint": STORE.fingerprint,
+        "num_samples": 10,
+        "bad": BAD,
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_no_list_leaves_nothing_out() -> None:
+    assert read("") == read("", None) == []
+    assert read_bad_list("", STORE, "").dtype == np.int64
+
+
+@pytest.mark.parametrize("place", ["nowhere/list.json", ".", "x://y"])
+def test_a_place_where_no_list_can_be(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{place} cannot be written"):
+        check_place(place)
+    with pytest.raises(ConfigError, match=f"{place} cannot be written"):
+        write_bad_list(place, STORE, BAD)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "[]",
+        "[3, 4]",
+        "{}",
+        '{"bad": []}',
+        '{"fingerprint": "FINGERPRINT"}',
+        '{"fingerprint": "FINGERPRINT", "bad": 3}',
+        '{"fingerprint": "FINGERPRINT", "bad": [3]}',
+        '{"fingerprint": "FINGERPRINT", "bad": [{"error": "x"}]}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
+    file = tmp_path / "list.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.replace("FINGERPRINT", STORE.fingerprint).encode())
+    with pytest.raises(ConfigError, match=r"leave_out: .*list.json is no list .*raypipe inspect memory:\w+ --"):
+        read(file)
+
+
+@pytest.mark.parametrize("index", [-1, 10, 2.0, "3", None, True])
+def test_an_index_that_is_no_sample(tmp_path: Path, index: Any) -> None:
+    write_bad_list(tmp_path / "list.json", STORE, [{"index": index, "error": ""}])
+    with pytest.raises(ConfigError, match=f"names sample {index!r}, outside the samples 0 to 9 of memory:"):
+        read(tmp_path / "list.json")
+
+
+def test_the_list_of_another_store_names_both(tmp_path: Path) -> None:
+    write_bad_list(tmp_path / "list.json", OTHER, BAD)
+    with pytest.raises(ConfigError, match=f"{OTHER.address} with .*{OTHER.fingerprint}, {STORE.address} has"):
+        read(tmp_path / "list.json")
+
+
+def test_a_list_of_all_samples(tmp_path: Path) -> None:
+    write_bad_list(tmp_path / "list.json", STORE, [{"index": i, "error": ""} for i in range(10)])
+    with pytest.raises(ConfigError, match="leaves out all 10 samples"):
+        read(tmp_path / "list.json")
+
+
+def test_a_list_that_is_not_there_or_has_no_store(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"store.leave_out: .*none.json cannot be read"):
+        read(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"store.leave_out: there is list.json, but no store"):
+        read("list.json", None)
+
+
+# A run
+
+
+def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
+    write_bad_list(tmp_path / "train.json", STORE, BAD)
+    write_bad_list(tmp_path / "val.json", OTHER, BAD[:1])
+    spec = StreamSpec.of(
+        STORE,
+        OTHER,
+        plan=PlanConfig(epochs=1, micro_batch=2),
+        leave_out=tmp_path / "train.json",
+        val_leave_out=str(tmp_path / "val.json"),
+    )
+    assert (spec.plan.num_train, spec.plan.num_val) == (8, 9)
+    stream = [(at.split, spec.plan.indices(at)) for at in spec.plan.micro_batches(spec.plan.start())]
+    train, val = (np.concatenate([found for split, found in stream if split == name]) for name in ("train", "val"))
+    assert sorted(train.tolist()) == [0, 1, 3, 4, 5, 6, 8, 9]
+    assert val.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, -1]
+    with pytest.raises(ConfigError, match=r"store.val_leave_out: there is .*, but no store"):
+        StreamSpec.of(STORE, val_leave_out=tmp_path / "val.json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,10 @@ def check_place(address: str | Path) -> None:
     """Raise ConfigError where no list can be written, before the work of making one."""
     filesystem, path = _place(address)
     folder = path.rpartition("/")[0]
-    is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
-    if is_local and (not Path(folder).is_dir() or Path(path).is_dir()):
-        raise ConfigError(f"{address} cannot be written: expected is a file in a folder that exists")
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        return
+    if not Path(folder).is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{address} cannot be written: expected is a file in a folder that can be written to")
 
 
 def _place(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:

@@ -23,7 +23,7 @@ MODULES = sorted(
 
 # A module imports from earlier lines only.
 LAYERS = [
-    {"errors", "order"},
+    {"errors", "order", "console"},
     {"lookup", "stores.base", "stores.checks", "stores.record"},
     {"stores.lmdb_shard", "stores.parquet_files", "stores.parquet_writer"},
     {"stores.folder", "stores.lmdb", "stores.memory", "stores.parquet", "stores.tar"},
@@ -31,16 +31,17 @@ LAYERS = [
     {"stores.atomic"},
     {"plan", "decode", "picture", "presets", "sample_transform"},
     {"config", "transform", "runlog", "encoded", "quarantine"},
-    {"encoded_transform", "bad_list"},
+    {"encoded_transform", "bad_list", "tasks"},
     {"metrics", "mixing", "kornia_ops"},
     {"augment", "device_decode", "ordered_sum", "models", "ring"},
     {"prefetcher"},
-    {"digits", "cluster", "source", "backpressure", "shard_copy"},
-    {"ingest"},
+    {"digits", "cluster", "source", "backpressure", "shard_copy", "sample_check"},
+    {"ingest", "inspection"},
     {"worker", "rank_stream"},
     {"pipeline", "handover"},
     {"digest", "train", "preview"},
     {"launch", "bench"},
+    {"cli_audit"},
     {"cli"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
@@ -54,6 +55,7 @@ NEITHER_RAY_NOR_TORCH = {
     "config",
     "decode",
     "presets",
+    "sample_check",
     "sample_transform",
     "encoded",
     "encoded_transform",

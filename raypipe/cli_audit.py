@@ -1,0 +1,140 @@
+"""The commands that audit: what a store is, which of its samples are bad, and whether two streams are the same.
+
+They are part of the command line, see `raypipe.cli`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.console import table
+from raypipe.errors import ConfigError
+from raypipe.plan import PlanConfig
+
+
+def inspect(
+    store: str,
+    *,
+    verify: bool = False,
+    output: str = "",
+    image_column: str = "image",
+    label_column: str = "label",
+) -> dict[str, Any]:
+    """Print what a store is, or find every sample of it that cannot be read and decoded.
+
+    Example: raypipe inspect train.lmdb --verify --output bad.json
+
+    Args:
+        store: LMDB, Parquet, tar or a folder of class folders.
+        verify: read and decode every sample, in parallel on Ray.
+        output: with --verify: where to write the list of bad samples, for --store.leave_out, a local path or
+            a URI; empty = NAME.bad.json in this folder, if any are bad.
+        image_column: name of the image column, for Parquet.
+        label_column: name of the label column, for Parquet.
+    """
+    from raypipe import inspection
+    from raypipe.stores import open_store
+
+    if output and not verify:
+        raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
+    columns = {"image_column": image_column, "label_column": label_column}
+    # Only Parquet knows these options.
+    opened = open_store(store, **{name: value for name, value in columns.items() if f"{value}_column" != name})
+    if not verify:
+        found = inspection.describe(opened)
+        table(store, [(name.replace("_", " "), _shown(value)) for name, value in found.items()])
+        return found
+    found = inspection.verify(opened, output)
+    rows = [
+        ("samples", f"{found['samples']:,}"),
+        ("bad", f"{found['bad']:,}"),
+        ("images/s", f"{found['images_per_s']:,.0f}"),
+    ]
+    rows += [(f"sample {entry['index']}", entry["error"]) for entry in found.pop("first_bad")]
+    if found["bad"]:
+        rows += [("to do without them", f"--store.leave_out {found['list']}")]
+    table(store, rows)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{number} {name}" for name, number in value.items())
+    if isinstance(value, list):
+        numbers = all(isinstance(item, int) for item in value)
+        return " … ".join(f"{item:,}" for item in value) if numbers else ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
+
+
+def digest(
+    store: str,
+    *,
+    val: str = "",
+    epochs: int = 1,
+    micro_batch: int = 64,
+    per_step: int = 1,
+    actors: int = 0,
+    workers: int = 1,
+    from_step: int = 0,
+    seed: int = 0,
+    shuffle: Literal["auto", "global", "window", "off"] = "auto",
+    transform: str = "light",
+    val_transform: str = "center",
+    size: int = 224,
+) -> dict[str, Any]:
+    """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
+
+    Example: raypipe digest train.lmdb --epochs 2 --per-step 4 --workers 2 --from-step 10
+
+    Args:
+        store: the training store.
+        val: the validation store; empty = no validation segments.
+        epochs: passes over the store.
+        micro_batch: B, samples in a micro-batch.
+        per_step: M, micro-batches in a step.
+        actors: transform actors; 0 = what the cluster has.
+        workers: W, consumers that share each step.
+        from_step: resume at this training step, counted through all epochs, and compare with the same tail
+            of an unbroken run.
+        seed: the run's seed.
+        shuffle: global, window, off, or auto.
+        transform: preset or module:function for training segments.
+        val_transform: the same for validations.
+        size: side of the images that the presets make, in pixels.
+    """
+    from raypipe import digest as digest_module
+    from raypipe.cluster import connect, preflight
+    from raypipe.pipeline import StreamSpec
+
+    spec = StreamSpec.of(
+        store,
+        val or None,
+        plan=PlanConfig(epochs, micro_batch, per_step, seed, shuffle),
+        transform=TransformConfig(train=transform, val=val_transform, size=size),
+        pool=PoolConfig(min_actors=actors or 1, max_actors=actors),
+    )
+    spec.plan.check_workers(workers)
+    total = epochs * spec.plan.steps_per_epoch
+    if not 0 <= from_step < total:
+        raise ConfigError(f"--from-step {from_step} is outside the run's {total} steps")
+    # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
+    cpus = len(os.sched_getaffinity(0))
+    connect(num_cpus=max(cpus, actors))
+    max_actors = preflight(spec.pool).max_actors
+    cursor = spec.plan.cursor_at(from_step)
+    digests, samples = digest_module.stream_digests(spec, cursor, max_actors=max_actors, world_size=workers)
+    found: dict[str, Any] = {
+        "digest": digest_module.combine(digests),
+        "samples": samples,
+        "micro_batches": len(digests),
+    }
+    if from_step:
+        unbroken, _ = digest_module.stream_digests(
+            spec, spec.plan.start(), max_actors=max_actors, world_size=workers
+        )
+        found["unbroken_digest"] = digest_module.combine(unbroken)
+        found["unbroken_tail_digest"] = digest_module.combine(unbroken[-len(digests) :])
+    table(store, [(name.replace("_", " "), str(value)) for name, value in found.items()])
+    return found

@@ -7,19 +7,13 @@ A list belongs to the very contents that it was made of, which the fingerprint t
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.runlog import as_uri
+from raypipe.json_file import read_json, write_json
 from raypipe.stores.base import Store
 
 
@@ -41,17 +35,13 @@ def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.
         return np.empty(0, np.int64)
     if store is None:
         raise ConfigError(f"{setting}: there is {address}, but no store that it could be a list of")
-    try:
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(as_uri(str(address)))
-        with filesystem.open_input_stream(path) as file:
-            text = file.read()
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{setting}: {address} cannot be read: {error}") from error
     mend = f"make a list of {store.address} by `raypipe inspect {store.address} --verify`"
     try:
-        content = json.loads(text)
+        content = read_json(address)
         fingerprint, bad = content["fingerprint"], [entry["index"] for entry in content["bad"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{setting}: {address} is no list of bad samples ({type(error).__name__}: {error}); {mend}"
         ) from None
@@ -92,31 +82,4 @@ def write_bad_list(address: str | Path, store: Store, bad: list[dict[str, Any]])
         "num_samples": len(store),
         "bad": bad,
     }
-    filesystem, path = _place(address)
-    folder, _, name = path.rpartition("/")
-    partial = f"{folder}/.{name}.partial-{secrets.token_hex(4)}"
-    try:
-        with filesystem.open_output_stream(partial) as file:
-            file.write(json.dumps(content, indent=1).encode())
-        filesystem.move(partial, path)
-    except (pa.ArrowException, OSError) as error:
-        with contextlib.suppress(pa.ArrowException, OSError):
-            filesystem.delete_file(partial)
-        raise ConfigError(f"{address} cannot be written: {error}") from error
-
-
-def check_place(address: str | Path) -> None:
-    """Raise ConfigError where no list can be written, before the work of making one."""
-    filesystem, path = _place(address)
-    folder = path.rpartition("/")[0]
-    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        return
-    if not Path(folder).is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{address} cannot be written: expected is a file in a folder that can be written to")
-
-
-def _place(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
-    try:
-        return pyarrow.fs.FileSystem.from_uri(as_uri(str(address)))
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{address} cannot be written: {error}") from error
+    write_json(address, content)

@@ -1,6 +1,7 @@
 """The command line. Every command ends with one JSON object on the last line of standard output.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done; 1 an error that the message explains, or a comparison that found a difference; 2 wrong usage;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "ingest": ingest,
     "bench": bench,
     "digest": cli_audit.digest,
+    "digest-diff": cli_audit.digest_diff,
     "inspect": cli_audit.inspect,
     "preview": preview,
 }
@@ -235,6 +237,8 @@ def _finish(command: Callable[[], dict[str, Any]]) -> None:
         result = command()
         _shutdown()
         print(json.dumps(result), flush=True)
+        if result.get("equal") is False:
+            sys.exit(1)
     except RaypipeError as error:
         _shutdown()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ They are part of the command line, see `raypipe.cli`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, Literal
 
@@ -78,15 +79,21 @@ def digest(
     actors: int = 0,
     workers: int = 1,
     from_step: int = 0,
+    to_step: int = 0,
+    unbroken: bool = True,
     seed: int = 0,
     shuffle: Literal["auto", "global", "window", "off"] = "auto",
     transform: str = "light",
     val_transform: str = "center",
     size: int = 224,
+    leave_out: str = "",
+    val_leave_out: str = "",
+    output: str = "",
+    compare: str = "",
 ) -> dict[str, Any]:
     """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
 
-    Example: raypipe digest train.lmdb --epochs 2 --per-step 4 --workers 2 --from-step 10
+    Example: raypipe digest train.lmdb --epochs 2 --per-step 4 --workers 2 --from-step 10 --to-step 20
 
     Args:
         store: the training store.
@@ -98,14 +105,22 @@ def digest(
         workers: W, consumers that share each step.
         from_step: resume at this training step, counted through all epochs, and compare with the same tail
             of an unbroken run.
+        to_step: end before this training step, a validation that lies before it included; 0 = at the end.
+        unbroken: with from_step: run the unbroken stream as well. --unbroken=false saves its time.
         seed: the run's seed.
         shuffle: global, window, off, or auto.
         transform: preset or module:function for training segments.
         val_transform: the same for validations.
         size: side of the images that the presets make, in pixels.
+        leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to do without.
+        val_leave_out: the same, of the validation store.
+        output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
+        compare: compare with such a file; exit code 1 where they differ.
     """
     from raypipe import digest as digest_module
     from raypipe.cluster import connect, preflight
+    from raypipe.digest_file import Comparison, DigestFile, settings_of
+    from raypipe.json_file import check_place
     from raypipe.pipeline import StreamSpec
 
     spec = StreamSpec.of(
@@ -114,27 +129,77 @@ def digest(
         plan=PlanConfig(epochs, micro_batch, per_step, seed, shuffle),
         transform=TransformConfig(train=transform, val=val_transform, size=size),
         pool=PoolConfig(min_actors=actors or 1, max_actors=actors),
+        leave_out=leave_out,
+        val_leave_out=val_leave_out,
     )
     spec.plan.check_workers(workers)
     total = epochs * spec.plan.steps_per_epoch
+    to_step = to_step or total
     if not 0 <= from_step < total:
         raise ConfigError(f"--from-step {from_step} is outside the run's {total} steps")
+    if not from_step < to_step <= total:
+        raise ConfigError(
+            f"--to-step {to_step} is not after --from-step {from_step} within the run's {total} steps"
+        )
+    comparison = Comparison(DigestFile.read(compare)) if compare else None
+    if output:
+        check_place(output)
     # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
     cpus = len(os.sched_getaffinity(0))
     connect(num_cpus=max(cpus, actors))
-    max_actors = preflight(spec.pool).max_actors
-    cursor = spec.plan.cursor_at(from_step)
-    digests, samples = digest_module.stream_digests(spec, cursor, max_actors=max_actors, world_size=workers)
-    found: dict[str, Any] = {
-        "digest": digest_module.combine(digests),
-        "samples": samples,
-        "micro_batches": len(digests),
-    }
-    if from_step:
-        unbroken, _ = digest_module.stream_digests(
-            spec, spec.plan.start(), max_actors=max_actors, world_size=workers
-        )
-        found["unbroken_digest"] = digest_module.combine(unbroken)
-        found["unbroken_tail_digest"] = digest_module.combine(unbroken[-len(digests) :])
-    table(store, [(name.replace("_", " "), str(value)) for name, value in found.items()])
+    spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
+    pool: dict[str, int] = {"max_actors": preflight(spec.pool).max_actors, "world_size": workers}
+    settings = settings_of(spec, workers=workers, actors=pool["max_actors"], from_step=from_step, to_step=to_step)
+    combined, samples, micro_batches = digest_module.Combiner(), 0, 0
+    named: dict[str, str] = {}
+    for one in digest_module.iterate_digests(spec, spec.plan.cursor_at(from_step), **pool):
+        combined.add(one.digest)
+        samples += one.num_samples
+        micro_batches += 1
+        if output:
+            named[one.name] = one.digest.hex()
+        if comparison:
+            comparison.add(one.name, one.digest.hex())
+    found: dict[str, Any] = {"digest": combined.hex(), "samples": samples, "micro_batches": micro_batches}
+    if output:
+        DigestFile(output, settings, named).write()
+        found["output"] = output
+    if from_step and unbroken:
+        whole, tail = digest_module.tail_digest(spec, micro_batches, **pool)
+        found |= {"unbroken_digest": whole, "unbroken_tail_digest": tail}
+    rows = [(name.replace("_", " "), str(value)) for name, value in found.items()]
+    if comparison:
+        compared = comparison.summary(settings)
+        rows += _rows_of(compared)
+        found |= compared
+    table(store, rows)
     return found
+
+
+def digest_diff(first: str, second: str) -> dict[str, Any]:
+    """Compare two files that `raypipe digest --output` wrote, over the micro-batches that both have.
+
+    Exit code 1 where they differ. Example: raypipe digest-diff one-gpu.json four-gpus.json
+
+    Args:
+        first: a file of digests.
+        second: another one.
+    """
+    from raypipe.digest_file import DigestFile, compare
+
+    found = compare(DigestFile.read(first), DigestFile.read(second))
+    table(f"{first}, {second}", _rows_of(found))
+    return found
+
+
+def _rows_of(compared: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `raypipe.digest_file.Comparison` found, for people."""
+    num = compared["compared"]
+    if compared["equal"]:
+        rows = [("comparison", f"equal over {num:,} micro-batches")]
+    else:
+        rows = [
+            ("comparison", f"{compared['different']:,} of {num:,} micro-batches differ"),
+            ("the first that differs", compared["first_different"]),
+        ]
+    return rows + [(name, f"{one} / {other}") for name, (one, other) in compared["settings"].items()]

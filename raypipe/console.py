@@ -9,9 +9,10 @@ def table(title: str, rows: list[tuple[str, str]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table(title=escape(title), show_header=False, title_justify="left")
+    shown = Table(show_header=False)
     shown.add_column()
     shown.add_column(justify="right")
     for name, value in rows:
         shown.add_row(escape(name), escape(value))
+    print(title)  # not the table's own, which would be broken to the table's width
     Console().print(shown)

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.bad_list import check_place, write_bad_list
+from raypipe.bad_list import write_bad_list
 from raypipe.cluster import connect
+from raypipe.json_file import check_place
 from raypipe.sample_check import PART, check_range, check_samples
 from raypipe.stores.base import Store
 from raypipe.tasks import Cpus, follow, stopped_on_error

@@ -31,7 +31,8 @@ LAYERS = [
     {"stores.atomic"},
     {"plan", "decode", "picture", "presets", "sample_transform"},
     {"config", "transform", "runlog", "encoded", "quarantine"},
-    {"encoded_transform", "bad_list", "tasks"},
+    {"encoded_transform", "json_file", "tasks"},
+    {"bad_list", "digest_file"},
     {"metrics", "mixing", "kornia_ops"},
     {"augment", "device_decode", "ordered_sum", "models", "ring"},
     {"prefetcher"},
@@ -48,6 +49,8 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 
 NEITHER_RAY_NOR_TORCH = {
     "bad_list",
+    "digest_file",
+    "json_file",
     "errors",
     "order",
     "lookup",

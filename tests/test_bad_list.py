@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.bad_list import check_place, read_bad_list, write_bad_list
+from raypipe.bad_list import read_bad_list, write_bad_list
 from raypipe.errors import ConfigError
+from raypipe.json_file import check_place
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.stores.memory import MemoryStore
@@ -77,7 +78,8 @@ def test_a_place_where_no_list_can_be(tmp_path: Path, place: str, monkeypatch: p
 def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
     file = tmp_path / "list.json"
     file.write_bytes(text if isinstance(text, bytes) else text.replace("FINGERPRINT", STORE.fingerprint).encode())
-    with pytest.raises(ConfigError, match=r"leave_out: .*list.json is no list .*raypipe inspect memory:\w+ --"):
+    expected = r"leave_out: .*list.json is no (JSON|list of bad samples .*raypipe inspect memory:\w+ --)"
+    with pytest.raises(ConfigError, match=expected):
         read(file)
 
 

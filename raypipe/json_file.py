@@ -38,12 +38,13 @@ def write_json(address: str | Path, content: dict[str, Any]) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
+    data = json.dumps(content, indent=1).encode()
     filesystem, path = _place(address)
     folder, _, name = path.rpartition("/")
     partial = f"{folder}/.{name}.partial-{secrets.token_hex(4)}"
     try:
         with filesystem.open_output_stream(partial) as file:
-            file.write(json.dumps(content, indent=1).encode())
+            file.write(data)
         filesystem.move(partial, path)
     except (pa.ArrowException, OSError) as error:
         with contextlib.suppress(pa.ArrowException, OSError):

@@ -119,7 +119,8 @@ class Segment:
         split: "train" or "val".
         epoch: e.
         first_step: the step that the segment starts with; 0 except right after a resume.
-        num_steps: steps in the whole pass; steps first_step … num_steps - 1 are delivered.
+        num_steps: steps in the whole pass, or up to where the plan is cut off; steps first_step … num_steps - 1
+            are delivered.
     """
 
     split: Split

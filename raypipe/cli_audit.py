@@ -53,7 +53,9 @@ def inspect(
         ("bad", f"{found['bad']:,}"),
         ("images/s", f"{found['images_per_s']:,.0f}"),
     ]
-    rows += [(f"sample {entry['index']}", entry["error"]) for entry in found.pop("first_bad")]
+    for first, number, error in found.pop("reasons"):
+        others = f" and {number - 1:,} others" if number > 1 else ""
+        rows.append((f"sample {first}{others}", error))
     if found["bad"]:
         rows += [("to do without them", f"--store.leave_out {found['list']}")]
     table(store, rows)

@@ -91,7 +91,7 @@ def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str
 
     Returns:
         `samples`, `bad` (how many), `list` (where it was written, or None), `seconds`, `images_per_s`; and
-        `first_bad`, up to 10 entries of the list.
+        `reasons`, for the first 10 different errors: (the first sample that has it, how many have it, the error).
 
     Raises:
         StoreError: the store cannot be opened.
@@ -131,8 +131,15 @@ def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str
         "list": address,
         "seconds": seconds,
         "images_per_s": num_samples / seconds,
-        "first_bad": bad[:10],
+        "reasons": _reasons(bad)[:10],
     }
+
+
+def _reasons(bad: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """One damaged row group is a thousand bad samples and one reason."""
+    counts = Counter(entry["error"] for entry in bad)
+    first = {entry["error"]: entry["index"] for entry in reversed(bad)}
+    return [(first[error], number, error) for error, number in counts.items()]
 
 
 def _bounds(store: Store, num_tasks: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 from raypipe import cli
 from raypipe.errors import ConfigError, StoreError
-from raypipe.inspection import _bounds, _spread, describe, verify
+from raypipe.inspection import _bounds, _reasons, _spread, describe, verify
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.stores import open_store
@@ -88,6 +88,12 @@ def test_ranges_cover_the_store_and_cut_no_group() -> None:
     assert _bounds(MemoryStore([], None, group_size=2), 4).tolist() == [0]
 
 
+def test_samples_that_share_a_reason_are_counted() -> None:
+    bad = [{"index": 3, "error": "a"}, {"index": 5, "error": "b"}, {"index": 7, "error": "a"}]
+    assert _reasons(bad) == [(3, 2, "a"), (5, 1, "b")]
+    assert _reasons([]) == []
+
+
 # The command without Ray
 
 
@@ -148,7 +154,8 @@ class TestVerify:
         assert found["seconds"] > 0 and found["images_per_s"] == NUM / found["seconds"]
         written = json.loads(output.read_text())
         assert [entry["index"] for entry in written["bad"]] == sorted(BAD)
-        assert written["bad"] == found["first_bad"] and all(entry["error"] for entry in written["bad"])
+        assert all(entry["error"] for entry in written["bad"])
+        assert found["reasons"] == [(entry["index"], 1, entry["error"]) for entry in written["bad"]]
         assert (written["store"], written["num_samples"]) == (str(damaged), NUM)
         spec = StreamSpec.of(store, plan=PlanConfig(micro_batch=3), leave_out=output)
         assert spec.plan.num_train == NUM - 3

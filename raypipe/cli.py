@@ -1,6 +1,7 @@
 """The command line. Every command ends with one JSON object on the last line of standard output.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done; 1 an error that the message explains, or a comparison that found a difference; 2 wrong usage;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, auto_cli
 
-from raypipe.config import AugmentConfig, PoolConfig, RunConfig, TransformConfig
+from raypipe import cli_audit
+from raypipe.config import AugmentConfig, RunConfig, TransformConfig
+from raypipe.console import table
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan import PlanConfig
 
@@ -83,7 +86,7 @@ def bench(
         store, transform=config, actors=actors, micro_batch=micro_batch, seconds=seconds, repeats=repeats
     )
     found = bench_module.summary(measured)
-    _table(
+    table(
         f"{store}: {transform} at {size} px, {actors} actors, micro-batches of {micro_batch}, {repeats} repeats",
         [
             ("ceiling: decode and transform alone", f"{found['ceiling_images_per_s']:,.0f} images/s"),
@@ -93,78 +96,6 @@ def bench(
             ("gap at a boundary / ordinary gap", f"{found['boundary_gap_ratio']:.2f}"),
         ],
     )
-    return found
-
-
-def digest(
-    store: str,
-    *,
-    val: str = "",
-    epochs: int = 1,
-    micro_batch: int = 64,
-    per_step: int = 1,
-    actors: int = 0,
-    workers: int = 1,
-    from_step: int = 0,
-    seed: int = 0,
-    shuffle: Literal["auto", "global", "window", "off"] = "auto",
-    transform: str = "light",
-    val_transform: str = "center",
-    size: int = 224,
-) -> dict[str, Any]:
-    """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
-
-    Example: raypipe digest train.lmdb --epochs 2 --per-step 4 --workers 2 --from-step 10
-
-    Args:
-        store: the training store.
-        val: the validation store; empty = no validation segments.
-        epochs: passes over the store.
-        micro_batch: B, samples in a micro-batch.
-        per_step: M, micro-batches in a step.
-        actors: transform actors; 0 = what the cluster has.
-        workers: W, consumers that share each step.
-        from_step: resume at this training step, counted through all epochs, and compare with the same tail
-            of an unbroken run.
-        seed: the run's seed.
-        shuffle: global, window, off, or auto.
-        transform: preset or module:function for training segments.
-        val_transform: the same for validations.
-        size: side of the images that the presets make, in pixels.
-    """
-    from raypipe import digest as digest_module
-    from raypipe.cluster import connect, preflight
-    from raypipe.pipeline import StreamSpec
-
-    spec = StreamSpec.of(
-        store,
-        val or None,
-        plan=PlanConfig(epochs, micro_batch, per_step, seed, shuffle),
-        transform=TransformConfig(train=transform, val=val_transform, size=size),
-        pool=PoolConfig(min_actors=actors or 1, max_actors=actors),
-    )
-    spec.plan.check_workers(workers)
-    total = epochs * spec.plan.steps_per_epoch
-    if not 0 <= from_step < total:
-        raise ConfigError(f"--from-step {from_step} is outside the run's {total} steps")
-    # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
-    cpus = len(os.sched_getaffinity(0))
-    connect(num_cpus=max(cpus, actors))
-    max_actors = preflight(spec.pool).max_actors
-    cursor = spec.plan.cursor_at(from_step)
-    digests, samples = digest_module.stream_digests(spec, cursor, max_actors=max_actors, world_size=workers)
-    found: dict[str, Any] = {
-        "digest": digest_module.combine(digests),
-        "samples": samples,
-        "micro_batches": len(digests),
-    }
-    if from_step:
-        unbroken, _ = digest_module.stream_digests(
-            spec, spec.plan.start(), max_actors=max_actors, world_size=workers
-        )
-        found["unbroken_digest"] = digest_module.combine(unbroken)
-        found["unbroken_tail_digest"] = digest_module.combine(unbroken[-len(digests) :])
-    _table(store, [(name.replace("_", " "), str(value)) for name, value in found.items()])
     return found
 
 
@@ -222,22 +153,12 @@ def preview(
     )
 
 
-def _table(title: str, rows: list[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column()
-    table.add_column(justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "ingest": ingest,
     "bench": bench,
-    "digest": digest,
+    "digest": cli_audit.digest,
+    "digest-diff": cli_audit.digest_diff,
+    "inspect": cli_audit.inspect,
     "preview": preview,
 }
 _FLAGS = {
@@ -316,6 +237,8 @@ def _finish(command: Callable[[], dict[str, Any]]) -> None:
         result = command()
         _shutdown()
         print(json.dumps(result), flush=True)
+        if result.get("equal") is False:
+            sys.exit(1)
     except RaypipeError as error:
         _shutdown()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -40,12 +40,17 @@ class StoreConfig:
         val: address of the validation store; empty = no validation (for the digits: their own).
         image_column: name of the image column, for Parquet.
         label_column: name of the label column, for Parquet.
+        leave_out: list of bad samples of the training store, as `raypipe inspect --verify` writes it, a local
+            path or a URI: the run does without them; empty = without none.
+        val_leave_out: the same, of the validation store.
     """
 
     train: str = ""
     val: str = ""
     image_column: str = "image"
     label_column: str = "label"
+    leave_out: str = ""
+    val_leave_out: str = ""
 
 
 @dataclass(frozen=True)

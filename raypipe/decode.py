@@ -33,6 +33,13 @@ from raypipe.errors import SampleError
 MAX_PIXELS = 179_000_000
 """Pillow's limit against decompression bombs, 2 × 89,478,485 pixels, rounded up: 0.5 GiB as RGB."""
 
+_MAGIC = {
+    "JPEG": (b"\xff\xd8\xff",),
+    "PNG": (b"\x89PNG\r\n\x1a\n",),
+    "GIF": (b"GIF87a", b"GIF89a"),
+    "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    "BMP": (b"BM",),
+}
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _ORIENTATION_TAG = 0x0112  # of EXIF
 
@@ -69,22 +76,16 @@ def decode(
         data = bytes(data)
     if not data:
         raise SampleError("empty value (0 bytes)")
-    if data.startswith(b"\xff\xd8\xff"):
+    kind = image_kind(data)
+    if kind is None:
+        raise SampleError(f"not an image: starts with {data[:3].hex(' ')}{_guess(data)}")
+    if kind == "JPEG":
         return _decode_jpeg(data, min_side, max_pixels, exif)
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        size, kind = _plain_png_size(data), "PNG"
-    elif data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        canvas, kind = _webp_size(data), "WebP"
+    size = _plain_png_size(data) if kind == "PNG" else None
+    if kind == "WebP":
+        canvas = _webp_size(data)
         _check_size(*canvas, max_pixels)  # here: Pillow allocates the canvas before it tells its size
         size = canvas if _is_plain_webp(data) else None
-    elif data.startswith((b"GIF87a", b"GIF89a")):
-        size, kind = None, "GIF"
-    elif data.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")):
-        size, kind = None, "TIFF"
-    elif data.startswith(b"BM"):
-        size, kind = None, "BMP"
-    else:
-        raise SampleError(f"not an image: starts with {data[:3].hex(' ')}{_guess(data)}")
     if size is not None:
         _check_size(*size, max_pixels)
         with contextlib.suppress(cv2.error):  # a side over 2^20 pixels, which Pillow takes
@@ -92,6 +93,13 @@ def decode(
             if image is not None:
                 return image
     return _decode_pillow(data, kind, max_pixels, exif)
+
+
+def image_kind(data: bytes) -> str | None:
+    """JPEG, PNG, WebP, GIF, TIFF or BMP, by the magic number; None = none of them."""
+    if data.startswith(b"RIFF"):
+        return "WebP" if data[8:12] == b"WEBP" else None
+    return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
 
 
 def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:

@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 import numpy as np
 import simplejpeg
 
-from raypipe.decode import MAX_PIXELS, _check_size, _jpeg_orientation, _open_pillow, decode
+from raypipe.decode import MAX_PIXELS, _check_size, _jpeg_orientation, _open_pillow, decode, image_kind
 from raypipe.errors import ConfigError, SampleError
 from raypipe.sample_transform import Key
 
@@ -42,15 +42,6 @@ _SCALE = (0.08, 1.0)  # of the image's area; Szegedy et al. 2014, as torchvision
 _RATIO = (3 / 4, 4 / 3)  # width to height, likewise
 _LOG_RATIO = (math.log(_RATIO[0]), math.log(_RATIO[1]))
 _NUM_DRAWS = 10  # likewise
-
-
-_MAGIC = {  # as `raypipe.decode.decode` tells them apart
-    "JPEG": (b"\xff\xd8\xff",),
-    "PNG": (b"\x89PNG\r\n\x1a\n",),
-    "GIF": (b"GIF87a", b"GIF89a"),
-    "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
-    "BMP": (b"BM",),
-}
 
 
 class EncodedMicroBatch(TypedDict):
@@ -179,7 +170,7 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
         SampleError: see `EncodedTransform.describe`.
     """
     encoded = bytes(data) if isinstance(data, bytearray | memoryview) else data
-    kind = _kind(encoded) if isinstance(encoded, bytes) else None
+    kind = image_kind(encoded) if isinstance(encoded, bytes) else None
     if kind is None or encoded is None:
         return _decoded_size(data, exif)  # which says what the value is instead of an image
     if kind == "JPEG":
@@ -209,12 +200,6 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
 def _decoded_size(data: bytes | bytearray | memoryview | None, exif: bool) -> tuple[int, int]:
     height, width, _ = decode(data, exif=exif).shape
     return height, width
-
-
-def _kind(data: bytes) -> str | None:
-    if data.startswith(b"RIFF"):
-        return "WebP" if data[8:12] == b"WEBP" else None
-    return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
 
 
 def random_resized_crop(height: int, width: int, rng: np.random.Generator) -> Box:

@@ -9,29 +9,21 @@ unless samples are skipped.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from raypipe.cluster import connect
-from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.errors import ConfigError, StoreError
 from raypipe.shard_copy import Reencode, column_types, digest_of, write_shard
 from raypipe.stores import open_store
 from raypipe.stores.atomic import new_path
 from raypipe.stores.base import Store
+from raypipe.tasks import Cpus, follow, get, stopped_on_error
 
 # A shard is small enough to be copied and cached as one object, and large enough to be few.
 _SHARD_BYTES = 1 << 30
-# CPUs of a run that has just ended come back within seconds; anything longer is another job's.
-_SETTLE_S = 10.0
-# A task that is told to stop does so within a chunk.
-_STOP_S = 30.0
 
 
 def ingest(
@@ -77,28 +69,28 @@ def ingest(
     columns = column_types(store)
     connect()
     # A local destination is this node's; tasks must not write it elsewhere.
-    node = ray.get_runtime_context().get_node_id()
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    num_shards = min(len(store), shards or _num_shards(store, _num_cpus(node)))
+    cpus = Cpus("the copy", here=True)
+    num_shards = min(len(store), shards or _num_shards(store, cpus.number()))
     bounds = np.linspace(0, len(store), num_shards + 1).astype(int)
-    with new_path(path, overwrite) as partial, _stopped_on_error() as (tasks, wanted):
-        _wait_for_cpu(node)
+    with new_path(path, overwrite) as partial, stopped_on_error() as (tasks, wanted):
+        cpus.wait_for_one()
         files = [partial]
         if num_shards > 1:
             partial.mkdir()
             files = [partial / f"{number:05d}{path.suffix}" for number in range(num_shards)]
-        options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": here, "max_retries": 0}
+        options = cpus.task_options()
         write = ray.remote(num_returns="streaming", **options)(write_shard)
         tasks += [
             write.remote(wanted, store, file, int(start), int(stop), columns, reencode, on_bad_sample)
             for file, start, stop in zip(files, bounds[:-1], bounds[1:], strict=True)
         ]
         # Stable: what one shard yields, and what it skips, stays in order.
-        parts = sorted(_follow(tasks, len(store), progress), key=lambda part: part["first"])
+        followed = follow(tasks, "ingest", len(store), _num_seen, progress)
+        parts = sorted(followed, key=lambda part: part["first"])
         by_shard = [part for part in parts if part["digest"]]
         verify = ray.remote(**options)(digest_of)
         tasks[:] = [verify.remote(wanted, file, columns) for file in files]
-        for file, part, digest in zip(files, by_shard, _get(list(tasks)), strict=True):
+        for file, part, digest in zip(files, by_shard, get(list(tasks)), strict=True):
             if part["digest"] != digest:
                 raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
         skipped = [record for part in parts for record in part["skipped"]]
@@ -117,34 +109,6 @@ def ingest(
     }
 
 
-def _num_cpus(node: str) -> int:
-    """CPUs that Ray may use on a node.
-
-    Raises:
-        ResourceError: none.
-    """
-    import ray
-
-    [cpus] = [int(found["Resources"].get("CPU", 0)) for found in ray.nodes() if found["NodeID"] == node]
-    if not cpus:
-        raise ResourceError("this node offers Ray no CPUs (num-cpus: 0): run ingest where it does")
-    return cpus
-
-
-def _wait_for_cpu(node: str) -> None:
-    """Ray alone would wait for a CPU for ever, and say nothing."""
-    import ray
-
-    deadline = time.monotonic() + _SETTLE_S
-    while ray._private.state.available_resources_per_node().get(node, {}).get("CPU", 0.0) < 1:
-        if time.monotonic() > deadline:
-            raise ResourceError(
-                f"the copy needs 1 CPU, other jobs hold all {_num_cpus(node)} of this node. "
-                "Wait for them, or stop them (`ray job list`)"
-            )
-        time.sleep(0.2)
-
-
 def _num_shards(store: Store, num_cpus: int) -> int:
     sample = np.linspace(0, len(store) - 1, min(64, len(store))).astype(int)
     images = store.read(sample, ("image",))["image"]
@@ -152,66 +116,5 @@ def _num_shards(store: Store, num_cpus: int) -> int:
     return max(1, int(np.ceil(total / _SHARD_BYTES)), min(num_cpus, len(store) // 1000))
 
 
-def _follow(streams: list[Any], total: int, progress: bool) -> Iterator[dict[str, Any]]:
-    """What the tasks yield, as it comes, with a progress bar."""
-    import ray
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
-        task = bar.add_task("ingest", total=total)
-        pending = list(streams)
-        while pending:
-            ready: list[Any] = ray.wait(pending, num_returns=1, timeout=10, fetch_local=False)[0]
-            for stream in ready:
-                try:
-                    part = _get(next(stream))
-                except StopIteration:
-                    pending.remove(stream)
-                    continue
-                bar.advance(task, part["samples"] + len(part["skipped"]))
-                yield part
-
-
-@contextlib.contextmanager
-def _stopped_on_error() -> Iterator[tuple[list[Any], Path]]:
-    """A list of tasks, which an error or Ctrl-C ends: none shall write on while its file is being removed.
-
-    Beside it a file, which is there as long as the tasks' work is wanted: they look, see `shard_copy`. With
-    Ray 2.60, ray.cancel aborts this process at times, where a task is cancelled while it is being dispatched
-    ("Check failed: Tried to complete task that was not pending").
-    """
-    import ray
-
-    tasks: list[Any] = []
-    descriptor, name = tempfile.mkstemp(prefix="raypipe-ingest-")
-    os.close(descriptor)
-    wanted = Path(name)
-    try:
-        yield tasks, wanted
-    except BaseException:
-        wanted.unlink()
-        ends = [task.completed() if isinstance(task, ray.ObjectRefGenerator) else task for task in tasks]
-        if ends:
-            ray.wait(ends, num_returns=len(ends), timeout=_STOP_S, fetch_local=False)
-        raise
-    wanted.unlink()
-
-
-def _get(refs: Any) -> Any:
-    """ray.get, with the task's own error instead of Ray's wrapper around it.
-
-    Raises:
-        ResourceError: the task's process died.
-    """
-    import ray
-
-    try:
-        return ray.get(refs)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    except ray.exceptions.RayError as error:
-        raise ResourceError(
-            f"a process of the copy died ({type(error).__name__}), maybe of too little memory: "
-            "try again, or with fewer CPUs for Ray"
-        ) from error
+def _num_seen(part: dict[str, Any]) -> int:
+    return part["samples"] + len(part["skipped"])

@@ -76,6 +76,8 @@ def _spec(run: RunConfig, run_uri: str) -> StreamSpec:
         plan=run.plan,
         transform=run.transform,
         pool=run.pool,
+        leave_out=run.store.leave_out,
+        val_leave_out=run.store.val_leave_out,
         quarantine=f"{run_uri}/quarantine",
     )
 
@@ -131,6 +133,7 @@ def as_plain(run: RunConfig) -> dict[str, Any]:
 def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
     """What is about to run, for people: the effective configuration and what was derived from it."""
     plan = spec.plan
+    left_out = sum(len(kept.left_out) for kept in plan.kept.values())
     trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
     if allocation.min_workers:
         trainers = f"{allocation.min_workers} to {trainers}"
@@ -139,7 +142,8 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
         f"run        {run_uri}\n"
         f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
         f"{plan.config.per_step} x {plan.config.micro_batch} = {plan.config.per_step * plan.config.micro_batch} "
-        f"samples ({plan.num_train} train, {plan.num_val} val)\n"
+        f"samples ({plan.num_train} train, {plan.num_val} val"
+        f"{f'; {left_out} left out' if left_out else ''})\n"
         f"trainers   {trainers}\n"
         f"transform  {run.pool.min_actors} to {allocation.max_actors} actors"
     )

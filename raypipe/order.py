@@ -144,7 +144,49 @@ class WindowOrder:
         return {**self.__dict__, "_epoch": None}
 
 
-Order = GlobalOrder | StoredOrder | WindowOrder
+class Kept:
+    """The samples of a store that are left when some are left out, and their numbers, 0 to N' - 1.
+
+        index     0 1 2 3 4 5 6
+        left out    x   x x
+        number    0   1       2 3 …
+
+    Only what is left out is held: O(k) memory for k samples, whatever the size of the store.
+
+    Args:
+        left_out: indices of samples, integers (k,), in any order.
+    """
+
+    def __init__(self, left_out: np.ndarray) -> None:
+        self.left_out = np.unique(np.asarray(left_out, np.int64))
+        self._kept_before = self.left_out - np.arange(len(self.left_out))
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """The indices, int64, of the kept samples with these numbers."""
+        return numbers + np.searchsorted(self._kept_before, numbers, side="right")
+
+    def numbers(self, indices: np.ndarray) -> np.ndarray:
+        """How many kept samples stand before each index, int64: the number of a sample that is kept itself."""
+        return indices - np.searchsorted(self.left_out, indices, side="left")
+
+
+class KeptOrder:
+    """An order of what is left of a store.
+
+    Args:
+        order: of the kept samples, by number.
+        kept: which they are.
+    """
+
+    def __init__(self, order: GlobalOrder | StoredOrder | WindowOrder, kept: Kept) -> None:
+        self.order, self.kept, self.size = order, kept, order.size
+
+    def indices(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Sample indices in the store, int64, at int64 positions of an epoch."""
+        return self.kept.indices(self.order.indices(epoch, positions))
+
+
+Order = GlobalOrder | StoredOrder | WindowOrder | KeptOrder
 
 # Domains keep the keys of different uses apart.
 _DOMAIN_ORDER, _DOMAIN_WINDOW = 1, 2
@@ -165,7 +207,13 @@ def default_window_groups(groups: np.ndarray) -> int:
 
 
 def positions_of(order: Order, epoch: int, indices: np.ndarray) -> np.ndarray:
-    """The positions, int64 (n,), at which samples stand in an epoch; the inverse of `order.indices`."""
+    """The positions, int64 (n,), at which samples stand in an epoch; the inverse of `order.indices`.
+
+    No sample may be one that is left out: it has no position.
+    """
+    if isinstance(order, KeptOrder):
+        assert not np.isin(indices, order.kept.left_out).any(), "a sample that is left out has no position"
+        return positions_of(order.order, epoch, order.kept.numbers(indices))
     if isinstance(order, StoredOrder):
         return indices.astype(np.int64)
     if isinstance(order, GlobalOrder):

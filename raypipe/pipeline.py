@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray.data
 
 from raypipe import backpressure, pool_watch
+from raypipe.bad_list import read_bad_list
 from raypipe.cluster import check_object_store, connect, preflight
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.encoded_transform import encoded_transform
@@ -68,6 +69,8 @@ class StreamSpec:
         pool: PoolConfig | None = None,
         train_transform: Transform = "",
         val_transform: Transform = "",
+        leave_out: str | Path = "",
+        val_leave_out: str | Path = "",
         quarantine: str = "",
     ) -> StreamSpec:
         """Open the stores and lay out the plan.
@@ -76,6 +79,7 @@ class StreamSpec:
             train, val: stores or their addresses.
             plan, transform, pool: settings; defaults where None.
             train_transform, val_transform: callables or presets instead of those that `transform` names.
+            leave_out, val_leave_out: lists of bad samples of each store, see `StoreConfig`.
             quarantine: URI of the folder that records bad samples; empty = log only.
 
         Raises:
@@ -95,7 +99,13 @@ class StreamSpec:
             for chosen in transforms.values():
                 encoded_transform(chosen, transform)
         return StreamSpec(
-            plan=Plan.of(plan_config, train_store, val_store),
+            plan=Plan.of(
+                plan_config,
+                train_store,
+                val_store,
+                leave_out=read_bad_list(leave_out, train_store, "store.leave_out"),
+                val_leave_out=read_bad_list(val_leave_out, val_store, "store.val_leave_out"),
+            ),
             stores=stores,
             transforms=transforms,
             transform=transform,
@@ -186,6 +196,8 @@ def stream(
     pool: PoolConfig | None = None,
     train_transform: Transform = "",
     val_transform: Transform = "",
+    leave_out: str | Path = "",
+    val_leave_out: str | Path = "",
     cursor: Cursor | None = None,
     world_size: int = 1,
 ) -> Dataset:
@@ -195,6 +207,7 @@ def stream(
         train, val: stores or their addresses.
         plan, transform, pool: settings; defaults where None.
         train_transform, val_transform: callables or presets instead of those that `transform` names.
+        leave_out, val_leave_out: lists of bad samples of each store, see `StoreConfig`.
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
 
@@ -212,6 +225,8 @@ def stream(
         pool=pool,
         train_transform=train_transform,
         val_transform=val_transform,
+        leave_out=leave_out,
+        val_leave_out=val_leave_out,
     )
     connect()
     allocation = preflight(spec.pool)

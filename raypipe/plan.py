@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
@@ -24,6 +24,8 @@ import numpy as np
 from raypipe.errors import ConfigError, CursorError
 from raypipe.order import (
     GlobalOrder,
+    Kept,
+    KeptOrder,
     Order,
     StoredOrder,
     WindowOrder,
@@ -117,7 +119,8 @@ class Segment:
         split: "train" or "val".
         epoch: e.
         first_step: the step that the segment starts with; 0 except right after a resume.
-        num_steps: steps in the whole pass; steps first_step … num_steps - 1 are delivered.
+        num_steps: steps in the whole pass, or up to where the plan is cut off; steps first_step … num_steps - 1
+            are delivered.
     """
 
     split: Split
@@ -146,9 +149,12 @@ class Plan:
     Attributes:
         config: the order's settings.
         train_order: position → index of the training store.
-        num_train: N.
-        num_val: samples of the validation store; 0 = no validation.
+        num_train: N, samples of the training store that are not left out.
+        num_val: samples of the validation store that are not left out; 0 = no validation.
         fingerprint: 16 hex digits over all that fixes the stream's order.
+        kept: which samples of each store they are.
+        end_step: the training step, counted through all epochs, before which the schedule is cut off; None = it
+            is whole.
     """
 
     config: PlanConfig
@@ -156,26 +162,48 @@ class Plan:
     num_train: int
     num_val: int
     fingerprint: str
+    kept: dict[Split, Kept] = field(repr=False, compare=False)
+    end_step: int | None = None
 
     @staticmethod
-    def of(config: PlanConfig, train: Store, val: Store | None = None) -> Plan:
+    def of(
+        config: PlanConfig,
+        train: Store,
+        val: Store | None = None,
+        *,
+        leave_out: Sequence[int] | np.ndarray = (),
+        val_leave_out: Sequence[int] | np.ndarray = (),
+    ) -> Plan:
         """The plan of a run over a training store and, maybe, a validation store.
 
+        Args:
+            config: the order's settings.
+            train, val: the stores.
+            leave_out, val_leave_out: indices of samples of each that the run is to do without; all others keep
+                their indices.
+
         Raises:
-            ConfigError: the store is smaller than one step, or has no groups to shuffle in windows.
+            ConfigError: what is left of the store is smaller than one step, or it has no groups to shuffle in
+                windows.
         """
-        num_train, num_val = len(train), len(val) if val is not None and config.val_every else 0
+        kept: dict[Split, Kept] = {"train": Kept(np.asarray(leave_out)), "val": Kept(np.asarray(val_leave_out))}
+        left_out = kept["train"].left_out
+        num_train = len(train) - len(left_out)
+        num_val = len(val) - len(kept["val"].left_out) if val is not None and config.val_every else 0
         global_batch = config.micro_batch * config.per_step
         if num_train < global_batch:
+            beside = f" beside the {len(left_out)} that are left out" if len(left_out) else ""
             raise ConfigError(
-                f"{train.address} has {num_train} samples, fewer than one step of "
+                f"{train.address} has {num_train} samples{beside}, fewer than one step of "
                 f"{config.per_step} x {config.micro_batch}: lower plan.micro_batch or plan.per_step"
             )
         shuffle = config.shuffle
         groups = train.groups
+        if groups is not None:
+            groups = kept["train"].numbers(groups)
         if shuffle == "auto":
             shuffle = "global" if groups is None else "window"
-        order: Order
+        order: GlobalOrder | StoredOrder | WindowOrder
         window_groups = 0
         if shuffle == "global":
             order = GlobalOrder(num_train, config.seed)
@@ -197,8 +225,20 @@ class Plan:
             train.fingerprint,
             None if window_groups == 0 or groups is None else hashlib.blake2b(groups.tobytes()).hexdigest(),
         ]
+        if len(left_out):
+            parts.append(hashlib.blake2b(left_out.tobytes()).hexdigest())
         fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
-        return Plan(config, order, num_train, num_val, fingerprint)
+        train_order = KeptOrder(order, kept["train"]) if len(left_out) else order
+        return Plan(config, train_order, num_train, num_val, fingerprint, kept)
+
+    def until(self, step: int) -> Plan:
+        """This plan, cut off before a training step, counted through all epochs.
+
+        A validation before that step stays. So the plans that are cut off at a and at b, the second from
+        `cursor_at(a)` on, have together what the plan cut off at b has.
+        """
+        assert 0 < step <= self.config.epochs * self.steps_per_epoch
+        return replace(self, end_step=step)
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -232,7 +272,8 @@ class Plan:
         if cursor.fingerprint != self.fingerprint:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
-                f"{self.fingerprint}: the training store, seed, micro_batch, per_step or shuffle differ. "
+                f"{self.fingerprint}: the training store, its leave_out, seed, micro_batch, per_step or shuffle "
+                "differ. "
                 "Restore those settings, or start a new run"
             )
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
@@ -253,11 +294,15 @@ class Plan:
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
         """What is left of the schedule at a cursor."""
         self.check(cursor)
+        last_step = self.config.epochs * self.steps_per_epoch if self.end_step is None else self.end_step
         for epoch in range(cursor.epoch, self.config.epochs):
             first = cursor.step if epoch == cursor.epoch else 0
-            if first < self.steps_per_epoch:
-                yield Segment("train", epoch, first, self.steps_per_epoch)
-            if self.has_val(epoch):
+            num_steps = min(self.steps_per_epoch, last_step - epoch * self.steps_per_epoch)
+            if num_steps <= 0:
+                return
+            if first < num_steps:
+                yield Segment("train", epoch, first, num_steps)
+            if self.has_val(epoch) and num_steps == self.steps_per_epoch:
                 yield Segment("val", epoch, 0, self.val_steps)
 
     def micro_batches(self, cursor: Cursor, first: int = 0) -> Iterator[MicroBatchId]:
@@ -282,7 +327,8 @@ class Plan:
         positions = np.arange(first, first + size)
         if at.split == "train":
             return self.train_order.indices(at.epoch, positions)
-        return np.where(positions < self.num_val, positions, PADDING)
+        numbers = np.minimum(positions, self.num_val - 1)
+        return np.where(positions < self.num_val, self.kept["val"].indices(numbers), PADDING)
 
     def sample_keys(self, at: MicroBatchId, indices: np.ndarray) -> np.ndarray:
         """The key of each sample's CPU transform: uint64 (B, 2), a function of (seed, split, e, index).
@@ -302,7 +348,8 @@ class Plan:
     def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
         """The sample that stands in for a bad one: a function of (seed, e, index, attempt)."""
         parts = (_DOMAIN_SUBSTITUTE, at.epoch, index, attempt)
-        return int(derive_keys(1, self.config.seed, *parts)[0] % np.uint64(self.num_train))
+        number = derive_keys(1, self.config.seed, *parts)[0] % np.uint64(self.num_train)
+        return int(self.kept["train"].indices(np.array([number], np.int64))[0])
 
 
 @lru_cache(maxsize=8)

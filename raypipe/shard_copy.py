@@ -17,6 +17,7 @@ from raypipe.decode import decode, encode_jpeg, resize_short_side
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Store
+from raypipe.tasks import check_wanted
 
 # Samples per read: a few MB of JPEGs.
 CHUNK = 64
@@ -84,10 +85,10 @@ def write_shard(
 ) -> Iterator[dict[str, Any]]:
     """Writes samples start … stop - 1; yields what each chunk wrote, and last the digest of all."""
     digest = Digest(columns)
-    _check_wanted(wanted)
+    check_wanted(wanted)
     with open_writer(file, columns, store.classes) as writer:
         for first in range(start, stop, CHUNK):
-            _check_wanted(wanted)
+            check_wanted(wanted)
             indices = np.arange(first, min(stop, first + CHUNK))
             rows = store.read(indices, tuple(columns))
             done: dict[str, Any] = {"samples": 0, "bytes": 0, "skipped": [], "digest": "", "first": start}
@@ -154,17 +155,12 @@ class Digest:
 
 def digest_of(wanted: Path, file: Path, columns: dict[str, str]) -> str:
     """The digest of a shard as it reads back."""
-    _check_wanted(wanted)
+    check_wanted(wanted)
     store, digest = open_store(file), Digest(columns)
     for first in range(0, len(store), CHUNK):
-        _check_wanted(wanted)
+        check_wanted(wanted)
         rows = store.read(np.arange(first, min(len(store), first + CHUNK)), tuple(columns))
         for row in range(len(rows["image"])):
             digest.add({name: rows[name][row] for name in columns})
     store.close()
     return digest.hex()
-
-
-def _check_wanted(wanted: Path) -> None:
-    if not wanted.exists():
-        raise InterruptedError("the copy was given up")

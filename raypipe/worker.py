@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from raypipe.encoded_transform import EncodedMicroBatchTransform, encoded_transform
 from raypipe.guard import Guard
+from raypipe.order import Kept
 from raypipe.plan import MicroBatchId, Plan, Split
 from raypipe.presets import build_transform
 from raypipe.quarantine import record_bad
@@ -67,7 +68,7 @@ class TransformWorker:
                 on_bad_sample=config.on_bad_sample,
                 exact=exact,
                 store_address=store.address,
-                probe=functools.partial(_first_images, store),
+                probe=functools.partial(_first_images, store, spec.plan.kept[split]),
             )
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
@@ -123,6 +124,6 @@ class TransformWorker:
         }
 
 
-def _first_images(store: Store) -> Iterator[bytes | None]:
-    for index in range(min(16, len(store))):
+def _first_images(store: Store, kept: Kept) -> Iterator[bytes | None]:
+    for index in kept.indices(np.arange(min(16, len(store) - len(kept.left_out)))):
         yield store.read(np.array([index]), ("image",))["image"][0]

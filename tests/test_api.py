@@ -23,7 +23,7 @@ MODULES = sorted(
 
 # A module imports from earlier lines only.
 LAYERS = [
-    {"errors", "order"},
+    {"errors", "order", "console"},
     {"lookup", "stores.base", "stores.checks", "stores.record"},
     {"stores.lmdb_pages"},
     {"stores.lmdb_shard", "stores.parquet_files", "stores.parquet_writer"},
@@ -32,21 +32,26 @@ LAYERS = [
     {"stores.atomic"},
     {"plan", "decode", "picture", "presets", "sample_transform"},
     {"config", "transform", "runlog", "encoded", "quarantine"},
-    {"encoded_transform"},
+    {"encoded_transform", "json_file", "tasks"},
+    {"bad_list", "digest_file"},
     {"metrics", "mixing", "kornia_ops"},
     {"augment", "device_decode", "ordered_sum", "models", "ring"},
     {"prefetcher"},
-    {"digits", "cluster", "source", "pool_watch", "supervisor", "shard_copy"},
-    {"ingest", "backpressure", "guard"},
+    {"digits", "cluster", "source", "pool_watch", "supervisor", "shard_copy", "sample_check"},
+    {"ingest", "inspection", "backpressure", "guard"},
     {"worker", "rank_stream"},
     {"pipeline", "handover"},
     {"digest", "train", "trainer", "preview"},
     {"launch", "bench"},
+    {"cli_audit"},
     {"cli"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 
 NEITHER_RAY_NOR_TORCH = {
+    "bad_list",
+    "digest_file",
+    "json_file",
     "errors",
     "order",
     "lookup",
@@ -54,6 +59,7 @@ NEITHER_RAY_NOR_TORCH = {
     "config",
     "decode",
     "presets",
+    "sample_check",
     "sample_transform",
     "encoded",
     "encoded_transform",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from raypipe import cli
 from raypipe.cli import _finish, _normalized, main, parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
@@ -154,6 +155,12 @@ def test_resume_takes_the_stored_settings_by_uri(stored: Path) -> None:
 
 
 # How a command ends
+
+
+@pytest.fixture(autouse=True)
+def cluster_of_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command ends the Ray that it has started; here that is all tests'."""
+    monkeypatch.setattr(cli, "_shutdown", lambda: None)
 
 
 def test_a_command_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:

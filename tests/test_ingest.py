@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe import cli
+from raypipe import cli, tasks
 from raypipe import ingest as ingest_module
 from raypipe.decode import decode
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
@@ -282,7 +282,7 @@ class TestIngest:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return super().read(indices, columns)
 
-        with pytest.raises(ResourceError, match=r"process of the copy died \(WorkerCrashedError\).* memory"):
+        with pytest.raises(ResourceError, match=r"process of this command died \(WorkerCrashedError\).* memory"):
             ingest(Deadly(IMAGES, LABELS), tmp_path / "copy.lmdb", shards=1)
         assert names(tmp_path) == []
 
@@ -316,7 +316,7 @@ class TestIngest:
 
         job = ray.remote(num_cpus=4)(Job).remote()
         ray.get(job.ping.remote())
-        monkeypatch.setattr(ingest_module, "_SETTLE_S", 1.0)
+        monkeypatch.setattr(tasks, "_SETTLE_S", 1.0)
         try:
             with pytest.raises(ResourceError, match="needs 1 CPU, other jobs hold all 4 of this node"):
                 ingest(make_memory(tmp_path), tmp_path / "copy.lmdb")

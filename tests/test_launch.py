@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raypipe.bad_list import write_bad_list
 from raypipe.cli import parse_run
 from raypipe.cluster import Allocation
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.launch import _cause, _check_run_folder, _num_classes, _store_config, as_plain, describe, train
+from raypipe.launch import _cause, _check_run_folder, _num_classes, _spec, _store_config, as_plain, describe, train
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
+from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 
 RUN = RunConfig(
@@ -60,6 +62,21 @@ def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
         assert part in shown
     assert "trainers   2 x GPU" in shown
     assert "transform  1 to 5 actors" in shown
+
+
+def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        write_bad_list(tmp_path / f"{name}.json", open_store(stores[name]), [{"index": 3, "error": "damaged"}])
+    settings = StoreConfig(
+        train=str(stores["train"]),
+        val=str(stores["val"]),
+        leave_out=str(tmp_path / "train.json"),
+        val_leave_out=str(tmp_path / "val.json"),
+    )
+    run = dataclasses.replace(RUN, store=settings)
+    found = _spec(run, (tmp_path / "run").as_uri())
+    assert (found.plan.num_train, found.plan.num_val) == (99, 21)
+    assert "(99 train, 21 val; 2 left out)" in describe(run, found, Allocation(1, False, 1.0, 1), "file:///run")
 
 
 # The number of classes

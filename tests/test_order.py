@@ -7,22 +7,28 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raypipe.order import (
     NUM_ROUNDS,
     GlobalOrder,
+    Kept,
+    KeptOrder,
+    Order,
     StoredOrder,
     WindowOrder,
     default_window_groups,
     derive_keys,
     permute,
+    positions_of,
 )
 
 UNEVEN = np.array([0, 3, 5, 5, 9, 12])  # the third group is empty
 BILLION = 1_000_000_000
 
 
-def whole(order: GlobalOrder | StoredOrder | WindowOrder, epoch: int = 0) -> list[int]:
+def whole(order: Order, epoch: int = 0) -> list[int]:
     return order.indices(epoch, np.arange(order.size)).tolist()
 
 
@@ -173,3 +179,53 @@ def test_default_window_holds_ten_groups_and_4096_rows() -> None:
     assert default_window_groups(np.arange(0, 100_001, 1000)) == 10
     assert default_window_groups(np.arange(0, 10_001, 100)) == 41
     assert default_window_groups(np.array([0, 0])) == 4096
+
+
+# What is left of a store
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(1, 60))
+@settings(max_examples=80, deadline=None)
+def test_kept_samples_are_numbered_in_their_order(left_out: set[int], size: int) -> None:
+    kept = Kept(np.array(sorted(left_out, reverse=True), np.int64))
+    indices = np.array([index for index in range(size) if index not in left_out], np.int64)
+    numbers = np.arange(len(indices))
+    assert kept.indices(numbers).tolist() == indices.tolist()
+    assert kept.numbers(indices).tolist() == numbers.tolist()
+
+
+def orders_of(num: int, groups: np.ndarray) -> list[GlobalOrder | StoredOrder | WindowOrder]:
+    return [GlobalOrder(num, 4), StoredOrder(num), WindowOrder(groups, 4, 1), WindowOrder(groups, 4, 3)]
+
+
+@given(st.sets(st.integers(0, 39), max_size=39), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_an_order_of_what_is_left_has_each_once_and_its_inverse(left_out: set[int], epoch: int) -> None:
+    kept, indices = Kept(np.array(list(left_out), np.int64)), sorted(set(range(40)) - left_out)
+    for order in orders_of(len(indices), kept.numbers(np.array([0, 7, 7, 19, 20, 40]))):
+        left = KeptOrder(order, kept)
+        found = whole(left, epoch)
+        assert sorted(found) == indices
+        assert positions_of(left, epoch, np.array(found)).tolist() == list(range(len(indices)))
+
+
+def test_golden_order_of_what_is_left() -> None:
+    kept = Kept(np.array([0, 3, 4, 8]))  # of four groups the second is left out whole
+    order = KeptOrder(WindowOrder(kept.numbers(UNEVEN), seed=3, window_groups=2), kept)
+    assert whole(order, 0) == [10, 9, 11, 5, 6, 7, 2, 1]
+    assert whole(order, 1) == [2, 1, 5, 6, 10, 9, 7, 11]
+    assert whole(KeptOrder(GlobalOrder(7, seed=3), Kept(np.array([1, 4]))), 0) == [6, 3, 7, 2, 0, 5, 8]
+
+
+def test_a_sample_that_is_left_out_has_no_position() -> None:
+    with pytest.raises(AssertionError, match="left out"):
+        positions_of(KeptOrder(StoredOrder(4), Kept(np.array([2]))), 0, np.array([1, 2]))
+
+
+def test_what_is_left_of_a_billion_samples_costs_no_memory_of_their_number() -> None:
+    order = KeptOrder(GlobalOrder(BILLION - 2, 0), Kept(np.array([5, BILLION // 2])))
+    tracemalloc.start()
+    order.indices(0, np.arange(BILLION - 1002, BILLION - 2))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import pickle
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan import PADDING, Cursor, MicroBatchId, Plan, PlanConfig, Segment, rank_of
+from raypipe.order import WindowOrder
+from raypipe.plan import PADDING, Cursor, MicroBatchId, Plan, PlanConfig, Segment, Split, rank_of
 from raypipe.stores.memory import MemoryStore
 
 
@@ -20,22 +23,35 @@ def store(size: int, group_size: int | None = None, salt: int = 0) -> MemoryStor
     return MemoryStore([bytes([i % 256, salt]) for i in range(size)], [0] * size, group_size=group_size)
 
 
-def plan_of(size: int = 7, val: int = 0, group_size: int | None = None, **config: Any) -> Plan:
+def plan_of(
+    size: int = 7,
+    val: int = 0,
+    group_size: int | None = None,
+    leave_out: Collection[int] = (),
+    val_leave_out: Collection[int] = (),
+    **config: Any,
+) -> Plan:
     return Plan.of(
         PlanConfig(**{"epochs": 2, "micro_batch": 2, **config}),
         store(size, group_size),
         store(val) if val else None,
+        leave_out=list(leave_out),
+        val_leave_out=list(val_leave_out),
     )
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     micro_batch, per_step = draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    size = draw(st.integers(micro_batch * per_step, micro_batch * per_step + 60))
+    num_kept = draw(st.integers(micro_batch * per_step, micro_batch * per_step + 60))
+    num_left_out, num_val = draw(st.integers(0, 20)), draw(st.integers(0, 40))
+    size = num_kept + num_left_out
     return plan_of(
         size,
-        draw(st.integers(0, 40)),
+        num_val,
         draw(st.sampled_from([None, 1, 4, 1000])),
+        leave_out=draw(st.sets(st.integers(0, size - 1), min_size=num_left_out, max_size=num_left_out)),
+        val_leave_out=draw(st.sets(st.integers(0, num_val - 1), max_size=num_val - 1)) if num_val else (),
         epochs=draw(st.integers(1, 4)),
         micro_batch=micro_batch,
         per_step=per_step,
@@ -56,6 +72,10 @@ def whole(plan: Plan) -> list[MicroBatchId]:
 
 def pass_over(plan: Plan, split: str, epoch: int) -> list[np.ndarray]:
     return [plan.indices(at) for at in whole(plan) if (at.split, at.epoch) == (split, epoch)]
+
+
+def num_stored(plan: Plan, split: Split) -> int:
+    return (plan.num_train if split == "train" else plan.num_val) + len(plan.kept[split].left_out)
 
 
 def cursors(plan: Plan) -> dict[Cursor, int]:
@@ -79,8 +99,9 @@ def test_training_reads_each_sample_at_most_once_and_leaves_out_less_than_a_step
         batches = pass_over(plan, "train", epoch)
         assert {batch.shape for batch in batches} == {(plan.config.micro_batch,)}
         read = np.concatenate(batches)
-        assert read.dtype == np.int64 and read.min() >= 0 and read.max() < plan.num_train
+        assert read.dtype == np.int64 and read.min() >= 0 and read.max() < num_stored(plan, "train")
         assert len(np.unique(read)) == len(read)
+        assert not np.isin(read, plan.kept["train"].left_out).any()
         assert 0 <= plan.num_train - len(read) < plan.config.micro_batch * plan.config.per_step
 
 
@@ -93,7 +114,9 @@ def test_validation_reads_each_sample_exactly_once_in_stored_order_then_pads(pla
             assert batches == []
             continue
         read = np.concatenate(batches)
-        assert read[: plan.num_val].tolist() == list(range(plan.num_val))
+        left_out = plan.kept["val"].left_out.tolist()
+        kept = [index for index in range(num_stored(plan, "val")) if index not in left_out]
+        assert read[: plan.num_val].tolist() == kept
         assert (read[plan.num_val :] == PADDING).all()
         assert len(read) % global_batch == 0 and len(read) - plan.num_val < global_batch
 
@@ -139,6 +162,32 @@ def test_the_schedule_alternates_and_validates_every_so_often_and_at_the_end() -
 
 def test_micro_batch_ids_sort_as_text() -> None:
     assert str(MicroBatchId("train", 2, 31, 4)) == "train-e0002-s000031-m004"
+
+
+@properties(30)
+def test_plans_cut_off_at_steps_tile_the_schedule(plan: Plan) -> None:
+    stream, num_steps = whole(plan), plan.config.epochs * plan.steps_per_epoch
+    bounds = sorted({0, num_steps // 3, plan.steps_per_epoch, num_steps - 1, num_steps} - {-1})
+    tiles = [
+        list(plan.until(end).micro_batches(plan.cursor_at(start))) for start, end in itertools.pairwise(bounds)
+    ]
+    assert [at for tile in tiles for at in tile] == stream
+    for (start, end), tile in zip(itertools.pairwise(bounds), tiles, strict=True):
+        cut = plan.until(end)
+        assert cut.num_micro_batches(plan.cursor_at(start)) == len(tile)
+        train = [at for at in tile if at.split == "train"]
+        assert len(train) == (end - start) * plan.config.per_step
+        assert all(np.array_equal(cut.indices(at), plan.indices(at)) for at in tile)
+        assert cut.fingerprint == plan.fingerprint
+
+
+def test_a_validation_belongs_to_the_range_that_ends_with_its_epoch() -> None:
+    plan = plan_of(7, val=3)
+    start = plan.start()
+    assert list(plan.until(2).segments(start)) == [Segment("train", 0, 0, 2)]
+    assert list(plan.until(3).segments(start)) == [Segment("train", 0, 0, 3), Segment("val", 0, 0, 2)]
+    assert list(plan.until(4).segments(plan.cursor_at(3))) == [Segment("train", 1, 0, 1)]
+    assert list(plan.until(3).segments(plan.cursor_at(3))) == []
 
 
 # Resume
@@ -263,6 +312,60 @@ def test_the_fingerprint_keeps_through_what_only_lengthens_or_watches_the_run() 
     assert plan_of(window_groups=5).fingerprint == plan_of().fingerprint  # no groups, no windows
 
 
+# Samples that are left out
+
+
+def test_leaving_nothing_out_changes_nothing() -> None:
+    # As before there were lists; the golden fingerprint below is of a store without groups.
+    plan = plan_of(20, group_size=3, seed=3, leave_out=[])
+    assert plan.fingerprint == "5f26726a5807759b" and type(plan.train_order).__name__ == "WindowOrder"
+
+
+def test_golden_order_of_what_is_left() -> None:
+    plan = plan_of(9, seed=3, leave_out=[4, 1], micro_batch=1)
+    # The order of seven samples, see test_order, by the indices that the seven kept ones have.
+    assert [plan.indices(at)[0] for at in whole(plan)] == [6, 3, 7, 2, 0, 5, 8, 2, 0, 5, 6, 7, 3, 8]
+    assert plan.fingerprint == "87bacb2fcfc83799"
+
+
+@pytest.mark.parametrize("leave_out", [[1], [1, 4], [5]])
+def test_the_fingerprint_changes_with_what_is_left_out_of_training(leave_out: list[int]) -> None:
+    others = {plan_of(9, leave_out=other).fingerprint for other in ([], [1], [1, 4], [5]) if other != leave_out}
+    assert plan_of(9, leave_out=leave_out).fingerprint not in others
+    # In any order, and named twice.
+    again = plan_of(9, leave_out=[*reversed(leave_out), leave_out[0]])
+    assert again.fingerprint == plan_of(9, leave_out=leave_out).fingerprint
+    # As with the validation store itself: it is not part of what a cursor needs.
+    assert plan_of(9, val=5, val_leave_out=[1]).fingerprint == plan_of(9, val=5).fingerprint
+
+
+def test_the_keys_of_kept_samples_are_what_they_were() -> None:
+    indices = np.array([0, 2, 8])
+    plan, plain = plan_of(9, val=9, leave_out=[1], val_leave_out=[1]), plan_of(9, val=9)
+    for at in (TRAIN, VAL):
+        assert np.array_equal(plan.sample_keys(at, indices), plain.sample_keys(at, indices))
+
+
+def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
+    with pytest.raises(ConfigError, match="has 5 samples beside the 2 that are left out, fewer than one step"):
+        plan_of(7, micro_batch=2, per_step=3, leave_out=[0, 6])
+
+
+@given(st.sets(st.integers(0, 59), max_size=50), st.integers(1, 7), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_windows_keep_to_the_groups_of_the_store(left_out: set[int], group_size: int, k: int) -> None:
+    plan = plan_of(60, group_size=group_size, window_groups=k, leave_out=left_out)
+    order: Any = plan.train_order.order if left_out else plan.train_order
+    assert isinstance(order, WindowOrder)
+    rows = plan.train_order.indices(1, np.arange(plan.num_train))
+    assert sorted(rows.tolist()) == sorted(set(range(60)) - left_out)
+    starts = [*order._layout(1)[1][::k].tolist(), plan.num_train]
+    windows = [np.unique(rows[start:end] // group_size).tolist() for start, end in itertools.pairwise(starts)]
+    assert max(map(len, windows)) <= k
+    groups = [group for window in windows for group in window]
+    assert len(groups) == len(set(groups)), "a group is read in one window only"
+
+
 # Seeds
 
 TRAIN, VAL = MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 1, 0, 0)
@@ -310,6 +413,14 @@ def test_micro_batch_seeds_are_distinct_and_in_range(plan: Plan) -> None:
     seeds = [plan.micro_batch_seed(at) for at in stream]
     assert len(set(seeds)) == len(stream)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@properties(30)
+def test_substitutes_are_never_samples_that_are_left_out(plan: Plan) -> None:
+    for index in range(10):
+        found = plan.substitute(TRAIN, index, index % 3)
+        assert 0 <= found < num_stored(plan, "train")
+        assert found not in plan.kept["train"].left_out
 
 
 @given(st.integers(0, 10), st.integers(0, 10**6), st.integers(0, 8))

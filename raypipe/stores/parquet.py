@@ -106,6 +106,10 @@ class ParquetStore:
         """Return the size of the decoded row groups held now."""
         return 0 if self._opened is None else self._opened.num_bytes
 
+    def forwards(self) -> ParquetStore:
+        """The same store for one who goes through it once, from one end to the other: it keeps one row group."""
+        return ParquetStore(self.address, *self._options[:2], cache_bytes=0)
+
     def close(self) -> None:
         self._opened = None
 

@@ -27,6 +27,7 @@ from typing import Any
 # A cluster of its own, that no other process of this machine finds and takes for its own.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
 
+import raypipe  # noqa: F401  # isort: skip  it sets what Ray and Albumentations read at import
 import cv2
 import numpy as np
 import psutil
@@ -37,7 +38,6 @@ from ray.train.torch import TorchTrainer
 from rich.console import Console
 from rich.table import Table
 
-import raypipe  # noqa: F401  it sets what Ray and Albumentations read at import
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.digest import batch_digest, combine
 from raypipe.handover import CURSOR_FILE, feed

@@ -282,6 +282,15 @@ def test_cache_keeps_the_last_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert reads[4:] == list(range(1, 10))  # group 0 was there
 
 
+def test_a_store_for_one_pass_is_the_same_store_with_one_group_held(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+    store = ParquetStore(path).forwards()
+    assert (store.address, store.fingerprint) == (str(path), ParquetStore(path).fingerprint)
+    for start in range(0, 40, 8):
+        assert store.read(np.arange(start, start + 8))["label"].tolist() == list(range(start, start + 8))
+        assert 40_000 < store.cached_bytes() < 50_000
+
+
 def test_reading_labels_leaves_the_images_alone(tmp_path: Path) -> None:
     store = ParquetStore(write(tmp_path / "a.parquet", num_bytes=10_000))
     assert store.read(np.arange(20), columns=("label",))["label"].tolist() == list(range(20))

@@ -1,0 +1,207 @@
+"""The commands that audit: what a store is, which of its samples are bad, and whether two streams are the same.
+
+They are part of the command line, see `raypipe.cli`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Literal
+
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.console import table
+from raypipe.errors import ConfigError
+from raypipe.plan import PlanConfig
+
+
+def inspect(
+    store: str,
+    *,
+    verify: bool = False,
+    output: str = "",
+    image_column: str = "image",
+    label_column: str = "label",
+) -> dict[str, Any]:
+    """Print what a store is, or find every sample of it that cannot be read and decoded.
+
+    Example: raypipe inspect train.lmdb --verify --output bad.json
+
+    Args:
+        store: LMDB, Parquet, tar or a folder of class folders.
+        verify: read and decode every sample, in parallel on Ray.
+        output: with --verify: where to write the list of bad samples, for --store.leave_out, a local path or
+            a URI; empty = NAME.bad.json in this folder, if any are bad.
+        image_column: name of the image column, for Parquet.
+        label_column: name of the label column, for Parquet.
+    """
+    from raypipe import inspection
+    from raypipe.stores import open_store
+
+    if output and not verify:
+        raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
+    columns = {"image_column": image_column, "label_column": label_column}
+    # Only Parquet knows these options.
+    opened = open_store(store, **{name: value for name, value in columns.items() if f"{value}_column" != name})
+    if not verify:
+        found = inspection.describe(opened)
+        table(store, [(name.replace("_", " "), _shown(value)) for name, value in found.items()])
+        return found
+    found = inspection.verify(opened, output)
+    rows = [
+        ("samples", f"{found['samples']:,}"),
+        ("bad", f"{found['bad']:,}"),
+        ("images/s", f"{found['images_per_s']:,.0f}"),
+    ]
+    for first, number, error in found.pop("reasons"):
+        others = f" and {number - 1:,} others" if number > 1 else ""
+        rows.append((f"sample {first}{others}", error))
+    if found["bad"]:
+        rows += [("to do without them", f"--store.leave_out {found['list']}")]
+    table(store, rows)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{number} {name}" for name, number in value.items())
+    if isinstance(value, list):
+        numbers = all(isinstance(item, int) for item in value)
+        return " … ".join(f"{item:,}" for item in value) if numbers else ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
+
+
+def digest(
+    store: str,
+    *,
+    val: str = "",
+    epochs: int = 1,
+    micro_batch: int = 64,
+    per_step: int = 1,
+    actors: int = 0,
+    workers: int = 1,
+    from_step: int = 0,
+    to_step: int = 0,
+    unbroken: bool = True,
+    seed: int = 0,
+    shuffle: Literal["auto", "global", "window", "off"] = "auto",
+    transform: str = "light",
+    val_transform: str = "center",
+    size: int = 224,
+    leave_out: str = "",
+    val_leave_out: str = "",
+    output: str = "",
+    compare: str = "",
+) -> dict[str, Any]:
+    """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
+
+    Example: raypipe digest train.lmdb --epochs 2 --per-step 4 --workers 2 --from-step 10 --to-step 20
+
+    Args:
+        store: the training store.
+        val: the validation store; empty = no validation segments.
+        epochs: passes over the store.
+        micro_batch: B, samples in a micro-batch.
+        per_step: M, micro-batches in a step.
+        actors: transform actors; 0 = what the cluster has.
+        workers: W, consumers that share each step.
+        from_step: resume at this training step, counted through all epochs, and compare with the same tail
+            of an unbroken run.
+        to_step: end before this training step, a validation that lies before it included; 0 = at the end.
+        unbroken: with from_step: run the unbroken stream as well. --unbroken=false saves its time.
+        seed: the run's seed.
+        shuffle: global, window, off, or auto.
+        transform: preset or module:function for training segments.
+        val_transform: the same for validations.
+        size: side of the images that the presets make, in pixels.
+        leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to do without.
+        val_leave_out: the same, of the validation store.
+        output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
+        compare: compare with such a file; exit code 1 where they differ.
+    """
+    from raypipe import digest as digest_module
+    from raypipe.cluster import connect, preflight
+    from raypipe.digest_file import Comparison, DigestFile, settings_of
+    from raypipe.json_file import check_place
+    from raypipe.pipeline import StreamSpec
+
+    spec = StreamSpec.of(
+        store,
+        val or None,
+        plan=PlanConfig(epochs, micro_batch, per_step, seed, shuffle),
+        transform=TransformConfig(train=transform, val=val_transform, size=size),
+        pool=PoolConfig(min_actors=actors or 1, max_actors=actors),
+        leave_out=leave_out,
+        val_leave_out=val_leave_out,
+    )
+    spec.plan.check_workers(workers)
+    total = epochs * spec.plan.steps_per_epoch
+    to_step = to_step or total
+    if not 0 <= from_step < total:
+        raise ConfigError(f"--from-step {from_step} is outside the run's {total} steps")
+    if not from_step < to_step <= total:
+        raise ConfigError(
+            f"--to-step {to_step} is not after --from-step {from_step} within the run's {total} steps"
+        )
+    comparison = Comparison(DigestFile.read(compare)) if compare else None
+    if output:
+        check_place(output)
+    # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
+    cpus = len(os.sched_getaffinity(0))
+    connect(num_cpus=max(cpus, actors))
+    spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
+    pool: dict[str, int] = {"max_actors": preflight(spec.pool).max_actors, "world_size": workers}
+    settings = settings_of(spec, workers=workers, actors=pool["max_actors"], from_step=from_step, to_step=to_step)
+    combined, samples, micro_batches = digest_module.Combiner(), 0, 0
+    named: dict[str, str] = {}
+    for one in digest_module.iterate_digests(spec, spec.plan.cursor_at(from_step), **pool):
+        combined.add(one.digest)
+        samples += one.num_samples
+        micro_batches += 1
+        if output:
+            named[one.name] = one.digest.hex()
+        if comparison:
+            comparison.add(one.name, one.digest.hex())
+    found: dict[str, Any] = {"digest": combined.hex(), "samples": samples, "micro_batches": micro_batches}
+    if output:
+        DigestFile(output, settings, named).write()
+        found["output"] = output
+    if from_step and unbroken:
+        whole, tail = digest_module.tail_digest(spec, micro_batches, **pool)
+        found |= {"unbroken_digest": whole, "unbroken_tail_digest": tail}
+    rows = [(name.replace("_", " "), str(value)) for name, value in found.items()]
+    if comparison:
+        compared = comparison.summary(settings)
+        rows += _rows_of(compared)
+        found |= compared
+    table(store, rows)
+    return found
+
+
+def digest_diff(first: str, second: str) -> dict[str, Any]:
+    """Compare two files that `raypipe digest --output` wrote, over the micro-batches that both have.
+
+    Exit code 1 where they differ. Example: raypipe digest-diff one-gpu.json four-gpus.json
+
+    Args:
+        first: a file of digests.
+        second: another one.
+    """
+    from raypipe.digest_file import DigestFile, compare
+
+    found = compare(DigestFile.read(first), DigestFile.read(second))
+    table(f"{first}, {second}", _rows_of(found))
+    return found
+
+
+def _rows_of(compared: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `raypipe.digest_file.Comparison` found, for people."""
+    num = compared["compared"]
+    if compared["equal"]:
+        rows = [("comparison", f"equal over {num:,} micro-batches")]
+    else:
+        rows = [
+            ("comparison", f"{compared['different']:,} of {num:,} micro-batches differ"),
+            ("the first that differs", compared["first_different"]),
+        ]
+    return rows + [(name, f"{one} / {other}") for name, (one, other) in compared["settings"].items()]

@@ -1,0 +1,131 @@
+"""Read and decode samples, and name those that cannot be. Knows neither Ray nor torch.
+
+    check_samples   some samples → one CheckedSample each
+    check_range     a task over a range: how many were checked, and which are bad
+
+What cannot be read in one piece is read in smaller ones, down to single samples: damage that breaks the read of
+many is put down to those that it has hit. In a store that is read in groups that is a whole group, where its
+images are the damaged part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypipe.decode import decode, image_kind
+from raypipe.errors import RaypipeError, SampleError, StoreError
+from raypipe.stores.base import Store
+from raypipe.tasks import check_wanted
+
+# Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
+READ = 16
+# Samples that a task checks between two signs of life: often enough for a progress bar, seldom enough for a driver
+# that hears of hundreds of tasks.
+PART = 256
+
+
+@dataclass(frozen=True)
+class CheckedSample:
+    """What reading and decoding one sample gave.
+
+    Attributes:
+        index: of the sample.
+        num_bytes: of the encoded image; 0 where there is none.
+        kind: of the image, see `raypipe.decode.image_kind`.
+        height, width: pixels; 0 where it cannot be decoded.
+        error: why a run could not use it; "" = it could.
+    """
+
+    index: int
+    num_bytes: int
+    kind: str | None
+    height: int
+    width: int
+    error: str
+
+
+def check_samples(store: Store, indices: np.ndarray) -> Iterator[CheckedSample]:
+    """Read the samples, image and label as a run does, and decode them in full, as a run does.
+
+    Args:
+        indices: int64 (n,), of any number: 16 encoded samples are held at a time.
+    """
+    for first in range(0, len(indices), READ):
+        yield from _check_few(store, indices[first : first + READ])
+
+
+def _check_few(store: Store, indices: np.ndarray) -> Iterator[CheckedSample]:
+    images, errors = _read(store, indices, "image")
+    if "label" in store.columns:
+        errors = _read(store, indices, "label")[1] | errors
+    for position, index in enumerate(indices.tolist()):
+        image: bytes | None = images[position]
+        height, width, reason = 0, 0, errors.get(position, "")
+        if not reason:
+            try:
+                height, width, _ = decode(image).shape
+            except SampleError as error:
+                reason = str(error)
+        kind = image_kind(image) if image else None
+        yield CheckedSample(index, len(image or b""), kind, height, width, reason)
+
+
+def _read(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
+    """Values of one column, None where they cannot be read, and the reasons, by position."""
+    try:
+        return list(store.read(indices, (column,))[column]), {}
+    except MemoryError:  # the machine's state, not the samples' fault
+        raise
+    except Exception as error:  # whatever a damaged file makes a reader raise
+        reason = str(error) if isinstance(error, RaypipeError) else f"{type(error).__name__}: {error}"
+    if len(indices) == 1:
+        return [None], {0: reason}
+    if column == "image" and _in_one_group(store, indices):
+        # The images of a group are read together, so one tells of all; each try reads the group anew.
+        _, errors = _read(store, indices[:1], column)
+        if errors:
+            return [None] * len(indices), dict.fromkeys(range(len(indices)), errors[0])
+    half = len(indices) // 2
+    first, first_errors = _read(store, indices[:half], column)
+    second, second_errors = _read(store, indices[half:], column)
+    return first + second, first_errors | {half + at: reason for at, reason in second_errors.items()}
+
+
+def _in_one_group(store: Store, indices: np.ndarray) -> bool:
+    if store.groups is None:
+        return False
+    return len(np.unique(np.searchsorted(store.groups, indices, side="right"))) == 1
+
+
+def check_range(
+    wanted: Path, store: Store, num_samples: int, start: int, stop: int
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """A task: checks samples start … stop - 1, and gives up as soon as the file `wanted` is gone.
+
+    Yields:
+        How many more samples have been checked, and `index` and `error` of the bad ones among them.
+
+    Raises:
+        StoreError: the store is not there, or is another than the one of `num_samples` samples.
+    """
+    if len(store) != num_samples:
+        raise StoreError(
+            f"{store.address} has {len(store)} samples for this process, {num_samples} for the one that started "
+            "it: is it being written, or another one on another node?"
+        )
+    num_checked, bad = 0, []
+    for first in range(start, stop, READ):
+        check_wanted(wanted)
+        indices = np.arange(first, min(stop, first + READ))
+        for sample in check_samples(store, indices):
+            if sample.error:
+                bad.append({"index": sample.index, "error": sample.error})
+        num_checked += len(indices)
+        if num_checked >= PART or first + READ >= stop:
+            yield num_checked, bad
+            num_checked, bad = 0, []

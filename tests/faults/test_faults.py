@@ -1,0 +1,27 @@
+"""The fault bench in short; `pytest --soak tests/faults` runs the long form and prints its table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent / "bench.py"
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(1800)
+def test_whatever_is_killed_the_consumer_sees_the_same_stream(request: pytest.FixtureRequest) -> None:
+    soak = request.config.getoption("--soak")
+    options = ["--scenarios", "36"] if soak else ["--kinds", "all actors,reader,node,trainer", "--scenarios", "4"]
+    # A process of its own: a process can be connected to one cluster only.
+    done = subprocess.run(
+        [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=1700, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ok"] and found["equal"] == found["scenarios"] >= 4

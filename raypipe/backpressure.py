@@ -21,6 +21,7 @@ from ray.data._internal.execution.operators.base_physical_operator import Intern
 from ray.data._internal.execution.operators.task_pool_map_operator import TaskPoolMapOperator
 
 from raypipe.pool_watch import PoolWatch
+from raypipe.relaxed import RelaxedOrder
 
 if TYPE_CHECKING:
     from ray.data import DataContext
@@ -36,7 +37,7 @@ def install(context: DataContext, in_flight: int) -> None:
     """Make executions under this context hold at most `in_flight` micro-batches beyond the reader."""
     context.set_config(_LIMIT_KEY, in_flight)
     # In this order: one that says no ends the round.
-    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [PoolWatch, InFlightPolicy])
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [RelaxedOrder, PoolWatch, InFlightPolicy])
     context.op_resource_reservation_enabled = False
     # A scheduling step, ten a second, takes from a task only what it has buffered.
     context._max_num_blocks_in_streaming_gen_buffer = in_flight

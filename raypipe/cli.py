@@ -64,6 +64,7 @@ def bench(
     micro_batch: int = 256,
     seconds: float = 20.0,
     repeats: int = 1,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Measure the stream against the ceiling of this machine.
 
@@ -77,11 +78,27 @@ def bench(
         micro_batch: samples in a micro-batch.
         seconds: that each stream runs for, about.
         repeats: how often all is measured; medians are printed.
+        resume: measure something else: a resume at the start and at the end of an epoch of ImageNet's length.
     """
     from raypipe import bench as bench_module
 
     actors = actors or len(os.sched_getaffinity(0))
     config = TransformConfig(train=transform, size=size)
+    if resume:
+        from raypipe import resume_bench
+
+        cost = resume_bench.measure(
+            store, transform=config, actors=actors, micro_batch=micro_batch, repeats=repeats
+        )
+        table(
+            f"{store}: a resume in an epoch of {resume_bench.NUM_SAMPLES:,} samples, {repeats} repeats",
+            [
+                ("first batch, at the epoch's start", f"{cost['resume_start_s']:.2f} s"),
+                ("first batch, at its last step", f"{cost['resume_end_s']:.2f} s"),
+                ("end / start", f"{cost['resume_ratio']:.3f}"),
+            ],
+        )
+        return cost
     measured = bench_module.bench(
         store, transform=config, actors=actors, micro_batch=micro_batch, seconds=seconds, repeats=repeats
     )

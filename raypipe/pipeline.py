@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from raypipe import backpressure, pool_watch
+from raypipe import backpressure, pool_watch, relaxed
 from raypipe.bad_list import read_bad_list
 from raypipe.cluster import check_object_store, connect, preflight
 from raypipe.config import PoolConfig, TransformConfig
@@ -132,8 +132,9 @@ class StreamSpec:
     def dataset(self, cursor: Cursor, *, max_actors: int, world_size: int = 1, supervisor: Any = None) -> Dataset:
         """What is left of the stream at a cursor: a Dataset of one row, and one block, per micro-batch.
 
-        The rows come in the order of the plan. Iterate with `batch_size=None`, or split it with
-        `streaming_split(W, equal=True)`: rank r then gets the micro-batches m of each step with m mod W = r.
+        The rows come in the order of the plan (see plan.order). Iterate with `batch_size=None`, or split it with
+        `streaming_split(W, equal=True)`: rank r then gets every W-th, the micro-batches m of each step with
+        m mod W = r.
 
         Args:
             cursor: where to start.
@@ -155,6 +156,7 @@ class StreamSpec:
         context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
         backpressure.install(context, in_flight)
         pool_watch.configure(context, supervisor, self.pool.stall_timeout_s)
+        relaxed.configure(context, self.plan, cursor)
         source = MicroBatchSource(self.plan, cursor, self.readers(), supervisor)
         with ray.data.DataContext.current(context):
             rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import numpy as np
 
+from raypipe.cursor import Cursor, ahead_of
 from raypipe.errors import ConfigError, CursorError
 from raypipe.order import (
     GlobalOrder,
@@ -37,6 +38,7 @@ from raypipe.stores.base import Store
 
 Split = Literal["train", "val"]
 Shuffle = Literal["auto", "global", "window", "off"]
+DeliveryOrder = Literal["strict", "relaxed"]
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
@@ -59,6 +61,9 @@ class PlanConfig:
             where the store has groups, else global.
         window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
         val_every: validate after every so many epochs and after the last one; 0 = never.
+        order: "strict": micro-batches come in the order of the plan. "relaxed": a step takes whichever are ready
+            of a small window, so that a slow one holds up none; each still comes once, with the same pixels.
+        relaxed_window: micro-batches; how far one may come before its turn.
     """
 
     epochs: int = 10
@@ -68,6 +73,8 @@ class PlanConfig:
     shuffle: Shuffle = "auto"
     window_groups: int = 0
     val_every: int = 1
+    order: DeliveryOrder = "strict"
+    relaxed_window: int = 16
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -77,38 +84,14 @@ class PlanConfig:
             ("seed", 0),
             ("window_groups", 0),
             ("val_every", 0),
+            ("relaxed_window", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
         if self.shuffle not in get_args(Shuffle):
             raise ConfigError(f"plan.shuffle must be one of {get_args(Shuffle)}, got {self.shuffle!r}")
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """All that a resume needs.
-
-    Attributes:
-        epoch: training epoch e.
-        step: steps of epoch e that are done. Equal to the steps in an epoch: validation e is next.
-        fingerprint: of the plan, so that no checkpoint continues another plan's stream.
-    """
-
-    epoch: int
-    step: int
-    fingerprint: str
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Cursor:
-        """Raises CursorError when the text is not a cursor."""
-        try:
-            fields = json.loads(text)
-            return Cursor(int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"]))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise CursorError(f"not a cursor: {text[:200]!r} ({error})") from None
+        if self.order not in get_args(DeliveryOrder):
+            raise ConfigError(f"plan.order must be one of {get_args(DeliveryOrder)}, got {self.order!r}")
 
 
 @dataclass(frozen=True)
@@ -263,6 +246,16 @@ class Plan:
         """The cursor of a run that has not begun."""
         return self.cursor_at(0)
 
+    def cursor_after(self, epoch: int, step: int, numbers: Iterable[int]) -> Cursor:
+        """The cursor after a step, where micro-batches came in the relaxed order.
+
+        Args:
+            epoch, step: as of Cursor.
+            numbers: of the micro-batches of the epoch that are done, those of the last relaxed_window at least.
+        """
+        ahead = ahead_of(step * self.config.per_step, self.config.relaxed_window, numbers)
+        return Cursor(epoch, step, self.fingerprint, ahead)
+
     def cursor_at(self, global_step: int) -> Cursor:
         """The cursor after so many training steps, with no pending validation."""
         return Cursor(*divmod(global_step, self.steps_per_epoch), self.fingerprint)
@@ -276,6 +269,14 @@ class Plan:
                 "differ. "
                 "Restore those settings, or start a new run"
             )
+        if cursor.ahead and self.config.order == "strict":
+            raise CursorError(
+                "the checkpoint was made under plan.order=relaxed, with micro-batches done before their turn: "
+                "go on with that order, at least to the end of the epoch"
+            )
+        frontier, end = cursor.frontier(self.config.per_step), self.steps_per_epoch * self.config.per_step
+        if list(cursor.ahead) != sorted(n for n in set(cursor.ahead) if 0 <= frontier < n < end):
+            raise CursorError(f"the checkpoint's cursor is damaged: {cursor}")
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
             raise CursorError(
                 f"the checkpoint is at epoch {cursor.epoch}, step {cursor.step}; this run has "
@@ -310,9 +311,17 @@ class Plan:
         per_step = self.config.per_step
         for segment in self.segments(cursor):
             size = (segment.num_steps - segment.first_step) * per_step
-            for number in range(min(first, size), size):
+            resumed = segment.split == "train" and segment.first_step > 0
+            ahead = frozenset(cursor.ahead) if resumed else frozenset()
+            number = segment.first_step * per_step - len(ahead) + first
+            for done in sorted(ahead):
+                number += done <= number
+            for _ in range(first, size):
+                while number in ahead:
+                    number += 1
                 step, micro = divmod(number, per_step)
-                yield MicroBatchId(segment.split, segment.epoch, segment.first_step + step, micro)
+                yield MicroBatchId(segment.split, segment.epoch, step, micro)
+                number += 1
             first = max(0, first - size)
 
     def num_micro_batches(self, cursor: Cursor) -> int:

@@ -292,6 +292,7 @@ class Trainer:
             "first_batch_s": self.feed.first_batch_s,
             "stopped": self.stopping,
         }
+        cursor = self.feed.joined_cursor()
         with tempfile.TemporaryDirectory(prefix="raypipe-checkpoint-") as folder:
             checkpoint = None
             if self.log is not None:
@@ -304,7 +305,7 @@ class Trainer:
                     "metrics": self.metrics,
                 }
                 torch.save(state, Path(folder) / _STATE_FILE)
-                (Path(folder) / CURSOR_FILE).write_text(self.feed.cursor.to_json())
+                (Path(folder) / CURSOR_FILE).write_text(cursor.to_json())
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report(metrics, checkpoint=checkpoint)
 

@@ -9,6 +9,7 @@ out   split, epoch, step, micro        image uint8 (1, B, H, W, 3), or, for the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Iterator
@@ -37,11 +38,13 @@ class TransformWorker:
 
     Args:
         spec: the stream.
-        supervisor: handle of the stream's Supervisor.
+        supervisor: handle of the stream's Supervisor; None = outside of an actor.
     """
 
-    def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
-        self._guard = Guard(supervisor, spec.transform.time_limit_s, spec.pool.recycle_after)
+    def __init__(self, spec: StreamSpec, supervisor: Any = None) -> None:
+        self._guard: Guard | None = None
+        if supervisor is not None:
+            self._guard = Guard(supervisor, spec.transform.time_limit_s, spec.pool.recycle_after)
         self._plan: Plan = spec.plan
         self._stores: dict[Split, Store] = spec.stores
         self._quarantine = spec.quarantine
@@ -74,7 +77,8 @@ class TransformWorker:
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         row = {name: table[name][0] for name in table.column_names}
         at = place_of({name: row[name].as_py() for name in ("split", "epoch", "step", "micro")})
-        with self._guard.micro_batch(at) as attempt:
+        guarded = self._guard.micro_batch(at) if self._guard else contextlib.nullcontext(FIRST_ATTEMPT)
+        with guarded as attempt:
             return self.run(at, row["encoded"], row["label"], attempt)
 
     def run(

@@ -24,6 +24,7 @@ MODULES = sorted(
 # A module imports from earlier lines only.
 LAYERS = [
     {"errors", "order", "console"},
+    {"cursor"},
     {"lookup", "stores.base", "stores.checks", "stores.record"},
     {"stores.lmdb_pages"},
     {"stores.lmdb_shard", "stores.parquet_files", "stores.parquet_writer"},
@@ -37,18 +38,19 @@ LAYERS = [
     {"metrics", "mixing", "kornia_ops"},
     {"augment", "device_decode", "ordered_sum", "models", "ring"},
     {"prefetcher"},
-    {"digits", "cluster", "source", "pool_watch", "supervisor", "shard_copy", "sample_check"},
+    {"digits", "cluster", "source", "pool_watch", "relaxed", "supervisor", "shard_copy", "sample_check"},
     {"ingest", "inspection", "backpressure", "guard"},
     {"worker", "rank_stream"},
     {"pipeline", "handover"},
     {"digest", "train", "trainer", "preview"},
-    {"launch", "bench"},
+    {"launch", "bench", "resume_bench"},
     {"cli_audit"},
     {"cli"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 
 NEITHER_RAY_NOR_TORCH = {
+    "cursor",
     "bad_list",
     "digest_file",
     "json_file",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.train
 import torch
 
 from raypipe.config import (
@@ -24,6 +25,7 @@ from raypipe.config import (
 from raypipe.errors import ConfigError, CursorError
 from raypipe.launch import train
 from raypipe.plan import PlanConfig
+from raypipe.runlog import request_stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(240)]
 
@@ -105,30 +107,65 @@ def test_two_workers_see_the_same_samples_and_learn_the_same(run: RunConfig, alo
     assert two["val_accuracy"] == pytest.approx(alone["val_accuracy"], abs=1 / 22 + 1e-9)
 
 
-def test_a_killed_worker_costs_nothing_but_time(run: RunConfig, alone: dict[str, Any]) -> None:
-    folder = Path(run.runs) / "killed"
-    killed: list[int] = []
+def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
+    """Kill one train worker of this session's cluster once a run has done so many steps."""
 
-    def kill_after_step(step: int) -> None:
-        metrics = folder / "metrics.jsonl"
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-            time.sleep(0.02)
-        for pid in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_text()
-            except OSError:
-                continue
-            if command.startswith("ray::") and "RayTrainWorker" in command and descends_from(int(pid)):
-                killed.append(int(pid))
-                os.kill(int(pid), signal.SIGKILL)
+    def steps() -> int:
+        try:
+            lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+        except OSError:
+            return 0
+        return max([r["step"] for r in map(json.loads, lines) if r["kind"] == "train"], default=0)
 
-    killer = threading.Thread(target=kill_after_step, args=(5,))
-    killer.start()
-    result = train(dataclasses.replace(run, name="killed"))
-    killer.join()
-    assert killed
+    deadline = time.monotonic() + 100
+    while steps() < step and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            continue
+        if command.startswith("ray::") and "RayTrainWorker" in command and descends_from(int(pid)):
+            killed.append(int(pid))
+            os.kill(int(pid), signal.SIGKILL)
+            return
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_killed_three_times_and_goes_on_with_other_workers_ends_with_the_same_weights(
+    run: RunConfig, alone: dict[str, Any]
+) -> None:
+    folder, killed = Path(run.runs) / "killed", list[int]()
+
+    def attempt(workers: int, kill_at: int, max_failures: int = 0, resume: str = "") -> dict[str, Any]:
+        settings = dataclasses.replace(
+            run.train, workers=workers, cpus_per_worker=1 / workers, max_failures=max_failures
+        )
+        killer = threading.Thread(target=kill_a_worker_at, args=(folder, kill_at, killed), daemon=True)
+        if kill_at:
+            killer.start()
+        result = train(dataclasses.replace(run, name="killed", train=settings, resume=resume))
+        if kill_at:
+            killer.join()
+        return result
+
+    # After the first kill the run goes on by itself, after each other one as a new job.
+    first = threading.Thread(target=kill_a_worker_at, args=(folder, 4, killed), daemon=True)
+    first.start()
+    with pytest.raises(ray.train.WorkerGroupError):
+        attempt(workers=2, kill_at=7, max_failures=1)
+    first.join()
+    with pytest.raises(ray.train.WorkerGroupError):
+        attempt(workers=1, kill_at=10, resume=str(folder))
+    result = attempt(workers=4, kill_at=0, resume=str(folder))
+
+    assert len(killed) == 3
+    assert [workers for (workers,) in records(result, "start", "workers")] == [2, 2, 1, 4]
     assert sample_log(result) == sample_log(alone)
-    assert records(result, "train", "step", "loss") == records(alone, "train", "step", "loss")
+    for (loss,), (expected,) in zip(
+        records(result, "train", "loss"), records(alone, "train", "loss"), strict=True
+    ):
+        assert loss == pytest.approx(expected, rel=1e-6)
     for name, value in final_state(alone).items():
         assert torch.equal(value, final_state(result)[name]), name
 
@@ -159,6 +196,27 @@ def test_a_run_goes_on_by_resume_with_the_samples_that_were_next(run: RunConfig,
                 train=dataclasses.replace(run.train, max_failures=0),
             )
         )
+
+
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
+    run: RunConfig, alone: dict[str, Any]
+) -> None:
+    folder = Path(run.runs) / "asked"
+
+    def ask() -> None:
+        while not (folder / "samples.jsonl").exists():
+            time.sleep(0.02)
+        request_stop(folder.as_uri())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    stopped = train(dataclasses.replace(run, name="asked"))
+    asking.join()
+    assert stopped["stopped"] and 0 < stopped["steps"] < 12
+    resumed = train(dataclasses.replace(run, resume=stopped["run_dir"]))
+    assert not resumed["stopped"] and resumed["steps"] == 12
+    for name, value in final_state(alone).items():
+        assert torch.equal(value, final_state(resumed)[name]), name
 
 
 def test_a_label_outside_of_the_classes_is_named(run: RunConfig) -> None:

@@ -33,14 +33,20 @@ _LIMIT_KEY = "raypipe.in_flight"
 _MIN_PERIOD_S, _MAX_PERIOD_S = 0.01, 0.1
 
 
-def install(context: DataContext, in_flight: int) -> None:
-    """Make executions under this context hold at most `in_flight` micro-batches beyond the reader."""
+def install(context: DataContext, in_flight: int, reads: bool) -> None:
+    """Make executions under this context hold at most `in_flight` micro-batches beyond the reader.
+
+    Args:
+        in_flight: micro-batches.
+        reads: whether the reader's rows hold encoded samples, and not their places alone.
+    """
     context.set_config(_LIMIT_KEY, in_flight)
     # In this order: one that says no ends the round.
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [RelaxedOrder, PoolWatch, InFlightPolicy])
     context.op_resource_reservation_enabled = False
-    # A scheduling step, ten a second, takes from a task only what it has buffered.
-    context._max_num_blocks_in_streaming_gen_buffer = in_flight
+    # A look takes from the reader only what it has buffered, and there are some 32 looks while as many
+    # micro-batches pass as may be in flight.
+    context._max_num_blocks_in_streaming_gen_buffer = max(2 if reads else in_flight, in_flight // 4)
 
 
 class InFlightPolicy(BackpressurePolicy):

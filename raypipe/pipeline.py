@@ -154,7 +154,7 @@ class StreamSpec:
         context.print_on_execution_start = False
         context.raise_original_map_exception = True
         context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
-        backpressure.install(context, in_flight)
+        backpressure.install(context, in_flight, reads=bool(self.readers()))
         pool_watch.configure(context, supervisor, self.pool.stall_timeout_s)
         relaxed.configure(context, self.plan, cursor)
         source = MicroBatchSource(self.plan, cursor, self.readers(), supervisor)

@@ -117,7 +117,7 @@ def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
             return 0
         return max([r["step"] for r in map(json.loads, lines) if r["kind"] == "train"], default=0)
 
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while steps() < step and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):

@@ -1,0 +1,123 @@
+"""Memory of a stream whose trainer, transform or store is slow, and of one of ten times the object store.
+
+    python tests/flow_bench.py
+
+Prints, per case, the largest use of the object store, what was spilled and the growth of this process. Beside
+what is in flight (8 micro-batches before the pool, 8 in and behind it), the object store holds what was let go in
+the last second: Ray frees objects once a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from typing import Any
+
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
+
+import raypipe  # noqa: F401  # isort: skip
+import cv2
+import numpy as np
+import psutil
+import ray
+from ray._private.internal_api import node_stats
+
+from raypipe.cluster import connect
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.pipeline import StreamSpec
+from raypipe.plan import PlanConfig
+from raypipe.rank_stream import host_batches
+
+STORE_BYTES = 80 << 20
+MICRO_BATCH, SIDE, CROP = 8, 256, 160
+
+
+class BitmapStore:
+    """Any number of samples, all of the same large bytes, read in groups."""
+
+    classes, columns, groups = ("a",), ("image", "label"), None
+    address, fingerprint = "bitmaps", "bitmaps"
+
+    def __init__(self, num: int, delay_s: float) -> None:
+        self._num, self._delay_s = num, delay_s
+        self._image = cv2.imencode(".bmp", np.zeros((SIDE, SIDE, 3), np.uint8))[1].tobytes()
+
+    def __len__(self) -> int:
+        return self._num
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> dict[str, Any]:
+        time.sleep(self._delay_s)
+        return {"image": [self._image] * len(indices), "label": np.zeros(len(indices), np.int64)}
+
+    def close(self) -> None:
+        pass
+
+
+ENCODED = MICRO_BATCH * len(BitmapStore(1, 0)._image)
+
+
+def case(name: str, micro_batches: int, store_s: float = 0, transform_s: float = 0, trainer_s: float = 0) -> dict:
+    def transform(image: np.ndarray) -> np.ndarray:
+        time.sleep(transform_s / MICRO_BATCH)
+        return np.ascontiguousarray(image[:CROP, :CROP])
+
+    spec = StreamSpec.of(
+        BitmapStore(micro_batches * MICRO_BATCH, store_s),
+        plan=PlanConfig(epochs=1, micro_batch=MICRO_BATCH),
+        transform=TransformConfig(),
+        train_transform=transform,
+        pool=PoolConfig(read="stage", in_flight=8),
+    )
+    used, spilled, stop = [], [], threading.Event()
+
+    node = ray.nodes()[0]
+
+    def watch() -> None:
+        while not stop.wait(0.2):
+            stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
+            used.append(stats.object_store_bytes_used)
+            spilled.append(stats.spilled_bytes_total)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    before = psutil.Process().memory_info().rss
+    count = grown = 0
+    for batch in host_batches(spec.splits(spec.plan.start(), max_actors=1)[0]):
+        assert batch.image.shape == (MICRO_BATCH, CROP, CROP, 3)
+        time.sleep(trainer_s)
+        count += 1
+        grown = max(grown, psutil.Process().memory_info().rss - before)
+    stop.set()
+    watcher.join()
+    return {
+        "case": name,
+        "micro_batches": count,
+        "expected": micro_batches,
+        "streamed_mib": count * ENCODED >> 20,
+        "store_mib": STORE_BYTES >> 20,
+        "peak_mib": max(used) >> 20,
+        "spilled_mib": max(spilled) >> 20,
+        "grown_mib": grown >> 20,
+    }
+
+
+def main() -> None:
+    connect(num_cpus=2, object_store_bytes=STORE_BYTES)
+    whole = -(-10 * STORE_BYTES // ENCODED)
+    found = [
+        case("ten times the object store", whole),
+        case("slow trainer", 60, trainer_s=0.05),
+        case("slow transform", 60, transform_s=0.05),
+        case("slow store", 60, store_s=0.05),
+    ]
+    for one in found:
+        print(one)
+    ray.shutdown()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -104,15 +104,14 @@ def test_an_actor_is_replaced_after_so_many_micro_batches_and_nothing_changes(tm
         (tmp_path / str(os.getpid())).touch()
         return crop(image)
 
-    expected, _ = rows(crop, {})
-    spec_rows, _ = rows(crop, {"recycle_after": 3})
-    assert spec_rows == expected
     spec = StreamSpec.of(
         store(),
         plan=PlanConfig(epochs=1, micro_batch=8),
         train_transform=writes_its_process,
         pool=PoolConfig(recycle_after=3),
     )
+    expected = list(spec.plan.micro_batches(spec.plan.start()))
     stream = feed(spec, max_actors=1)
-    assert sum(1 for s in stream for st in s for _ in st) == 8
+    for at, batch in zip(expected, (b for s in stream for st in s for b in st), strict=True):
+        assert batch.at == at and batch.index.tolist() == spec.plan.indices(at).tolist()
     assert len(list(tmp_path.iterdir())) == 3 and not any(stream.faults() for _ in range(20))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import time
 import weakref
 from collections.abc import Iterator
@@ -44,25 +45,38 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
     Raises:
         RaypipeError: what went wrong in an actor, without the layers around it.
     """
+    failure: BaseException | None = None
     try:
-        for row in iterator.iter_batches(
-            batch_size=None,  # type: ignore[arg-type]
-            batch_format="numpy",
-            prefetch_batches=1,
-        ):
-            yield HostBatch(
-                at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
-                image=row["image"][0] if "image" in row else np.empty(0, np.uint8),
-                encoded=_encoded(row) if "data" in row else None,
-                label=row["label"][0],
-                weight=row["weight"][0],
-                index=row["index"][0],
-                num_bad=int(row["num_bad"][0]),
-                read_s=float(row["read_s"][0]),
-                work_s=float(row["work_s"][0]),
-            )
+        yield from _rows(iterator)
     except Exception as error:
-        raise _cause(error) from None
+        failure = _cause(error)
+    finally:
+        del iterator
+        # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
+        # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
+        gc.collect()
+    # Here, and not above: the error would hold on to the frames of the execution.
+    if failure is not None:
+        raise failure
+
+
+def _rows(iterator: DataIterator) -> Iterator[HostBatch]:
+    for row in iterator.iter_batches(
+        batch_size=None,  # type: ignore[arg-type]
+        batch_format="numpy",
+        prefetch_batches=1,
+    ):
+        yield HostBatch(
+            at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
+            image=row["image"][0] if "image" in row else np.empty(0, np.uint8),
+            encoded=_encoded(row) if "data" in row else None,
+            label=row["label"][0],
+            weight=row["weight"][0],
+            index=row["index"][0],
+            num_bad=int(row["num_bad"][0]),
+            read_s=float(row["read_s"][0]),
+            work_s=float(row["work_s"][0]),
+        )
 
 
 def _encoded(row: dict[str, Any]) -> EncodedMicroBatch:

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ import psutil
 import ray
 import ray.train
 from ray.cluster_utils import Cluster
-from ray.train.torch import TorchTrainer
 from rich.console import Console
 from rich.table import Table
 
@@ -45,6 +45,7 @@ from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig, rank_of
 from raypipe.prefetcher import Batch, HostBatch
 from raypipe.stores.atomic import write_atomically
+from raypipe.trainer import RunTrainer
 
 NUM_SAMPLES, SIDE = 320, 16
 PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=4, seed=11)
@@ -82,13 +83,17 @@ class Nodes:
     def __init__(self) -> None:
         self.cluster = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20, "resources": {"head": 100}},
+            head_node_args={
+                "num_cpus": 0,
+                "object_store_memory": 100 << 20,
+                "resources": {"head": 100},
+            },
         )
         self.nodes = [self._add(), self._add()]
         ray.init(address=self.cluster.address, logging_level="ERROR")
 
     def _add(self) -> Any:
-        return self.cluster.add_node(num_cpus=2, object_store_memory=100 << 20, resources={"cpu_node": 2})
+        return self.cluster.add_node(num_cpus=2, object_store_memory=100 << 20, resources={"trainer": 2})
 
     def lose(self, choose: random.Random) -> None:
         """A CPU node and all that runs on it, at once."""
@@ -215,6 +220,9 @@ def train_fn(config: dict[str, Any]) -> None:
     """A trainer without a model: what it learns is the list of what it saw, and that is its checkpoint's."""
     stream = feed(config["spec"], max_actors=2)
     folder = Path(config["folder"])
+    if stream.rank == 0:
+        with (folder / "sizes").open("a") as file:
+            file.write(f"{stream.world_size}\n")
     rows, done = [], stream.cursor
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as path:
@@ -227,7 +235,7 @@ def train_fn(config: dict[str, Any]) -> None:
                 rows.append((str(batch.at), digest_of(batch).hex()))
                 with (folder / f"times-{stream.rank}").open("a") as file:
                     file.write(f"{time.monotonic()}\n")
-                time.sleep(CONSUME_S)
+                time.sleep(config["consume_s"])
             steps += 1
             if segment.split == "train" and steps % CHECKPOINT_EVERY == 0:
                 report(stream, rows)
@@ -256,34 +264,52 @@ def torch_distributed() -> Any:
     return torch.distributed
 
 
-def train(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
-    """As `consume`, by two trainers under Ray Train that are restarted when the fault reaches them."""
+@dataclass
+class Trainers:
+    """How many trainers a scenario has: from the fewest to the most, with their seconds per micro-batch."""
+
+    fewest: int = 2
+    most: int = 2
+    consume_s: float = CONSUME_S
+
+
+def train(
+    spec: StreamSpec, damage: Damage, after: int, trainers: Trainers
+) -> tuple[list[tuple[str, bytes]], float, list[int]]:
+    """As `consume`, by trainers that Ray Train restarts when the fault reaches them; and their numbers."""
     with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as name:
-        folder, stop = Path(name), threading.Event()
-
-        def wait_and_hurt() -> None:
-            while not stop.wait(0.05):
-                if len(read_times(folder)) >= after:
-                    return damage.hurt()
-
-        thread = threading.Thread(target=wait_and_hurt, daemon=True)
-        thread.start()
-        result = TorchTrainer(
+        folder = Path(name)
+        elastic = trainers.fewest < trainers.most
+        trainer = RunTrainer(
             train_fn,
-            train_loop_config={"spec": spec, "folder": name},
-            scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0, "head": 1}),
-            run_config=ray.train.RunConfig(
-                storage_path=name, name="run", failure_config=ray.train.FailureConfig(max_failures=2)
+            per_step=PLAN.per_step,
+            on_interrupt=lambda: False,
+            train_loop_config={"spec": spec, "folder": name, "consume_s": trainers.consume_s},
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=(trainers.fewest, trainers.most) if elastic else trainers.most,
+                resources_per_worker={"CPU": 0, "trainer" if elastic else "head": 1},
+                elastic_resize_monitor_interval_s=3.0,
             ),
-        ).fit()
-        stop.set()
-        thread.join()
+            run_config=ray.train.RunConfig(
+                storage_path=name, name="run", failure_config=ray.train.FailureConfig(max_failures=4)
+            ),
+        )
+        with ThreadPoolExecutor(1) as pool:  # nodes can be started in the main thread only
+            fitting = pool.submit(trainer.fit)
+            while len(read_times(folder)) < after and not fitting.done():
+                time.sleep(0.05)
+            damage.hurt()
+            if damage.mend:
+                time.sleep(damage.mend_after_s)
+                damage.mend()
+            result = fitting.result()
         with result.checkpoint.as_directory() as path:
             seen = json.loads((Path(path) / "seen.json").read_text())
+        sizes = [int(line) for line in (folder / "sizes").read_text().split()]
         seen = [(at, bytes.fromhex(digest)) for at, digest in seen]
         place = {str(at): number for number, at in enumerate(spec.plan.micro_batches(spec.plan.start()))}
         # The gap of a rank is measured with what it does itself, which is little.
-        return sorted(seen, key=lambda row: place[row[0]]), float(np.diff(read_times(folder)).max()), 0
+        return sorted(seen, key=lambda row: place[row[0]]), float(np.diff(read_times(folder)).max()), sizes
 
 
 def read_times(folder: Path) -> list[float]:
@@ -299,7 +325,17 @@ def cluster() -> Iterator[Nodes]:
         nodes.close()
 
 
-KINDS = ("actor", "reader", "all actors", "supervisor", "node", "node for good", "coordinator", "trainer")
+KINDS = (
+    "actor",
+    "reader",
+    "all actors",
+    "supervisor",
+    "node",
+    "node for good",
+    "coordinator",
+    "trainer",
+    "elastic",
+)
 
 
 def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
@@ -313,6 +349,8 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
     }
     if kind in processes:
         return Damage(lambda: kill(processes[kind], choose, all_of_them=kind == "all actors"))
+    if kind == "elastic":
+        return Damage(lambda: nodes.lose(choose), nodes.mend, mend_after_s=25)
     for_good = kind == "node for good"
     return Damage(lambda: nodes.lose(choose), None if for_good else nodes.mend, choose.uniform(0, 3))
 
@@ -332,11 +370,17 @@ def run(kinds: list[str], seed: int, show: Callable[[Outcome], None]) -> list[Ou
             expected = undisturbed[store]
             after = choose.randint(1, int(len(expected) * 0.7))
             damage = damage_of(kind, nodes, choose)
-            scenario = train if kind in ("coordinator", "trainer") else consume
-            rows, longest, faults = scenario(spec, damage, after)
+            name, faults = kind, 0
+            if kind in ("coordinator", "trainer"):
+                rows, longest, _ = train(spec, damage, after, Trainers())
+            elif kind == "elastic":
+                rows, longest, sizes = train(spec, damage, after // 4, Trainers(1, 4, consume_s=0.3))
+                name = f"{kind}, {' → '.join(map(str, sizes))} trainers"
+            else:
+                rows, longest, faults = consume(spec, damage, after)
             places = [at for at, _ in rows]
             outcome = Outcome(
-                kind=f"{kind}, {store}",
+                kind=f"{name}, {store}",
                 after=after,
                 delivered=len(set(places)),
                 expected=len(expected),

@@ -29,6 +29,12 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def cluster_outlives_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command ends its own local cluster; run in this process, it would end that of all tests."""
+    monkeypatch.setattr("raypipe.cli._shutdown", lambda: None)
+
+
 def picture(index: int, height: int = 40, width: int = 48) -> bytes:
     """A JPEG that no other index has: a blurred random field."""
     rng = np.random.default_rng(index)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,13 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 # Under `uv run`, Ray would build the project's environment anew for its workers. A local cluster shares the
 # driver's; only a remote one (RAY_ADDRESS) needs the copy.
-if "RAY_ADDRESS" not in os.environ:
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+if not {"RAY_ADDRESS", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"} & os.environ.keys():
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    if "ray" in sys.modules:  # which has read the variable already
+        sys.modules["ray._private.ray_constants"].RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # type: ignore[attr-defined]
+
+# Ray shows a line that several workers have written only once, with a remark at its end: JSON it would be no more.
+os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 
 if TYPE_CHECKING:
     from raypipe.cluster import connect as connect

@@ -56,19 +56,30 @@ class DeviceAugment:
         config: what to do.
         device: where batches are.
         dtype: of the images that come out.
+        targets: whether the batches have masks or boxes, which stay as they are: nothing may move pixels.
 
     Raises:
-        ConfigError: an operation or the module does not exist, or refuses its parameters.
+        ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
+            erases or mixes pixels. (Of a user's module that cannot be told.)
     """
 
-    def __init__(self, config: AugmentConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: AugmentConfig,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        targets: bool = False,
+    ) -> None:
+        mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
+        if targets and mixing:
+            raise ConfigError(f"augment.{mixing[0]} mixes images, and neither masks nor boxes: set it to 0")
         self.config, self.device = config, device
         self.normalize = Normalize(config, device, dtype)
         self._operations: list[Any] = []
         if config.ops or config.preset != "none":
             from raypipe.kornia_ops import build_operations  # seconds of imports
 
-            self._operations = build_operations(config)
+            self._operations = build_operations(config, targets)
         self._module = _user_module(config.module) if config.module else None
 
     def __call__(

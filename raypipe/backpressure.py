@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray.data._internal.execution import streaming_executor_state
@@ -33,33 +34,50 @@ _LIMIT_KEY = "raypipe.in_flight"
 _MIN_PERIOD_S, _MAX_PERIOD_S = 0.01, 0.1
 
 
-def install(context: DataContext, in_flight: int, reads: bool) -> None:
-    """Make executions under this context hold at most `in_flight` micro-batches beyond the reader.
+@dataclass(frozen=True)
+class InFlight:
+    """How many micro-batches may be in flight.
+
+    Attributes:
+        fixed: whatever the size of the pool.
+        per_actor: for each running actor, in addition.
+    """
+
+    fixed: int
+    per_actor: int = 0
+
+    def limit(self, actors: int) -> int:
+        """For a number of running actors."""
+        return self.fixed + self.per_actor * max(1, actors)
+
+
+def install(context: DataContext, in_flight: InFlight, actors: int, reads: bool) -> None:
+    """Make executions under this context hold at most so many micro-batches beyond the reader.
 
     Args:
-        in_flight: micro-batches.
+        in_flight: how many.
+        actors: that the pool begins with.
         reads: whether the reader's rows hold encoded samples, and not their places alone.
     """
     context.set_config(_LIMIT_KEY, in_flight)
+    limit = in_flight.limit(actors)
     # In this order: one that says no ends the round.
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [RelaxedOrder, PoolWatch, InFlightPolicy])
     context.op_resource_reservation_enabled = False
     # A look takes from the reader only what it has buffered, and there are some 32 looks while as many
     # micro-batches pass as may be in flight.
-    context._max_num_blocks_in_streaming_gen_buffer = max(2 if reads else in_flight, in_flight // 4)
+    context._max_num_blocks_in_streaming_gen_buffer = max(2, limit // 4) if reads else limit
 
 
 class InFlightPolicy(BackpressurePolicy):
     """Stops the pool from taking, and the reader from yielding, while enough is in flight."""
 
-    @property
-    def name(self) -> str:
-        return "InFlight"
-
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any) -> None:
         super().__init__(data_context, topology, resource_manager)
-        self._limit = data_context.get_config(_LIMIT_KEY)
+        self._in_flight: InFlight = data_context.get_config(_LIMIT_KEY)
+        self._limit = self._in_flight.limit(1)
         self._looked_at, self._rate = (time.perf_counter(), 0), 0.0
+        self._next_look = 0.0  # time.perf_counter()
 
     def can_add_input(self, op: Any) -> bool:
         if isinstance(op, TaskPoolMapOperator):
@@ -72,7 +90,9 @@ class InFlightPolicy(BackpressurePolicy):
     def max_task_output_bytes_to_read(self, op: Any) -> int | None:
         """As many rows of the reader as there is room for before the pool, by their mean size."""
         if isinstance(op, ActorPoolMapOperator):
+            self._limit = self._in_flight.limit(op._actor_pool.num_running_actors())
             self._set_period(op.metrics.num_task_outputs_generated)
+            self._pause()
         if op.input_dependencies and not isinstance(op, ActorPoolMapOperator) and op.output_dependencies:
             pool = op.output_dependencies[0]
             if isinstance(pool, ActorPoolMapOperator):
@@ -93,6 +113,14 @@ class InFlightPolicy(BackpressurePolicy):
             if following is not until:
                 waiting += self._waiting_after(following)
         return waiting
+
+    def _pause(self) -> None:
+        """Let a period pass from look to look. A look waits for tasks that run, and returns at once where all have
+        finished: while the trainer is the bottleneck, Ray Data's loop would keep a whole core busy.
+        """
+        time.sleep(max(0.0, self._next_look - time.perf_counter()))
+        period = streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S if self._rate else _MIN_PERIOD_S
+        self._next_look = time.perf_counter() + period
 
     def _set_period(self, num_finished: int) -> None:
         """Look again when 1/32 of what may be in flight has finished, at the pace of the last second or so.

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.json_file import read_json, write_json
 from raypipe.stores.base import Store
+from raypipe.whole_file import read_json, write_json
 
 
 def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.ndarray:

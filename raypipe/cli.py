@@ -1,7 +1,7 @@
 """The command line. Every command ends with one JSON object on the last line of standard output.
 
-Exit codes: 0 done; 1 an error that the message explains, or a comparison that found a difference; 2 wrong usage;
-130 interrupted.
+Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, a machine that is
+not fit, or a submitted job that did not succeed; 2 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser, auto_cli
+from jsonargparse import ArgumentParser, auto_cli, auto_parser
 
-from raypipe import cli_audit
+from raypipe import cli_audit, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, RunConfig, TransformConfig
 from raypipe.console import table
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan import PlanConfig
+from raypipe.transform_steps import brief
 
 
 def ingest(
@@ -32,58 +34,75 @@ def ingest(
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
     overwrite: bool = False,
+    image_column: str = "image",
+    label_column: str = "label",
+    layout: str = "auto",
 ) -> dict[str, Any]:
-    """Copy any store into a new LMDB or Parquet store.
+    """Copy any store into a new LMDB, Parquet or WebDataset store.
 
     Example: raypipe ingest imagenet.tar imagenet.lmdb --short-side 256 --quality 92
 
     Args:
-        src: LMDB, Parquet, tar or a folder of class folders.
-        dst: a path that ends in .lmdb or .parquet.
+        src: LMDB, Parquet, tar, zip, a folder of class folders, TFRecord or HDF5; several as 'train-*.parquet'.
+        dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb, .parquet or .tar (WebDataset).
         short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
         quality: of the JPEGs that short_side makes, 1 to 100.
         shards: files of the new store; 0 = 1 GiB each.
         on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
         overwrite: replace a store at dst.
+        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
+            the feature; of HDF5, the dataset.
+        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
+        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
     from raypipe import ingest as ingest_module
     from raypipe.shard_copy import Reencode
+    from raypipe.stores import open_store, store_options
 
     reencode = Reencode(short_side, quality)
+    store = open_store(src, **store_options(image_column, label_column, layout))
     return ingest_module.ingest(
-        src, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
+        store, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
     )
 
 
 def bench(
     store: str,
     *,
-    transform: str = "heavy",
+    transform: str | list[dict[str, Any]] = "heavy",
     size: int = 224,
+    cache: Literal["off", "memory", "disk"] = "off",
     actors: int = 0,
     micro_batch: int = 256,
     seconds: float = 20.0,
     repeats: int = 1,
     resume: bool = False,
+    output: str = "",
 ) -> dict[str, Any]:
-    """Measure the stream against the ceiling of this machine.
+    """Measure the stream against the ceiling of this machine, or, submitted, of the cluster.
 
     Example: raypipe bench imagenet.lmdb --repeats 3
 
     Args:
         store: the images.
-        transform: preset or module:function.
+        transform: preset, module:function, a list of Albumentations transforms, or a file of one (*.yaml, *.json).
         size: side of the images that the preset makes, in pixels.
+        cache: keep decoded samples on each node, see pool.cache; the ceiling does without, and the stream's first
+            epoch is not measured.
         actors: transform actors, and processes of the ceiling; 0 = one per CPU.
         micro_batch: samples in a micro-batch.
         seconds: that each stream runs for, about.
         repeats: how often all is measured; medians are printed.
         resume: measure something else: a resume at the start and at the end of an epoch of ImageNet's length.
+        output: write what is found to this file too, for plan-capacity; a local path or a URI.
     """
     from raypipe import bench as bench_module
+    from raypipe.whole_file import check_place, write_json
 
-    actors = actors or len(os.sched_getaffinity(0))
-    config = TransformConfig(train=transform, size=size)
+    if output:
+        check_place(output)
+    actors = actors or _cpus_here()
+    config = TransformConfig(train=transform, size=size).without_files()
     if resume:
         from raypipe import resume_bench
 
@@ -100,20 +119,55 @@ def bench(
         )
         return cost
     measured = bench_module.bench(
-        store, transform=config, actors=actors, micro_batch=micro_batch, seconds=seconds, repeats=repeats
+        store,
+        transform=config,
+        cache=cache,
+        actors=actors,
+        micro_batch=micro_batch,
+        seconds=seconds,
+        repeats=repeats,
     )
     found = bench_module.summary(measured)
+    report = found | bench_module.settings_of(store, config, actors, micro_batch) | {"cache": cache}
+    if output:
+        write_json(output, report)
     table(
-        f"{store}: {transform} at {size} px, {actors} actors, micro-batches of {micro_batch}, {repeats} repeats",
+        f"{store}: {brief(config.train)} at {size} px, {actors} actors, micro-batches of {micro_batch},"
+        f" {repeats} repeats",
         [
             ("ceiling: decode and transform alone", f"{found['ceiling_images_per_s']:,.0f} images/s"),
             ("stream, steady", f"{found['stream_images_per_s']:,.0f} images/s"),
             ("stream / ceiling", f"{found['ratio']:.3f}"),
             ("first batch, from ray.init", f"{found['first_batch_s']:.1f} s"),
             ("gap at a boundary / ordinary gap", f"{found['boundary_gap_ratio']:.2f}"),
+            (
+                "object store, peak / bound",
+                f"{_mib(found['object_store_bytes'])} / {_mib(found['object_store_bound_bytes'])}",
+            ),
+            ("memory of all processes, peak", _mib(found["private_bytes"])),
+            ("CPU time of an image: reading", f"{found['read_cpu_s_per_image'] * 1e3:.3f} ms"),
+            ("CPU time of an image: decode, transform", f"{found['transform_cpu_s_per_image'] * 1e3:.3f} ms"),
         ],
     )
-    return found
+    return report
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def _cpus_here() -> int:
+    """Free CPUs of the cluster that a job was submitted to, or those of this process."""
+    from raypipe.bench import on_cluster
+
+    if not on_cluster():
+        return len(os.sched_getaffinity(0))
+    import ray
+
+    from raypipe.cluster import connect
+
+    connect()
+    return max(1, int(ray.available_resources().get("CPU", 0.0)))
 
 
 def preview(
@@ -128,8 +182,10 @@ def preview(
     per_step: int = 1,
     seed: int = 0,
     shuffle: Literal["auto", "global", "window", "off"] = "auto",
-    transform: str = "light",
+    transform: str | list[dict[str, Any]] = "light",
     size: int = 224,
+    mask_column: str = "",
+    boxes_column: str = "",
     augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
 ) -> dict[str, Any]:
     """Draw what becomes of samples: decoded, transformed, augmented and mixed, as a run feeds them. No Ray.
@@ -147,8 +203,10 @@ def preview(
         per_step: M, micro-batches in a step.
         seed: the run's seed.
         shuffle: global, window, off, or auto.
-        transform: preset or module:function.
+        transform: preset, module:function, a list of Albumentations transforms, or a file of one (*.yaml, *.json).
         size: side of the images that the preset makes, in pixels.
+        mask_column: column of masks, which are drawn over the images; empty = none.
+        boxes_column: the same, of boxes.
         augment: the device side; one that does nothing is replaced by an example.
     """
     from raypipe import preview as preview_module
@@ -162,12 +220,36 @@ def preview(
         open_store(store),
         output,
         plan=PlanConfig(of_epochs or epochs, micro_batch, per_step, seed, shuffle),
-        transform=TransformConfig(train=transform, size=size),
+        transform=TransformConfig(
+            train=transform, size=size, mask_column=mask_column, boxes_column=boxes_column
+        ).without_files(),
         augment=augment,
         epochs=epochs,
         samples=samples,
         indices=chosen,
     )
+
+
+def completion(shell: Literal["bash", "zsh"], *, output: str = "") -> dict[str, Any]:
+    """Write the script by which a shell completes commands, options and files.
+
+    Example: raypipe completion bash
+
+    Args:
+        shell: bash or zsh.
+        output: the file to write; also -o; empty = where bash-completion finds it by itself, or ~/.zfunc/_raypipe,
+            whose folder must be in zsh's fpath.
+    """
+    from raypipe.completion import completion_script
+    from raypipe.whole_file import write_text
+
+    homes = {"bash": "~/.local/share/bash-completion/completions/raypipe", "zsh": "~/.zfunc/_raypipe"}
+    file = Path(output or homes[shell]).expanduser()
+    parser = auto_parser(COMMANDS, as_positional=True, prog="raypipe", allow_abbrev=False)  # type: ignore[arg-type]
+    text = completion_script(parser, shell)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(str(file), text)
+    return {"output": str(file)}
 
 
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -176,7 +258,13 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "digest": cli_audit.digest,
     "digest-diff": cli_audit.digest_diff,
     "inspect": cli_audit.inspect,
+    "plan-capacity": cli_capacity.plan_capacity,
     "preview": preview,
+    "report": cli_audit.report,
+    "doctor": cli_cluster.doctor,
+    "submit": cli_cluster.submit,
+    "stop": cli_cluster.stop,
+    "completion": completion,
 }
 _FLAGS = {
     parameter.name
@@ -188,7 +276,11 @@ _FLAGS = {
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
-    args = [_normalized(arg) for arg in (sys.argv[1:] if args is None else args)]
+    args = sys.argv[1:] if args is None else args
+    if "--" in args:  # what follows is a command to submit
+        at = args.index("--")
+        args = [*args[:at], json.dumps(args[at + 1 :])]
+    args = [_normalized(arg) for arg in args]
     _finish(
         lambda: auto_cli(COMMANDS, args=args, as_positional=True, prog="raypipe", allow_abbrev=False)  # type: ignore[arg-type]
     )
@@ -209,7 +301,12 @@ def _normalized(arg: str) -> str:
 
 
 def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
-    """A RunConfig from `--config FILE.yaml` and overrides; the digits' where no store is named.
+    """A RunConfig from `--config FILE.yaml` and overrides; the digits' where no store is named."""
+    return parse_job(args, doc)[0]
+
+
+def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tuple[RunConfig, dict[str, Any]]:
+    """A RunConfig as `parse_run` makes it, and the job's own sections of settings, by their names.
 
     Unknown keys, in the file or on the command line, end the program with exit code 2.
     """
@@ -217,6 +314,8 @@ def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
     parser = ArgumentParser(description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_class_arguments(RunConfig, as_group=False)
+    for name, section in sections.items():
+        parser.add_class_arguments(section, name)
     given = parser.parse_args(args)
     if given.resume:
         base = _stored_config(given.resume)
@@ -227,26 +326,37 @@ def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
     # Settings that come first give way to later ones.
     values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
     values.pop("config", None)
-    return RunConfig(**values)
+    own = {name: values.pop(name) for name in sections}
+    return RunConfig(**values), own
 
 
 def _stored_config(run: str) -> str:
     """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
-    import pyarrow.fs
+    from raypipe.filesystem import as_uri, explained, join, open_filesystem
 
-    from raypipe.runlog import as_uri
+    with explained(ConfigError, f"the configuration of {run} cannot be read"):
+        filesystem, path = open_filesystem(join(as_uri(run), "config.yaml"))
+        try:
+            with filesystem.open_input_stream(path) as file:
+                return file.read().decode()
+        except FileNotFoundError:
+            return ""
 
-    filesystem, path = pyarrow.fs.FileSystem.from_uri(as_uri(run.rstrip("/")))
-    try:
-        with filesystem.open_input_stream(f"{path}/config.yaml") as file:
-            return file.read().decode()
-    except FileNotFoundError:
-        return ""
 
+def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: type) -> None:
+    """The body of a script in jobs/: settings in, one JSON object out.
 
-def run_job(job: Callable[[RunConfig], dict[str, Any]], doc: str | None) -> None:
-    """The body of a script in jobs/: settings in, one JSON object out."""
-    _finish(lambda: job(parse_run(None, doc)))
+    Args:
+        job: takes a RunConfig, and its own sections by their names.
+        doc: the script's.
+        sections: classes of the job's own settings.
+    """
+
+    def parsed() -> dict[str, Any]:
+        run, own = parse_job(None, doc, **sections)
+        return job(run, **own)
+
+    _finish(parsed)
 
 
 def _finish(command: Callable[[], dict[str, Any]]) -> None:
@@ -254,7 +364,11 @@ def _finish(command: Callable[[], dict[str, Any]]) -> None:
         result = command()
         _shutdown()
         print(json.dumps(result), flush=True)
-        if result.get("equal") is False:
+        if (
+            result.get("equal") is False
+            or result.get("ok") is False
+            or result.get("status") in ("FAILED", "STOPPED")
+        ):
             sys.exit(1)
     except RaypipeError as error:
         _shutdown()

@@ -1,4 +1,5 @@
-"""The commands that audit: what a store is, which of its samples are bad, and whether two streams are the same.
+"""The commands that audit: what a store is, which of its samples are bad, whether two streams are the same, and
+what has become of a run.
 
 They are part of the command line, see `raypipe.cli`.
 """
@@ -10,9 +11,10 @@ import os
 from typing import Any, Literal
 
 from raypipe.config import PoolConfig, TransformConfig
-from raypipe.console import table
+from raypipe.console import shown, table
 from raypipe.errors import ConfigError
 from raypipe.plan import PlanConfig
+from raypipe.rank_group import rank_groups
 
 
 def inspect(
@@ -20,32 +22,42 @@ def inspect(
     *,
     verify: bool = False,
     output: str = "",
+    html: str = "",
     image_column: str = "image",
     label_column: str = "label",
+    layout: str = "auto",
 ) -> dict[str, Any]:
-    """Print what a store is, or find every sample of it that cannot be read and decoded.
+    """Print or draw what a store is, or find every sample of it that cannot be read and decoded.
 
+    Example: raypipe inspect train.lmdb --html train.html
     Example: raypipe inspect train.lmdb --verify --output bad.json
 
     Args:
-        store: LMDB, Parquet, tar or a folder of class folders.
+        store: LMDB, Parquet, tar, zip, a folder of class folders, TFRecord or HDF5.
         verify: read and decode every sample, in parallel on Ray.
         output: with --verify: where to write the list of bad samples, for --store.leave_out, a local path or
             a URI; empty = NAME.bad.json in this folder, if any are bad.
-        image_column: name of the image column, for Parquet.
-        label_column: name of the label column, for Parquet.
+        html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
+        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
+            the feature; of HDF5, the dataset.
+        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
+        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
     from raypipe import inspection
-    from raypipe.stores import open_store
+    from raypipe.stores import open_store, store_options
 
     if output and not verify:
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
-    columns = {"image_column": image_column, "label_column": label_column}
-    # Only Parquet knows these options.
-    opened = open_store(store, **{name: value for name, value in columns.items() if f"{value}_column" != name})
+    if html and verify:
+        raise ConfigError("--html shows what a store is, and --verify finds its bad samples: give one at a time")
+    opened = open_store(store, **store_options(image_column, label_column, layout))
     if not verify:
         found = inspection.describe(opened)
-        table(store, [(name.replace("_", " "), _shown(value)) for name, value in found.items()])
+        if html:
+            from raypipe import store_page
+
+            found["html"] = store_page.write_page(opened, found, html)
+        table(store, [(name.replace("_", " "), shown(value)) for name, value in found.items()])
         return found
     found = inspection.verify(opened, output)
     rows = [
@@ -62,15 +74,6 @@ def inspect(
     return found
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{number} {name}" for name, number in value.items())
-    if isinstance(value, list):
-        numbers = all(isinstance(item, int) for item in value)
-        return " … ".join(f"{item:,}" for item in value) if numbers else ", ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
-
-
 def digest(
     store: str,
     *,
@@ -80,14 +83,18 @@ def digest(
     per_step: int = 1,
     actors: int = 0,
     workers: int = 1,
+    executions: int = 1,
     from_step: int = 0,
     to_step: int = 0,
     unbroken: bool = True,
     seed: int = 0,
     shuffle: Literal["auto", "global", "window", "off"] = "auto",
-    transform: str = "light",
-    val_transform: str = "center",
+    transform: str | list[dict[str, Any]] = "light",
+    val_transform: str | list[dict[str, Any]] = "center",
     size: int = 224,
+    cache: Literal["off", "memory", "disk"] = "off",
+    mask_column: str = "",
+    boxes_column: str = "",
     leave_out: str = "",
     val_leave_out: str = "",
     output: str = "",
@@ -105,15 +112,20 @@ def digest(
         per_step: M, micro-batches in a step.
         actors: transform actors; 0 = what the cluster has.
         workers: W, consumers that share each step.
+        executions: G, Ray Data executions that share the workers.
         from_step: resume at this training step, counted through all epochs, and compare with the same tail
             of an unbroken run.
         to_step: end before this training step, a validation that lies before it included; 0 = at the end.
         unbroken: with from_step: run the unbroken stream as well. --unbroken=false saves its time.
         seed: the run's seed.
         shuffle: global, window, off, or auto.
-        transform: preset or module:function for training segments.
+        transform: preset, module:function, a list of Albumentations transforms, or a file of one (*.yaml, *.json),
+            for training segments.
         val_transform: the same for validations.
         size: side of the images that the presets make, in pixels.
+        cache: keep decoded samples on each node, see pool.cache.
+        mask_column: column of masks, which are part of the digest; empty = none.
+        boxes_column: the same, of boxes.
         leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to do without.
         val_leave_out: the same, of the validation store.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
@@ -122,19 +134,24 @@ def digest(
     from raypipe import digest as digest_module
     from raypipe.cluster import connect, preflight
     from raypipe.digest_file import Comparison, DigestFile, settings_of
-    from raypipe.json_file import check_place
     from raypipe.pipeline import StreamSpec
+    from raypipe.whole_file import check_place
 
     spec = StreamSpec.of(
         store,
         val or None,
         plan=PlanConfig(epochs, micro_batch, per_step, seed, shuffle),
-        transform=TransformConfig(train=transform, val=val_transform, size=size),
-        pool=PoolConfig(min_actors=actors or 1, max_actors=actors),
+        transform=TransformConfig(
+            train=transform, val=val_transform, size=size, mask_column=mask_column, boxes_column=boxes_column
+        ),
+        pool=PoolConfig(
+            executions=executions, min_actors=max(1, actors // executions), max_actors=actors, cache=cache
+        ),
         leave_out=leave_out,
         val_leave_out=val_leave_out,
     )
     spec.plan.check_workers(workers)
+    rank_groups(workers, executions)
     total = epochs * spec.plan.steps_per_epoch
     to_step = to_step or total
     if not 0 <= from_step < total:
@@ -148,7 +165,7 @@ def digest(
         check_place(output)
     # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
     cpus = len(os.sched_getaffinity(0))
-    connect(num_cpus=max(cpus, actors))
+    connect(num_cpus=max(cpus, actors, executions))
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
     pool: dict[str, int] = {"max_actors": preflight(spec.pool).max_actors, "world_size": workers}
     settings = settings_of(spec, workers=workers, actors=pool["max_actors"], from_step=from_step, to_step=to_step)
@@ -191,6 +208,32 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
 
     found = compare(DigestFile.read(first), DigestFile.read(second))
     table(f"{first}, {second}", _rows_of(found))
+    return found
+
+
+def report(run: str, *, against: str = "", output: str = "") -> dict[str, Any]:
+    """Write the HTML page of a run, also of one that is still going on, or compare two runs on one page.
+
+    Example: raypipe report runs/baseline --against runs/strong
+
+    Args:
+        run: the run's folder, a path or a URI.
+        against: another run, to draw into the same charts.
+        output: where to write the page, a local path or a URI; also -o; empty = report.html in the run's folder.
+    """
+    from raypipe import report as report_module
+
+    found = report_module.write_report(run, against, output)
+    rows = [("page", found["report"].removeprefix("file://")), ("steps", f"{found['steps']:,}")]
+    for name, key, form in (
+        ("images/s, median", "images_per_s", ",.0f"),
+        ("waiting for data, median", "wait_fraction", ".1%"),
+        ("validation accuracy, last", "val_accuracy", ".4f"),
+    ):
+        values = [one[key] for one in (found, found["against"]) if one]
+        if values[0] is not None:
+            rows.append((name, " against ".join("none" if v is None else format(v, form) for v in values)))
+    table(run, rows)
     return found
 
 

@@ -5,24 +5,39 @@ A run that cannot start says so at once, with the setting that mends it. Ray alo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ray
+from ray._private.node import Node
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
+from raypipe.logs import LogFormat
+from raypipe.node_limits import autoscaler_limits
+from raypipe.rank_group import rank_groups
 
 logger = logging.getLogger(__name__)
+
+LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
+"""Set in the environment of all processes of a cluster that `connect` has started."""
 
 # Ray Train prints every line of a train function twice unless told not to.
 _WORKER_ENV = {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
 # On one machine Ray's own bookkeeping takes CPU from the transform: statistics of its event loops, and a
 # record of every task for the dashboard, which is not there.
-_LOCAL_ENV = {**_WORKER_ENV, "RAY_event_stats": "0", "RAY_task_events_report_interval_ms": "0"}
+_LOCAL_ENV = {
+    **_WORKER_ENV,
+    LOCAL_CLUSTER: "1",
+    "RAY_event_stats": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that looks for nodes which a cloud takes away
+}
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
@@ -33,7 +48,7 @@ def connect(
     *,
     num_cpus: int | None = None,
     object_store_bytes: int | None = None,
-    dashboard: bool = False,
+    log: LogFormat = "text",
 ) -> None:
     """Connect to the cluster at `address` or RAY_ADDRESS; where there is none, start Ray on this machine.
 
@@ -43,21 +58,72 @@ def connect(
         address: of a running cluster.
         num_cpus: CPUs to offer, when Ray is started here; None = all.
         object_store_bytes: size of the object store, when Ray is started here; None = Ray's default.
-        dashboard: start Ray's dashboard too, when Ray is started here; Ray Train asks it about its actors.
+        log: "json" = Ray's own log lines, and those of other libraries in its workers, are JSON as well.
     """
     if ray.is_initialized():
         return
+    # With it Ray also leaves out the "(Actor pid=…)" before the lines of workers.
+    ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log == "json" else None
     if address or os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address or None, logging_level=logging.WARNING, runtime_env={"env_vars": _WORKER_ENV})
+        ray.init(
+            address=address or None,
+            logging_level=logging.WARNING,
+            logging_config=ray_log,
+            runtime_env={"env_vars": _WORKER_ENV},
+        )
         return
-    for name, value in _LOCAL_ENV.items():
-        os.environ.setdefault(name, value)  # the processes of a local cluster inherit it
-    ray.init(
-        num_cpus=num_cpus,
-        object_store_memory=object_store_bytes,
-        include_dashboard=dashboard,
-        logging_level=logging.WARNING,
-    )
+    environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log == "json" else {})
+    with _inherited(environment), _without_idle_processes():
+        ray.init(
+            num_cpus=num_cpus,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            logging_config=ray_log,
+        )
+
+
+@contextlib.contextmanager
+def _inherited(environment: dict[str, str]) -> Iterator[None]:
+    """Processes that are started in here have these variables, unless this process has them otherwise.
+
+    Afterwards it is as it was: this process may yet connect to a cluster that wants none of it.
+    """
+    added = {name: value for name, value in environment.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _without_idle_processes() -> Iterator[None]:
+    """Ray, started in here, does without two processes of its head that a cluster of one machine has no use for.
+
+    They are the server of the dashboard, which is started without a dashboard too, and ray.init waits 2 s for it;
+    and the monitor, which would add nodes.
+    """
+    saved = {name: getattr(Node, name) for name in ("start_api_server", "start_monitor")}
+    try:
+        for name in saved:
+            setattr(Node, name, lambda self, *_, **__: None)
+        yield
+    finally:
+        for name, method in saved.items():
+            setattr(Node, name, method)
+
+
+def started_here() -> bool:
+    """Whether the connected cluster is one that this process has started, and that ends with it."""
+    node = ray._private.worker._global_node
+    return node is not None and bool(node.head)
+
+
+def is_local() -> bool:
+    """Whether the connected cluster is one that `connect` has started, in this process or in its driver."""
+    return started_here() or LOCAL_CLUSTER in os.environ
 
 
 @dataclass(frozen=True)
@@ -78,7 +144,7 @@ class Resources:
 def cluster_resources() -> Resources:
     """The resources of the connected cluster, with what its autoscaler may add where it says so."""
     total, free = ray.cluster_resources(), ray.available_resources()
-    limit = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+    limit = autoscaler_limits()
     found = {}
     for name in ("CPU", "GPU"):
         most = max(total.get(name, 0.0), float(limit.get(name, 0.0)))
@@ -133,12 +199,13 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
 
     Raises:
         ResourceError: something is missing; the message names what, and which setting mends it.
-        ConfigError: W does not divide M, or the fewest workers are more than the most.
+        ConfigError: W does not divide M, pool.executions does not divide W, or the fewest workers are more than
+            the most.
     """
     workers, needed_workers, gpu = 0, 0, False
     if train is not None:
         gpu = train.gpu == "yes" or (train.gpu == "auto" and offer.gpus >= 1)
-        workers = train.workers or (_largest_divisor(per_step, int(offer.gpus)) if gpu else 1)
+        workers = train.workers or (largest_divisor(per_step, max(1, int(offer.gpus))) if gpu else 1)
         needed_workers = train.min_workers or workers
         if needed_workers > workers:
             raise ConfigError(
@@ -146,7 +213,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
                 "set train.workers"
             )
         if gpu and offer.gpus < needed_workers:
-            most = _largest_divisor(per_step, int(offer.gpus))
+            most = largest_divisor(per_step, max(1, int(offer.gpus)))
             setting = "train.min_workers" if train.min_workers else "train.workers"
             fewer = f"set {setting}={most}, or " if offer.gpus >= 1 else ""
             raise ResourceError(
@@ -158,7 +225,8 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
                 f"train.workers={workers} does not divide plan.per_step={per_step}: "
                 "each rank must get as many micro-batches of a step as the others"
             )
-    pool_cpus = pool.min_actors * pool.cpus_per_actor
+        rank_groups(workers, pool.executions)
+    pool_cpus = pool.least_actors * pool.cpus_per_actor
     per_worker = train.cpus_per_worker if train is not None else 0.0
     if workers and not per_worker:
         # Trainers of a machine with few CPUs share what the smallest pool leaves them.
@@ -167,12 +235,13 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
             per_worker = 1.0
     needed = needed_workers * per_worker + pool_cpus
     parts = (
-        f"{needed_workers} trainers x {per_worker:g} CPUs + {pool.min_actors} transform actors x "
+        f"{needed_workers} trainers x {per_worker:g} CPUs + {pool.least_actors} transform actors x "
         f"{pool.cpus_per_actor:g} CPUs = {needed:g} CPUs"
     )
     if needed > offer.cpus:
+        executions = "pool.executions, " if pool.executions > 1 else ""
         raise ResourceError(
-            f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower "
+            f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower {executions}"
             "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker, or add CPU nodes"
         )
     if needed > offer.free_cpus:
@@ -185,14 +254,15 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
             f"the run needs {needed_workers} GPUs; other jobs hold all but {offer.free_gpus:g} of {offer.gpus:g}. "
             "Wait for them or stop them (`ray job list`), or lower train.workers"
         )
-    spare = max(pool.min_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
+    spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
     min_workers = needed_workers if needed_workers < workers else 0
     return Allocation(workers, gpu, per_worker, max_actors, min_workers)
 
 
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(d for d in range(1, max(1, limit) + 1) if number % d == 0)
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number up to a limit; 0 where there is none."""
+    return max((d for d in range(1, limit + 1) if number % d == 0), default=0)
 
 
 def preflight(pool: PoolConfig, train: TrainConfig | None = None, per_step: int = 1) -> Allocation:

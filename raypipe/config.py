@@ -5,20 +5,27 @@ PlanConfig lives beside the plan that it describes, in plan.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from raypipe.errors import ConfigError
+from raypipe.logs import LogFormat
 from raypipe.plan import PlanConfig
+from raypipe.transform_steps import without_files
 
 OnBadSample = Literal["substitute", "raise"]
 Read = Literal["auto", "actor", "stage"]
+Cache = Literal["off", "memory", "disk"]
 Decode = Literal["cpu", "gpu"]
+CropDecode = Literal["off", "exact", "scaled"]
 Optimizer = Literal["sgd", "adamw"]
 UseGpu = Literal["auto", "yes", "no"]
 Amp = Literal["auto", "off", "bf16", "fp16"]
 OrderedSum = Literal["auto", "yes", "no"]
 AugmentPreset = Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"]
+
+# Micro-batches in flight for each actor: one in work, one queued behind it, two finished and waiting.
+_PER_ACTOR = 4
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
@@ -35,11 +42,14 @@ class StoreConfig:
     """Where the images are.
 
     Attributes:
-        train: address of the training store (LMDB, Parquet, tar, class folders); empty = the
-            handwritten digits that scikit-learn ships.
+        train: address of the training store (LMDB, Parquet, tar, zip, class folders), a local path or a URI (s3://,
+            gs://, az://, abfs://); empty = the handwritten digits that scikit-learn ships.
         val: address of the validation store; empty = no validation (for the digits: their own).
-        image_column: name of the image column, for Parquet.
-        label_column: name of the label column, for Parquet.
+        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
+            the feature; of HDF5, the dataset.
+        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
+        layout: of LMDB that raypipe did not write: "auto" = found out; "image", "scene-text" or `module:function`;
+            "pickle" = unpickle values, plain data alone.
         leave_out: list of bad samples of the training store, as `raypipe inspect --verify` writes it, a local
             path or a URI: the run does without them; empty = without none.
         val_leave_out: the same, of the validation store.
@@ -49,6 +59,7 @@ class StoreConfig:
     val: str = ""
     image_column: str = "image"
     label_column: str = "label"
+    layout: str = "auto"
     leave_out: str = ""
     val_leave_out: str = ""
 
@@ -58,14 +69,26 @@ class TransformConfig:
     """What the CPU actors do with each sample.
 
     Attributes:
-        train: preset (none, light, heavy, center, resize, flip-crop, small) or `module:function`.
+        train: preset (none, light, heavy, center, resize, flip-crop, small, tv-light, autoaugment, randaugment,
+            trivialaugment, augmix); or `module:function`; or a list of Albumentations transforms,
+            `[{NAME: {argument: value, …}}, …]`; or a file of such a list (*.yaml, *.json), or of what
+            albumentations.save writes, a local path or a URI. docs/transforms.md has more.
         val: the same, for validation.
         size: side of the images that the presets make, pixels.
         decode: "cpu": actors decode and transform. "gpu": they cut nothing, encoded bytes go to the training
             device, and nvJPEG decodes there; for the presets light, center and resize.
         decode_min_side: decode JPEGs at a fraction of their size (1/8, 2/8, …) as long as the short side stays
             at least this many pixels (scaled in the DCT, several times faster on large photos); 0 = at full size.
+        crop_decode: what is decoded of a JPEG where the transform begins with a random resized crop. "exact": the
+            crop alone, its pixels those of "off", the whole image, to the bit. "scaled": the crop, at 1/2, 1/4 or
+            1/8 of its size where that is no smaller than its target; other pixels, and much faster on photos.
+        check_whole: read such a JPEG to its end, so that damage below the crop makes a bad sample as well. Off, it
+            goes unseen, and decoding is a tenth faster; every node then needs raypipe's JPEG extension.
         exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
+        mask_column: column of a mask per sample, a PNG of one channel, which goes with the image through its
+            transform; empty = none. See docs/targets.md.
+        boxes_column: column of a sample's boxes, `[x0, y0, x1, y1, label]` in pixels, the same; empty = none.
+        max_boxes: boxes that a row has room for; a sample with more of them ends the run.
         on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
         max_bad_fraction: an actor that has seen a larger share of bad samples stops the run.
         bad_grace: bad samples per actor that are tolerated whatever their share.
@@ -73,12 +96,17 @@ class TransformConfig:
             again; a sample that takes as long by itself, twice, counts as bad. 0 = no limit.
     """
 
-    train: str = "light"
-    val: str = "center"
+    train: str | list[dict[str, Any]] = "light"
+    val: str | list[dict[str, Any]] = "center"
     size: int = 224
     decode: Decode = "cpu"
     decode_min_side: int = 0
+    crop_decode: CropDecode = "exact"
+    check_whole: bool = True
     exif: bool = False
+    mask_column: str = ""
+    boxes_column: str = ""
+    max_boxes: int = 100
     on_bad_sample: OnBadSample = "substitute"
     max_bad_fraction: float = 0.01
     bad_grace: int = 10
@@ -91,7 +119,32 @@ class TransformConfig:
         _require(self.bad_grace >= 0, "transform.bad_grace", self.bad_grace, "at least 0")
         _require(self.time_limit_s >= 0, "transform.time_limit_s", self.time_limit_s, "at least 0")
         _require_choice("transform.decode", self.decode, Decode)
+        _require_choice("transform.crop_decode", self.crop_decode, CropDecode)
+        if self.crop_decode == "scaled":
+            expected = "0 with transform.crop_decode='scaled', which chooses the scale by the crop"
+            _require(self.decode_min_side == 0, "transform.decode_min_side", self.decode_min_side, expected)
+            _require(self.decode == "cpu", "transform.decode", self.decode, "'cpu' with crop_decode='scaled'")
         _require_choice("transform.on_bad_sample", self.on_bad_sample, OnBadSample)
+        _require(self.max_boxes >= 1, "transform.max_boxes", self.max_boxes, "at least 1")
+        if self.target_columns:
+            # Masks and boxes are in pixels of the image as it is stored.
+            for name, value in {"decode": "cpu", "decode_min_side": 0, "exif": False}.items():
+                expected = f"{value!r} with transform.mask_column or transform.boxes_column"
+                _require(getattr(self, name) == value, f"transform.{name}", getattr(self, name), expected)
+
+    @property
+    def target_columns(self) -> dict[str, str]:
+        """Store columns of what goes with the image through its transform, by "mask" and "boxes"; mostly empty."""
+        named = {"mask": self.mask_column, "boxes": self.boxes_column}
+        return {name: column for name, column in named.items() if column}
+
+    def without_files(self) -> TransformConfig:
+        """The same with the steps in place of the files that hold them, so that nobody need read these again.
+
+        Raises:
+            ConfigError: see `raypipe.transform_steps.read_steps`.
+        """
+        return replace(self, train=without_files(self.train), val=without_files(self.val))
 
 
 @dataclass(frozen=True)
@@ -99,43 +152,92 @@ class PoolConfig:
     """The pool of CPU actors that decode and transform.
 
     Attributes:
-        min_actors: actors that must run before the stream starts.
+        executions: Ray Data executions that share the ranks, each with its own pool and reader; it must divide the
+            workers (where training is elastic: as many as divide those of now). One passes on some 60
+            micro-batches/s (docs/scale.md).
+        min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = as many as the cluster has, or can scale to,
             beside the trainers.
         cpus_per_actor: CPUs that Ray reserves for each.
+        grow_wait: share of the time for which ranks may wait for the stream before the pool, and with it the
+            cluster, grows; it does so only while its actors are busy.
+        grow_after_s: seconds over which that is measured, and the least between two growths.
+        grow_factor: the pool grows to so many times its size at once.
+        shrink_after_s: seconds without waiting after which actors that have nothing to do are given back.
+        prefer_nodes: `label=value` of the Ray nodes that actors take first; where those have no room, or there are
+            none, they take any other with free CPUs. Empty = any node.
         in_flight: micro-batches that may be read, transformed or waiting at one time, in all; memory in
-            flight is this times B·H·W·3 bytes. 0 = 4 per actor and 2 per rank.
+            flight is this times B·H·W·3 bytes. 0 = 4 per running actor and 2 per rank.
         read: "actor": actors read the store themselves; "stage": one reader feeds them encoded
             micro-batches; "auto": stage for stores that are read in groups.
+        cache: keep decoded samples across epochs, on each node for all of its actors: "memory", in /dev/shm;
+            "disk", in RAYPIPE_CACHE. Pixels are those of "off"; it is for stores of small images (docs/cache.md).
+        cache_bytes: limit of that cache on a node; when it is full, the other samples are decoded in every epoch.
+            0 = a quarter of what its place has free at the start.
         recycle_after: micro-batches after which an actor's process is replaced, for transforms that leak memory;
             it costs the start of a process. 0 = never.
         max_attempts: actors that one micro-batch may cost before the run ends, where no sample of it is to blame.
         stall_timeout_s: seconds without a finished micro-batch, while there is work, after which the run ends.
     """
 
+    executions: int = 1
     min_actors: int = 1
     max_actors: int = 0
     cpus_per_actor: float = 1.0
+    grow_wait: float = 0.5
+    grow_after_s: float = 5.0
+    grow_factor: float = 2.0
+    shrink_after_s: float = 60.0
+    prefer_nodes: str = "raypipe=transform"
     in_flight: int = 0
     read: Read = "auto"
+    cache: Cache = "off"
+    cache_bytes: int = 0
     recycle_after: int = 0
     max_attempts: int = 6
     stall_timeout_s: float = 900.0
 
     def __post_init__(self) -> None:
+        _require(self.executions >= 1, "pool.executions", self.executions, "at least 1")
         _require(self.min_actors >= 1, "pool.min_actors", self.min_actors, "at least 1")
+        least = f"pool.min_actors ({self.min_actors})"
+        if self.executions > 1:
+            least += f" x pool.executions ({self.executions})"
         _require(
-            self.max_actors == 0 or self.max_actors >= self.min_actors,
+            self.max_actors == 0 or self.max_actors >= self.least_actors,
             "pool.max_actors",
             self.max_actors,
-            f"0 or at least pool.min_actors ({self.min_actors})",
+            f"0 or at least {least}",
         )
         _require(self.cpus_per_actor > 0, "pool.cpus_per_actor", self.cpus_per_actor, "positive")
+        _require(0 <= self.grow_wait <= 1, "pool.grow_wait", self.grow_wait, "in [0, 1]")
+        _require(self.grow_after_s > 0, "pool.grow_after_s", self.grow_after_s, "positive")
+        _require(self.grow_factor > 1, "pool.grow_factor", self.grow_factor, "more than 1")
+        _require(self.shrink_after_s > 0, "pool.shrink_after_s", self.shrink_after_s, "positive")
+        label, equals, value = self.prefer_nodes.partition("=")
+        named = bool(label and value) or not (label or equals)
+        _require(named, "pool.prefer_nodes", self.prefer_nodes, "label=value, or empty")
         _require(self.in_flight >= 0, "pool.in_flight", self.in_flight, "at least 0")
+        _require(self.cache_bytes >= 0, "pool.cache_bytes", self.cache_bytes, "at least 0")
         _require(self.recycle_after >= 0, "pool.recycle_after", self.recycle_after, "at least 0")
         _require(self.max_attempts >= 1, "pool.max_attempts", self.max_attempts, "at least 1")
         _require(self.stall_timeout_s > 0, "pool.stall_timeout_s", self.stall_timeout_s, "positive")
         _require_choice("pool.read", self.read, Read)
+        _require_choice("pool.cache", self.cache, Cache)
+
+    def in_flight_for(self, world_size: int) -> tuple[int, int]:
+        """Micro-batches that may be in flight: whatever the size of the pool, and for each actor in addition.
+
+        Enough that no actor and no rank waits for another.
+        """
+        if self.in_flight:
+            return max(self.in_flight, 2 * world_size + 1), 0
+        return 2 * world_size, _PER_ACTOR
+
+    @property
+    def least_actors(self) -> int:
+        """Actors that all executions need to start."""
+        return self.executions * self.min_actors
 
 
 @dataclass(frozen=True)
@@ -144,18 +246,20 @@ class StrengthConfig:
 
     Attributes:
         start: strength at the first step, in [0, 1].
-        ramp_up: share of the run in which it rises from `start` to 1.
-        ramp_down: share of the run, at its end, in which it falls from 1 to `end`.
+        ramp_up: share of the run in which it goes from `start` to `peak`.
+        peak: strength between the ramps, in [0, 1].
+        ramp_down: share of the run, at its end, in which it goes from `peak` to `end`.
         end: strength at the end of the run, in [0, 1].
     """
 
     start: float = 0.0
     ramp_up: float = 0.0
+    peak: float = 1.0
     ramp_down: float = 0.0
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("start", "ramp_up", "ramp_down", "end"):
+        for name in ("start", "ramp_up", "peak", "ramp_down", "end"):
             _require(0 <= getattr(self, name) <= 1, f"augment.strength.{name}", getattr(self, name), "in [0, 1]")
         both = self.ramp_up + self.ramp_down
         _require(both <= 1, "augment.strength.ramp_up + ramp_down", both, "at most 1")
@@ -163,10 +267,10 @@ class StrengthConfig:
     def at(self, progress: float) -> float:
         """The strength at a share of the run in [0, 1)."""
         if progress < self.ramp_up:
-            return self.start + (1 - self.start) * progress / self.ramp_up
+            return self.start + (self.peak - self.start) * progress / self.ramp_up
         if progress > 1 - self.ramp_down:
-            return self.end + (1 - self.end) * (1 - progress) / self.ramp_down
-        return 1.0
+            return self.end + (self.peak - self.end) * (1 - progress) / self.ramp_down
+        return self.peak
 
 
 @dataclass(frozen=True)
@@ -306,9 +410,11 @@ class RunConfig:
         pool: the actors of the CPU side.
         augment: the device side.
         train: the model.
-        runs: folder or pyarrow file system URI (s3://…) under which runs are kept.
+        runs: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
         name: the run's name; empty = made from the date.
         resume: folder or URI of a run to go on with, from its latest checkpoint.
+        log: lines of progress and of logs as readable "text", or each as a "json" object with time, level, logger,
+            message, run, rank, epoch and step, as far as they are known.
     """
 
     store: StoreConfig = field(default_factory=StoreConfig)
@@ -320,3 +426,7 @@ class RunConfig:
     runs: str = "runs"
     name: str = ""
     resume: str = ""
+    log: LogFormat = "text"
+
+    def __post_init__(self) -> None:
+        _require_choice("log", self.log, LogFormat)

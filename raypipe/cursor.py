@@ -6,7 +6,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from raypipe.errors import CursorError, RaypipeError
+from raypipe.order import Kept
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,10 @@ class Cursor:
     def frontier(self, per_step: int) -> int:
         """The number of the first micro-batch of the epoch that is not done; those in `ahead` come after it."""
         return self.step * per_step - len(self.ahead)
+
+    def left(self, per_step: int) -> Kept:
+        """Which micro-batches of the epoch are left, counted from the frontier on."""
+        return Kept(np.array(self.ahead, np.int64) - self.frontier(per_step))
 
 
 def ahead_of(done: int, window: int, numbers: Iterable[int]) -> tuple[int, ...]:

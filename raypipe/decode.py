@@ -1,7 +1,7 @@
 """Encoded image bytes → pixels: uint8 RGB, height × width × 3.
 
     starts with            decoder                          equal to Pillow's `convert("RGB")`
-    JPEG                   simplejpeg (libjpeg-turbo)       within rounding, CMYK and grey included
+    JPEG                   libjpeg-turbo, by simplejpeg     within rounding, CMYK and grey included
     PNG, plain 8-bit       cv2, after its checksums held    exactly
     WebP, plain lossy      cv2                              exactly
     other PNG and WebP,
@@ -29,6 +29,7 @@ import numpy as np
 import simplejpeg
 
 from raypipe.errors import SampleError
+from raypipe.jpeg_extension import decode_all
 
 MAX_PIXELS = 179_000_000
 """Pillow's limit against decompression bombs, 2 × 89,478,485 pixels, rounded up: 0.5 GiB as RGB."""
@@ -135,17 +136,36 @@ def _decode_jpeg(data: bytes, min_side: int | None, max_pixels: int, exif: bool)
         # TurboJPEG refuses a few lawful kinds of subsampling that Pillow reads; Pillow has the last word.
         return _decode_pillow(data, "JPEG", max_pixels, exif)
     _check_size(width, height, max_pixels)
-    scale = min_side if min_side and min(height, width) >= 2 * min_side else 0
+    short_side = min_side if min_side and min(height, width) >= 2 * min_side else 0
+    image = None if short_side else decode_all(data, height, width)
+    if image is None:
+        image = decode_jpeg_at(data, short_side)
+    if exif and b"Exif\0\0" in data:
+        return _upright(image, jpeg_orientation(data))
+    return image
+
+
+def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
+    """A JPEG whose header can be read, at a reduced scale, as stored.
+
+    Args:
+        short_side: pixels; the scale is the smallest of 1/8, 2/8, … at which the short side has as many, and
+            none above 4/8; 0 = full size.
+
+    Raises:
+        SampleError: the JPEG is damaged.
+    """
     try:
-        image = simplejpeg.decode_jpeg(
-            data, colorspace="RGB", min_height=scale, min_width=scale, min_factor=2.0 if scale else 1.0
+        return simplejpeg.decode_jpeg(
+            data,
+            colorspace="RGB",
+            min_height=short_side,
+            min_width=short_side,
+            min_factor=2.0 if short_side else 1.0,
         )
     except Exception as error:
         damage = "truncated" if "Premature end of JPEG file" in str(error) else "damaged"
         raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
-    if exif and b"Exif\0\0" in data:
-        return _upright(image, _jpeg_orientation(data))
-    return image
 
 
 def _decode_pillow(data: bytes, kind: str, max_pixels: int, exif: bool) -> np.ndarray:
@@ -228,7 +248,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         raise SampleError(f"declares {width}x{height} pixels, limit is {max_pixels}")
 
 
-def _jpeg_orientation(data: bytes) -> int:
+def jpeg_orientation(data: bytes) -> int:
     """EXIF orientation, 1 to 8; 1 where the metadata is damaged: the pixels are still good."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -29,7 +29,7 @@ import torch
 from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from raypipe.decode import MAX_PIXELS, _jpeg_orientation, decode, encode_jpeg
+from raypipe.decode import MAX_PIXELS, decode, encode_jpeg, jpeg_orientation
 from raypipe.errors import ConfigError, SampleError
 
 CHUNK_PIXELS = 128 << 20
@@ -199,7 +199,7 @@ def nvjpeg_pixels(data: memoryview | bytes, *, exif: bool = False) -> int | None
     """
     if len(data) < 4 or data[:3] != b"\xff\xd8\xff" or data[-2:] != b"\xff\xd9":
         return None
-    if exif and _jpeg_orientation(bytes(data)) != 1:
+    if exif and jpeg_orientation(bytes(data)) != 1:
         return None
     at, adobe, jfif = 2, None, False
     while at + 4 <= len(data) and data[at] == 0xFF:

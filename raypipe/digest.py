@@ -1,4 +1,4 @@
-"""The digest of a stream: one hash over index, label and pixels of every micro-batch, in order.
+"""The digest of a stream: one hash over index, label, pixels, masks and boxes of every micro-batch, in order.
 
 Two streams are the same stream if their digests are equal, whatever pool, workers and history made them.
 """
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 def batch_digest(batch: HostBatch) -> bytes:
-    """16 bytes over the place, index, label, weight and pixels of one micro-batch."""
+    """16 bytes over the place, index, label, weight and pixels of one micro-batch, and its masks and boxes."""
     digest = hashlib.blake2b(f"{batch.at} {batch.image.shape}".encode(), digest_size=16)
     arrays: list[Any] = [batch.index, batch.label, batch.weight, batch.image]
     if batch.encoded is not None:
         arrays += batch.encoded.values()
+    arrays += [array for array in (batch.mask, batch.boxes) if array is not None]
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()

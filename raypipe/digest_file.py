@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import ConfigError
-from raypipe.json_file import read_json, write_json
+from raypipe.whole_file import read_json, write_json
 
 if TYPE_CHECKING:
     from raypipe.pipeline import StreamSpec
 
 # Whatever reads, decodes, transforms or draws at random on the CPU.
-_PACKAGES = (
+PACKAGES = (
     "raypipe",
     "ray",
     "numpy",
@@ -33,6 +33,7 @@ _PACKAGES = (
     "pillow",
     "albumentations",
     "albucore",
+    "torch",
     "torchvision",
 )
 
@@ -150,12 +151,14 @@ def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, 
     }
     for section, values in (("plan", spec.plan.config), ("transform", spec.transform)):
         settings |= {f"{section}.{name}": value for name, value in dataclasses.asdict(values).items()}
-    settings |= {"workers": workers, "actors": actors, "from_step": from_step, "to_step": to_step}
-    settings |= {f"version.{name}": _version(name) for name in _PACKAGES}
+    settings |= {"workers": workers, "actors": actors, "cache": spec.pool.cache}
+    settings |= {"from_step": from_step, "to_step": to_step}
+    settings |= {f"version.{name}": version_of(name) for name in PACKAGES}
     return settings | {"version.python": platform.python_version(), "machine": platform.machine()}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

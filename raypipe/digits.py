@@ -5,19 +5,13 @@ Real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998), encoded once as P
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from raypipe.local_cache import cache_folder
 from raypipe.stores.atomic import write_atomically
 
 NUM_VAL = 360
 """Samples held out for validation, the same share of each class."""
-
-
-def cache_folder() -> Path:
-    """RAYPIPE_CACHE, or raypipe's folder in the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe"
-    return Path(os.environ.get("RAYPIPE_CACHE") or default)
 
 
 def digits_stores(folder: Path | None = None) -> tuple[str, str]:

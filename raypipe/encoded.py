@@ -27,12 +27,10 @@ from typing import Any, TypedDict
 import numpy as np
 import simplejpeg
 
-from raypipe.decode import MAX_PIXELS, _check_size, _jpeg_orientation, _open_pillow, decode, image_kind
+from raypipe.crop_first import Box
+from raypipe.decode import MAX_PIXELS, _check_size, _open_pillow, decode, image_kind, jpeg_orientation
 from raypipe.errors import ConfigError, SampleError
 from raypipe.sample_transform import Key
-
-Box = tuple[int, int, int, int]
-"""(top, left, height, width), pixels of the decoded image, inside it."""
 
 EncodedSample = tuple[bytes, Box, bool]
 """(encoded image, box, whether the cut is mirrored left to right)."""
@@ -181,7 +179,7 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
         except ValueError:  # a rare kind of subsampling, which Pillow reads, or damage, which it does not
             return _decoded_size(encoded, exif)
         _check_size(width, height, MAX_PIXELS)
-        if exif and b"Exif\0\0" in encoded and _jpeg_orientation(encoded) >= 5:  # 5 to 8 lie on their side
+        if exif and b"Exif\0\0" in encoded and jpeg_orientation(encoded) >= 5:  # 5 to 8 lie on their side
             return width, height
         return height, width
     if exif and kind in ("PNG", "WebP"):  # their orientation may stand behind the pixels

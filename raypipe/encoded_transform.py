@@ -21,8 +21,8 @@ def encoded_transform(transform: Any, config: TransformConfig) -> EncodedTransfo
     """
     if not isinstance(transform, str):
         raise ConfigError(
-            "transform.decode='gpu' knows presets only (light, center, resize): a callable needs pixels, so "
-            "decode='cpu'"
+            "transform.decode='gpu' knows presets only (light, center, resize): steps and callables need pixels, "
+            "so decode='cpu'"
         )
     if config.decode_min_side:
         raise ConfigError("transform.decode_min_side is of the CPU's decoder: leave it out with decode='gpu'")
@@ -51,7 +51,7 @@ class EncodedMicroBatchTransform(MicroBatchTransform):
         super().__init__(None, on_bad_sample=on_bad_sample, exact=exact, store_address=store_address)
         self.encoded = transform
 
-    def _one(self, data: bytes | None, key: Key) -> Any:
+    def one(self, data: Any, key: Key) -> Any:
         box, flip = self.encoded.describe(data, key)
         return data, box, flip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from raypipe import file_lock
 from raypipe.errors import ResourceError
 from raypipe.plan import MicroBatchId
 from raypipe.transform import FIRST_ATTEMPT, Attempt
@@ -60,9 +61,11 @@ class Guard:
                 why = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
                 attempt = Attempt(dict.fromkeys(orders.bad, why), self._touch if orders.careful else None)
         self._watch()
+        file_lock.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
         try:
             yield attempt
         finally:
+            file_lock.on_progress.remove(self._watch)
             faulthandler.cancel_dump_traceback_later()
         if attempt.before_sample:
             ray.get(self._supervisor.ended.remote(self._actor))

@@ -10,6 +10,7 @@ stream from there, splits it over the W ranks of now, and hands the iterators ro
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import ray.train
 import ray.train.torch
 import torch
 
+from raypipe.cluster import largest_divisor, preflight
 from raypipe.config import AugmentConfig
 from raypipe.plan import Cursor
 from raypipe.rank_stream import Feed
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from ray.data import DataIterator
 
     from raypipe.pipeline import StreamSpec
+
+logger = logging.getLogger(__name__)
 
 CURSOR_FILE = "cursor.json"
 """The file of a checkpoint that holds the cursor."""
@@ -70,11 +74,15 @@ def feed(
     if rank == 0:
         start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
         if max_actors is None:
-            from raypipe.cluster import preflight
-
             max_actors = preflight(spec.pool).max_actors
-        supervisor = start_supervisor(spec.pool.max_attempts)
-        splits = spec.splits(start, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
+        supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
+        splits = spec.splits(
+            start,
+            max_actors=max_actors,
+            world_size=world_size,
+            supervisor=supervisor,
+            executions=_executions(spec, world_size),
+        )
         handed = (splits, start, supervisor)
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
@@ -96,6 +104,17 @@ def feed(
         depth=depth,
         supervisor=supervisor,
     )
+
+
+def _executions(spec: StreamSpec, world_size: int) -> int:
+    """As many as pool.executions asks for, or, for fewer workers of an elastic run, as can share them evenly."""
+    wanted = spec.pool.executions
+    executions = largest_divisor(world_size, wanted)
+    if executions != wanted:
+        logger.warning(
+            "pool.executions=%d does not divide %d workers: %d share them", wanted, world_size, executions
+        )
+    return executions
 
 
 def _in_train_worker() -> bool:

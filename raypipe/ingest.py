@@ -1,10 +1,10 @@
-"""Copy any store into a new LMDB or Parquet store, in parallel on Ray; verified, and atomic.
+"""Copy any store into a new LMDB, Parquet or WebDataset store, in parallel on Ray; verified, and atomic.
 
     SRC (any store) → ranges → one task per shard writes and hashes → one task per shard reads and compares
-    → one rename: DST exists whole or not at all
+    → one rename, or, at a URI, one manifest: DST exists whole or not at all
 
-A destination of one shard is a file, of several a folder of shards. Order and indices are the source's,
-unless samples are skipped.
+A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
+indices are the source's, unless samples are skipped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import numpy as np
 
 from raypipe.cluster import connect
 from raypipe.errors import ConfigError, StoreError
+from raypipe.filesystem import is_remote, open_filesystem, split
 from raypipe.shard_copy import Reencode, column_types, digest_of, write_shard
-from raypipe.stores import open_store
+from raypipe.stores import WRITTEN_SUFFIXES, open_store
 from raypipe.stores.atomic import new_path
 from raypipe.stores.base import Store
+from raypipe.stores.remote import expand
+from raypipe.stores.upload import new_remote
 from raypipe.tasks import Cpus, follow, get, stopped_on_error
 
 # A shard is small enough to be copied and cached as one object, and large enough to be few.
@@ -40,7 +43,7 @@ def ingest(
 
     Args:
         src: a store or its address.
-        dst: a local path that ends in `.lmdb` or `.parquet`.
+        dst: a local path or a URI that ends in `.lmdb`, `.parquet` or `.tar`.
         reencode: decode once and store smaller; None = the bytes as they are.
         shards: files of the new store, none without samples; 0 = 1 GiB each, and enough to use all CPUs on a
             large store.
@@ -59,25 +62,32 @@ def ingest(
     import ray
 
     store = open_store(src) if isinstance(src, str) else src
-    path = Path(dst).expanduser().absolute()
     if shards < 0:
         raise ConfigError(f"shards must be at least 0, got {shards}")
-    if "://" in dst or path.suffix not in (".lmdb", ".parquet"):
-        raise StoreError(f"{dst}: the destination must be a local path that ends in .lmdb or .parquet")
+    suffix = Path(split(dst)[1]).suffix
+    if suffix not in WRITTEN_SUFFIXES:
+        raise StoreError(f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}")
+    if expand(dst) != [dst]:
+        raise StoreError(
+            f"{dst}: several files beside others cannot appear all at once: name one destination, such as "
+            "train.tar, and several --shards make it a folder of shards"
+        )
+    destination = new_remote if is_remote(dst) else new_path
+    where: Any = dst if is_remote(dst) else Path(open_filesystem(dst)[1])
     if not len(store):
         raise StoreError(f"{store.address} has no samples")
-    columns = column_types(store)
+    columns = column_types(store, reencode)
     connect()
-    # A local destination is this node's; tasks must not write it elsewhere.
+    # A local destination is this node's, and what is uploaded is written here; tasks must not write it elsewhere.
     cpus = Cpus("the copy", here=True)
     num_shards = min(len(store), shards or _num_shards(store, cpus.number()))
     bounds = np.linspace(0, len(store), num_shards + 1).astype(int)
-    with new_path(path, overwrite) as partial, stopped_on_error() as (tasks, wanted):
+    with destination(where, overwrite) as partial, stopped_on_error() as (tasks, wanted):
         cpus.wait_for_one()
         files = [partial]
         if num_shards > 1:
             partial.mkdir()
-            files = [partial / f"{number:05d}{path.suffix}" for number in range(num_shards)]
+            files = [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
         options = cpus.task_options()
         write = ray.remote(num_returns="streaming", **options)(write_shard)
         tasks += [

@@ -17,15 +17,13 @@ import numpy as np
 
 from raypipe.bad_list import write_bad_list
 from raypipe.cluster import connect
-from raypipe.json_file import check_place
-from raypipe.sample_check import PART, check_range, check_samples
+from raypipe.sample_check import PART, check_range, check_samples, spread
 from raypipe.stores.base import Store
 from raypipe.tasks import Cpus, follow, stopped_on_error
+from raypipe.whole_file import check_place
 
 # Samples that a description looks at: decoded within a second or two.
 _NUM_SAMPLED = 64
-# Of a store that is read in groups so many are read: each costs as much as all of its samples.
-_NUM_PLACES = 8
 # Ranges of unlike cost even out over the CPUs; each opens the store anew, which of a folder is a scan.
 _TASKS_PER_CPU = 2
 
@@ -34,21 +32,23 @@ def describe(store: Store) -> dict[str, Any]:
     """What a store is.
 
     Returns:
-        `store` (address), `kind`, `samples`, `columns` (names), `classes` and `groups` (how many, None where it
-        has none), `fingerprint`; and of `sampled` samples that were decoded: `formats` (kind → how many),
-        `image_bytes`, `height_px` and `width_px` ([least, median, most], None without any), and `sampled_bad`,
-        how many of them are bad.
+        `store` (address), `kind`, `samples`, `bytes` (of the encoded images, by the mean of the sampled),
+        `columns` (names), `classes` and `groups` (how many, None where it has none), `fingerprint`; and of
+        `sampled` samples that were decoded: `formats` (kind → how many), `image_bytes`, `height_px` and `width_px`
+        ([least, median, most], None without any), and `bad`, how many of them are bad.
 
     Raises:
         StoreError: it cannot be opened.
     """
     groups = store.groups
-    samples = list(check_samples(store, _spread(len(store), groups)))
+    samples = list(check_samples(store, spread(store, _NUM_SAMPLED)))
     good = [sample for sample in samples if not sample.error]
+    mean_bytes = sum(sample.num_bytes for sample in samples) / max(1, len(samples))
     return {
         "store": store.address,
         "kind": type(store).__name__.removesuffix("Store").lower(),
         "samples": len(store),
+        "bytes": round(mean_bytes * len(store)),
         "columns": list(store.columns),
         "classes": None if store.classes is None else len(store.classes),
         "groups": None if groups is None else len(groups) - 1,
@@ -58,20 +58,8 @@ def describe(store: Store) -> dict[str, Any]:
         "image_bytes": _range([sample.num_bytes for sample in samples]),
         "height_px": _range([sample.height for sample in good]),
         "width_px": _range([sample.width for sample in good]),
-        "sampled_bad": len(samples) - len(good),
+        "bad": len(samples) - len(good),
     }
-
-
-def _spread(num_samples: int, groups: np.ndarray | None) -> np.ndarray:
-    """Indices, int64 (n,), of up to 64 samples, evenly spread; at few places where samples are read in groups."""
-    if num_samples == 0:
-        return np.empty(0, np.int64)
-    if groups is None:
-        return np.unique(np.linspace(0, num_samples - 1, _NUM_SAMPLED).astype(np.int64))
-    places = np.linspace(0, num_samples - 1, _NUM_PLACES).astype(np.int64)
-    near = places[:, None] + np.arange(_NUM_SAMPLED // _NUM_PLACES)
-    ends = groups[np.searchsorted(groups, places, side="right")]
-    return np.unique(near[near < ends[:, None]])
 
 
 def _range(values: list[int]) -> list[int] | None:
@@ -90,8 +78,9 @@ def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str
         progress: show a progress bar on standard error.
 
     Returns:
-        `samples`, `bad` (how many), `list` (where it was written, or None), `seconds`, `images_per_s`; and
-        `reasons`, for the first 10 different errors: (the first sample that has it, how many have it, the error).
+        `samples`, `bytes` (of the encoded images), `classes` (how many, or None), `bad` (how many), `list` (where
+        it was written, or None), `seconds`, `images_per_s`; and `reasons`, for the first 10 different errors: (the
+        first sample that has it, how many have it, the error).
 
     Raises:
         StoreError: the store cannot be opened.
@@ -108,6 +97,7 @@ def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str
     connect()
     started = time.perf_counter()
     bad: list[dict[str, Any]] = []
+    num_bytes = 0
     cpus = Cpus("the verification", here="://" not in store.address)
     with stopped_on_error() as (tasks, wanted):
         cpus.wait_for_one()
@@ -118,7 +108,8 @@ def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str
             check.remote(wanted, reader, num_samples, int(start), int(stop))
             for start, stop in itertools.pairwise(bounds)
         ]
-        for _, found in follow(tasks, "verify", num_samples, lambda part: part[0], progress):
+        for _, part_bytes, found in follow(tasks, "verify", num_samples, lambda part: part[0], progress):
+            num_bytes += part_bytes
             bad += found
     seconds = time.perf_counter() - started
     bad.sort(key=lambda entry: entry["index"])
@@ -127,6 +118,8 @@ def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str
         write_bad_list(address, store, bad)
     return {
         "samples": num_samples,
+        "bytes": num_bytes,
+        "classes": None if store.classes is None else len(store.classes),
         "bad": len(bad),
         "list": address,
         "seconds": seconds,

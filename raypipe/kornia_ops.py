@@ -15,6 +15,7 @@ import kornia.augmentation
 import kornia.augmentation.auto
 import torch
 from kornia.augmentation._2d.base import AugmentationBase2D
+from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
 from kornia.augmentation.auto.base import PolicyAugmentBase
 
 from raypipe.config import AugmentConfig
@@ -67,16 +68,19 @@ _CHANGES_SIZE = {
 }
 
 
-def build_operations(config: AugmentConfig) -> list[Operation]:
+def build_operations(config: AugmentConfig, targets: bool = False) -> list[Operation]:
     """The operations of a configuration: those of its preset, then its own.
 
+    Args:
+        targets: whether there are masks or boxes, so that pixels must stay where they are.
+
     Raises:
-        ConfigError: an operation is not there, or refuses its parameters.
+        ConfigError: an operation is not there, or refuses its parameters; or moves or erases pixels of targets.
     """
-    return [_operation(dict(entry)) for entry in [*PRESETS[config.preset], *config.ops]]
+    return [_operation(dict(entry), targets) for entry in [*PRESETS[config.preset], *config.ops]]
 
 
-def _operation(entry: dict[str, Any]) -> Operation:
+def _operation(entry: dict[str, Any], targets: bool) -> Operation:
     shown = dict(entry)
     name = entry.pop("op")
     found: Any = getattr(kornia.augmentation, name, None) or getattr(kornia.augmentation.auto, name, None)
@@ -84,6 +88,12 @@ def _operation(entry: dict[str, Any]) -> Operation:
         raise ConfigError(
             f"augment.ops: {name!r} is no 2D operation of kornia.augmentation or kornia.augmentation.auto "
             "(mixing has settings of its own: augment.mixup_alpha and augment.cutmix_alpha)"
+        )
+    # A policy has geometric operations among its own.
+    if targets and (not issubclass(found, IntensityAugmentationBase2D) or name == "RandomErasing"):
+        raise ConfigError(
+            f"augment: {name} moves or erases pixels on the device, where masks and boxes stay as they are: use "
+            "transform.train for geometry, and augment.ops for operations of colour alone"
         )
     parameters = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     try:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from pathlib import Path
+import logging
 from typing import Any
 
-import pyarrow.fs
 import yaml
 
+from raypipe.checkpoints import remove_unfinished
 from raypipe.cluster import Allocation, connect, preflight
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.digits import digits_stores
 from raypipe.errors import ConfigError, RaypipeError
+from raypipe.filesystem import as_uri, check_bucket, exists, explained, join, open_filesystem, split
+from raypipe.logs import configure_logs, progress
 from raypipe.pipeline import StreamSpec
-from raypipe.runlog import as_uri, remove_stop, request_stop
-from raypipe.stores import open_store
+from raypipe.report import write_report
+from raypipe.runlog import remove_stop, request_stop
+from raypipe.stores import open_store, store_options
+
+logger = logging.getLogger(__name__)
 
 
 def train(run: RunConfig) -> dict[str, Any]:
     """Train by a configuration, on the connected cluster or on a new local one.
 
-    At Ctrl-C the run ends cleanly: at the next line of progress it leaves a checkpoint. A second one aborts it.
+    At Ctrl-C or SIGTERM (`ray job stop`) the run ends cleanly: at the next line of progress it leaves a
+    checkpoint. A second one aborts it, as does whoever sends SIGKILL before then.
 
     Returns:
         `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
@@ -32,30 +38,25 @@ def train(run: RunConfig) -> dict[str, Any]:
     Raises:
         RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
     """
-    if run.resume:
-        address = run.resume.rstrip("/")
-        runs, _, name = address.rpartition("/")
-        run = dataclasses.replace(run, runs=runs or ".", name=name)
-    elif not run.name:
-        run = dataclasses.replace(run, name=datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
-    run_uri = f"{as_uri(run.runs)}/{run.name}"
-    _check_run_folder(run_uri, bool(run.resume))
-    if not run.store.train:
-        train_address, val_address = digits_stores()
-        store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
-        run = dataclasses.replace(run, store=store)
-    spec = _spec(run, run_uri)
-    num_classes = _num_classes(run, spec)
-    _check_augment(run.augment)
+    run, run_uri = locate(run)
+    configure_logs(run.log, run=run.name)
+    spec = spec_of(run, run_uri)
+    num_classes = num_classes_of(run, spec)
+    check_augment(run.augment)
 
     remove_stop(run_uri)  # of a run that was stopped, and now goes on
-    connect(dashboard=True)
+    for name in remove_unfinished(run_uri):
+        progress(logger, f"removed {run_uri}/{name}: it was cut off while it was written")
+    connect(log=run.log)
     allocation = preflight(run.pool, run.train, run.plan.per_step)
     spec.plan.check_workers(allocation.workers)
     spec.check_memory(allocation.max_actors, allocation.workers)
-    _store_config(run, run_uri)
-    print(describe(run, spec, allocation, run_uri), flush=True)
-    result = _fit(run, spec, allocation, num_classes, run_uri)
+    store_config(run, run_uri)
+    progress(logger, describe(run, spec, allocation, run_uri))
+    try:
+        result = _fit(run, spec, allocation, num_classes, run_uri)
+    finally:
+        _leave_report(run_uri)
     return {
         "val_accuracy": result["val_accuracy"],
         "images_per_s": result["images"] / result["train_s"] if result["train_s"] else 0.0,
@@ -67,22 +68,63 @@ def train(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def _spec(run: RunConfig, run_uri: str) -> StreamSpec:
-    options = {"image_column": run.store.image_column, "label_column": run.store.label_column}
-    changed = {name: value for name, value in options.items() if value != name.removesuffix("_column")}
+def _leave_report(run_uri: str) -> None:
+    """Whatever becomes of the run; what it is made of has been written already."""
+    try:
+        page = write_report(run_uri)["report"]
+        progress(logger, f"report     {page.removeprefix('file://')}")
+    except ConfigError as error:  # a run that ended before it began to train has an error of its own
+        logger.info("no report: %s", error)
+
+
+def locate(run: RunConfig, prefix: str = "") -> tuple[RunConfig, str]:
+    """A run with its name, its stores and the steps of its transforms, and the URI of its folder.
+
+    Args:
+        run: the name is that of the run to resume, or its own, or made from the date.
+        prefix: of a name that is made from the date.
+
+    Raises:
+        ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or a file
+            of steps cannot be read.
+    """
+    if run.resume:
+        runs, name = split(run.resume)
+        run = dataclasses.replace(run, runs=runs or ".", name=name)
+    elif not run.name:
+        run = dataclasses.replace(run, name=prefix + datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
+    run_uri = join(as_uri(run.runs), run.name)
+    _check_run_folder(run_uri, bool(run.resume))
+    if not run.store.train:
+        train_address, val_address = digits_stores()
+        store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
+        run = dataclasses.replace(run, store=store)
+    return dataclasses.replace(run, transform=run.transform.without_files()), run_uri
+
+
+def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
+    options = store_options(run.store.image_column, run.store.label_column, run.store.layout)
     return StreamSpec.of(
-        open_store(run.store.train, **changed),
-        open_store(run.store.val, **changed) if run.store.val else None,
+        open_store(run.store.train, **options),
+        open_store(run.store.val, **options) if run.store.val else None,
         plan=run.plan,
         transform=run.transform,
         pool=run.pool,
         leave_out=run.store.leave_out,
         val_leave_out=run.store.val_leave_out,
-        quarantine=f"{run_uri}/quarantine",
+        quarantine=join(run_uri, "quarantine"),
+        run=run.name,
+        log=run.log,
     )
 
 
-def _num_classes(run: RunConfig, spec: StreamSpec) -> int:
+def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
+    """Classes of the classifier that a run trains."""
+    if run.transform.target_columns:
+        raise ConfigError(
+            "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
+            "leave them out, or write a loop of your own around raypipe.feed, as docs/targets.md does"
+        )
     classes = spec.stores["train"].classes
     if run.train.num_classes:
         return run.train.num_classes
@@ -97,7 +139,7 @@ def _num_classes(run: RunConfig, spec: StreamSpec) -> int:
     return len(classes)
 
 
-def _check_augment(config: AugmentConfig) -> None:
+def check_augment(config: AugmentConfig) -> None:
     """What is wrong with it is told here, and not by the trainers once the cluster has started them."""
     if config.ops or config.preset != "none" or config.module:
         import torch
@@ -107,27 +149,38 @@ def _check_augment(config: AugmentConfig) -> None:
         DeviceAugment(config, torch.device("cpu"))
 
 
+def _is_run(run_uri: str) -> bool:
+    check_bucket(run_uri)
+    with explained(ConfigError, f"{run_uri} cannot be used"):
+        return exists(join(run_uri, "config.yaml"))
+
+
 def _check_run_folder(run_uri: str, resume: bool) -> None:
-    filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
-    exists = filesystem.get_file_info(f"{path}/config.yaml").type == pyarrow.fs.FileType.File
-    if resume and not exists:
-        raise ConfigError(f"there is no run at {run_uri}: --resume takes the folder that `run_dir` named")
-    if exists and not resume:
+    if resume:
+        require_run(run_uri)
+    elif _is_run(run_uri):
         raise ConfigError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
 
 
-def _store_config(run: RunConfig, run_uri: str) -> None:
-    filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
-    filesystem.create_dir(path, recursive=True)
-    with filesystem.open_output_stream(f"{path}/config.yaml") as file:
-        file.write(yaml.safe_dump(as_plain(run), sort_keys=False).encode())
+def require_run(run_uri: str) -> None:
+    """Raise ConfigError unless there is a run at a URI."""
+    if not _is_run(run_uri):
+        raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")
+
+
+def store_config(run: RunConfig, run_uri: str) -> None:
+    with explained(ConfigError, f"{run_uri} cannot be written to"):
+        filesystem, path = open_filesystem(run_uri)
+        filesystem.create_dir(path, recursive=True)
+        with filesystem.open_output_stream(f"{path}/config.yaml") as file:
+            file.write(yaml.safe_dump(as_plain(run), sort_keys=False).encode())
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:
     """A configuration as dicts, lists and scalars, as YAML has it; `resume` left out."""
     plain = dataclasses.asdict(run)
     del plain["resume"]
-    return yaml.safe_load(json.dumps(plain))  # tuples become lists
+    return json.loads(json.dumps(plain))  # tuples become lists
 
 
 def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
@@ -145,25 +198,24 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
         f"samples ({plan.num_train} train, {plan.num_val} val"
         f"{f'; {left_out} left out' if left_out else ''})\n"
         f"trainers   {trainers}\n"
-        f"transform  {run.pool.min_actors} to {allocation.max_actors} actors"
+        f"transform  {run.pool.least_actors} to {allocation.max_actors} actors"
+        f"{f' in {run.pool.executions} executions' if run.pool.executions > 1 else ''}"
     )
 
 
 def _fit(
     run: RunConfig, spec: StreamSpec, allocation: Allocation, num_classes: int, run_uri: str
 ) -> dict[str, Any]:
-    import ray.train
-    from ray.train.v2.api.config import ScalingConfig
+    from ray.train.v2.api import config as ray_config
 
     from raypipe.train import train_loop
     from raypipe.trainer import RunTrainer
 
-    def on_interrupt() -> bool:
+    def on_interrupt() -> None:
         request_stop(run_uri)
-        print("stopping at the next line of progress, with a checkpoint; press Ctrl-C again to abort", flush=True)
-        return True
+        progress(logger, "stopping at the next line of progress, with a checkpoint; once more aborts")
 
-    filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
+    filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,
         per_step=run.plan.per_step,
@@ -175,7 +227,7 @@ def _fit(
             "max_actors": allocation.max_actors,
             "run_uri": run_uri,
         },
-        scaling_config=ScalingConfig(
+        scaling_config=ray_config.ScalingConfig(
             num_workers=(
                 (allocation.min_workers, allocation.workers) if allocation.min_workers else allocation.workers
             ),
@@ -186,12 +238,14 @@ def _fit(
                 **({"GPU": 1} if allocation.gpu else {}),
             },
         ),
-        run_config=ray.train.RunConfig(
+        run_config=ray_config.RunConfig(
             name=run.name,
-            storage_path=str(Path(path).parent),
+            storage_path=path.rpartition("/")[0],
             storage_filesystem=filesystem,
-            failure_config=ray.train.FailureConfig(max_failures=run.train.max_failures),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            failure_config=ray_config.FailureConfig(max_failures=run.train.max_failures),
+            checkpoint_config=ray_config.CheckpointConfig(num_to_keep=2),
+            # Ray Train's controller knows text alone.
+            logging_config=ray_config.LoggingConfig(log_level="WARNING" if run.log == "json" else "INFO"),
         ),
     )
     try:

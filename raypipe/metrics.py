@@ -166,5 +166,6 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
         )
     return (
         f"Decoding and transforming on CPUs limits the run, {share}: raise pool.max_actors and give the cluster "
-        "the CPUs, ingest with --short-side, set transform.decode_min_side, or choose a lighter transform."
+        "the CPUs, ingest with --short-side, set transform.crop_decode=scaled or transform.decode_min_side, or "
+        "choose a lighter transform."
     )

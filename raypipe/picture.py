@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,11 +23,15 @@ class Tile:
         image: uint8 (H, W, 3); None where there is none.
         lines: the caption, two lines at most.
         reason: why there is no image.
+        mask: uint8 (H, W), classes, drawn over it: 0 as it is, 255 dark, others tinted.
+        boxes: float (K, 5), `[x0, y0, x1, y1, label]`, drawn over it; those of label -1 are left out.
     """
 
     image: np.ndarray | None
     lines: tuple[str, ...] = ()
     reason: str = ""
+    mask: np.ndarray | None = None
+    boxes: np.ndarray | None = None
 
 
 def draw(rows: list[list[Tile]], *, title: str, note: str, headers: list[str]) -> Image.Image:
@@ -67,9 +72,27 @@ def _draw_tile(picture: Image.Image, left: int, top: int, tile: Tile, font: Font
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         # Enlarged pixels stay pixels.
         image = image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
+        if tile.mask is not None:
+            colours = np.array([_colour(label) for label in range(256)], np.uint8)
+            classes = Image.fromarray(tile.mask).resize(size, Image.Resampling.NEAREST)
+            blend = np.where(np.asarray(classes) > 0, 110, 0).astype(np.uint8)
+            image.paste(Image.fromarray(colours[np.asarray(classes)]), mask=Image.fromarray(blend))
+        for *corners, label in () if tile.boxes is None else tile.boxes.tolist():
+            if label >= 0:
+                x0, y0, x1, y1 = (round(corner * scale) for corner in corners)
+                ends = x0, y0, max(x0, x1 - 1), max(y0, y1 - 1)
+                ImageDraw.Draw(image).rectangle(ends, outline=_colour(int(label) + 1), width=2)
         picture.paste(image, (left + (_TILE - size[0]) // 2, top + (_TILE - size[1]) // 2))
     for i, line in enumerate(tile.lines):
         pen.text((left, top + _TILE + 3 + i * _LINE), wrap(line, font, _TILE, 1)[0], _FAINT if i else _INK, font)
+
+
+def _colour(label: int) -> tuple[int, int, int]:
+    """Neighbouring labels are far apart in hue: each is a golden angle from the one before."""
+    if label == 255:
+        return (0, 0, 0)
+    red, green, blue = colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1)
+    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def wrap(text: str, font: Font, width: float, max_lines: int) -> list[str]:

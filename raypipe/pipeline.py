@@ -9,34 +9,54 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from raypipe import backpressure, pool_watch, relaxed
+from raypipe import autoscaler, backpressure, inline_metadata, lean, pool_watch, relaxed, telemetry
 from raypipe.bad_list import read_bad_list
 from raypipe.cluster import check_object_store, connect, preflight
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.encoded_transform import encoded_transform
+from raypipe.errors import ConfigError
+from raypipe.logs import LogFormat
 from raypipe.plan import Cursor, Plan, PlanConfig, Split
-from raypipe.presets import is_preset
+from raypipe.pool_size import SizeRules
+from raypipe.presets import check_transform, is_preset
+from raypipe.rank_group import RankGroup, rank_groups
+from raypipe.sample_cache import check_cache
 from raypipe.source import MicroBatchSource
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
-from raypipe.supervisor import start_supervisor
+from raypipe.supervisor import start_supervisor, start_supervisors
+from raypipe.target_transform import check_targets
+from raypipe.transform_steps import Steps, without_files
 from raypipe.worker import TransformWorker
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
-Transform = Callable[..., Any] | str | None
-"""A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, a preset's name or None."""
+Transform = Callable[..., Any] | str | Steps | None
+"""A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, None, or what `transform.train`
+may be."""
 
 # A reader does nothing but yield rows. It must not wait for a CPU that the pool holds: a pool that takes all
 # CPUs would starve it, and the run would hang (ray#44687).
 _READER_CPUS = 0
+
+
+def placement(prefer_nodes: str) -> dict[str, Any]:
+    """Options of Ray's for an actor that prefers nodes of a label, and takes any other where those have no room.
+
+    Left alone, Ray Data spreads actors over all nodes, the hosts of GPUs too.
+
+    Args:
+        prefer_nodes: `label=value`; empty = no preference.
+    """
+    label, _, value = prefer_nodes.partition("=")
+    return {"label_selector": {label: value}, "fallback_strategy": [{"label_selector": {}}]} if label else {}
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,8 @@ class StreamSpec:
         transform: decode and bad-sample settings.
         pool: the actor pool; max_actors and in_flight resolved by the preflight.
         quarantine: URI of the folder that records bad samples; empty = log only.
+        run: name of the run, for metrics and logs.
+        log: format of its log lines.
     """
 
     plan: Plan
@@ -58,6 +80,8 @@ class StreamSpec:
     transform: TransformConfig
     pool: PoolConfig
     quarantine: str = ""
+    run: str = ""
+    log: LogFormat = "text"
 
     @staticmethod
     def of(
@@ -72,20 +96,26 @@ class StreamSpec:
         leave_out: str | Path = "",
         val_leave_out: str | Path = "",
         quarantine: str = "",
+        run: str = "",
+        log: LogFormat = "text",
     ) -> StreamSpec:
         """Open the stores and lay out the plan.
 
         Args:
             train, val: stores or their addresses.
             plan, transform, pool: settings; defaults where None.
-            train_transform, val_transform: callables or presets instead of those that `transform` names.
+            train_transform, val_transform: instead of those that `transform` names.
             leave_out, val_leave_out: lists of bad samples of each store, see `StoreConfig`.
             quarantine: URI of the folder that records bad samples; empty = log only.
+            run: name of the run, for metrics and logs.
+            log: format of its log lines, "text" or "json".
 
         Raises:
             StoreError, ConfigError: a store or a setting is wrong.
         """
-        transform, plan_config = transform or TransformConfig(), plan or PlanConfig()
+        transform = (transform or TransformConfig()).without_files()
+        plan_config, pool = plan or PlanConfig(), pool or PoolConfig()
+        check_cache(pool, transform)
         train_store = open_store(train) if isinstance(train, str | Path) else train
         val_store = open_store(val) if isinstance(val, str | Path) else val
         stores: dict[Split, Store] = {"train": train_store}
@@ -95,9 +125,12 @@ class StreamSpec:
         if val_store is not None and plan_config.val_every:
             stores["val"] = val_store
             transforms["val"] = transform.val if val_transform == "" else val_transform
-        if transform.decode == "gpu":
-            for chosen in transforms.values():
+        transforms = {split: without_files(chosen) for split, chosen in transforms.items()}
+        for chosen in transforms.values():
+            if transform.decode == "gpu":
                 encoded_transform(chosen, transform)
+            check_transform(chosen, transform.size)
+        check_targets(transform, transforms, stores)
         return StreamSpec(
             plan=Plan.of(
                 plan_config,
@@ -109,8 +142,10 @@ class StreamSpec:
             stores=stores,
             transforms=transforms,
             transform=transform,
-            pool=pool or PoolConfig(),
+            pool=pool,
             quarantine=quarantine,
+            run=run,
+            log=log,
         )
 
     def readers(self) -> dict[Split, Store]:
@@ -119,33 +154,81 @@ class StreamSpec:
             return {split: store for split, store in self.stores.items() if store.groups is not None}
         return dict(self.stores) if self.pool.read == "stage" else {}
 
-    def in_flight(self, max_actors: int, world_size: int) -> int:
-        """Micro-batches that may be in flight: enough that no actor and no rank waits for another."""
-        return max(self.pool.in_flight or 4 * max_actors + 2 * world_size, 2 * world_size + 1)
+    def max_actors(self, group: RankGroup, max_actors: int) -> int:
+        """Of the transform actors of all executions, those that the pool of one may grow to."""
+        return max(group.share(max_actors), self.pool.min_actors)
 
-    def check_memory(self, max_actors: int, world_size: int) -> None:
-        """Raise ResourceError unless what is in flight fits the object store, where presets tell its size."""
+    def in_flight(self, group: RankGroup) -> backpressure.InFlight:
+        """Micro-batches that may be in flight in one execution, see `PoolConfig.in_flight_for`."""
+        share = group.share(self.pool.in_flight) if self.pool.in_flight else 0
+        return backpressure.InFlight(*replace(self.pool, in_flight=share).in_flight_for(group.size))
+
+    def size_rules(self, group: RankGroup, max_actors: int) -> SizeRules:
+        """What bounds and paces the size of one execution's pool."""
+        pool = self.pool
+        return SizeRules(
+            min_actors=pool.min_actors,
+            max_actors=self.max_actors(group, max_actors),
+            grow_wait=pool.grow_wait,
+            grow_after_s=pool.grow_after_s,
+            grow_factor=pool.grow_factor,
+            shrink_after_s=pool.shrink_after_s,
+        )
+
+    def initial_actors(self, group: RankGroup, max_actors: int) -> int:
+        """Transform actors that one execution begins with: as many as there is room for now.
+
+        More nodes come when ranks wait.
+        """
+        room = int(ray.available_resources().get("CPU", 0.0) / self.pool.cpus_per_actor + 1e-9)
+        return min(max(group.share(room), self.pool.min_actors), self.max_actors(group, max_actors))
+
+    def check_memory(self, max_actors: int, world_size: int, num_streams: int = 1) -> None:
+        """Raise ResourceError unless what is in flight fits the object store, where presets tell its size.
+
+        What actors on nodes that are yet to come have in flight is left out: they bring an object store each.
+
+        Args:
+            max_actors, world_size: of the stream.
+            num_streams: such streams that run at one time.
+        """
         if all(is_preset(transform) for transform in self.transforms.values()):
-            micro_batch_bytes = self.plan.config.micro_batch * self.transform.size**2 * 3
-            check_object_store(self.in_flight(max_actors, world_size), micro_batch_bytes)
+            channels = 4 if self.transform.mask_column else 3
+            micro_batch_bytes = self.plan.config.micro_batch * self.transform.size**2 * channels
+            limits = (
+                self.in_flight(group).limit(self.initial_actors(group, max_actors))
+                for group in rank_groups(world_size, self.pool.executions)
+            )
+            check_object_store(num_streams * sum(limits), micro_batch_bytes)
 
-    def dataset(self, cursor: Cursor, *, max_actors: int, world_size: int = 1, supervisor: Any = None) -> Dataset:
+    def dataset(
+        self,
+        cursor: Cursor,
+        *,
+        max_actors: int,
+        world_size: int = 1,
+        supervisor: Any = None,
+        group: RankGroup | None = None,
+    ) -> Dataset:
         """What is left of the stream at a cursor: a Dataset of one row, and one block, per micro-batch.
 
         The rows come in the order of the plan (see plan.order). Iterate with `batch_size=None`, or split it with
-        `streaming_split(W, equal=True)`: rank r then gets every W-th, the micro-batches m of each step with
-        m mod W = r.
+        `streaming_split(R, equal=True)` over the R ranks of the group: each then gets every R-th, which are the
+        micro-batches m of each step with m mod W = its rank among all W.
 
         Args:
             cursor: where to start.
-            max_actors: transform actors that the pool may grow to.
+            max_actors: transform actors that the pools of all executions may grow to.
             world_size: W.
             supervisor: handle of the Supervisor that hears of faults; None = a new one.
+            group: the ranks that this execution serves; None = all.
         """
-        supervisor = supervisor or start_supervisor(self.pool.max_attempts)
+        supervisor = supervisor or start_supervisor(self.pool.max_attempts, self.run, self.log)
         self.plan.check_workers(world_size)
-        max_actors = max(max_actors, self.pool.min_actors)
-        in_flight = self.in_flight(max_actors, world_size)
+        group = group or RankGroup(0, world_size, world_size)
+        actors = self.initial_actors(group, max_actors)
+        in_flight = self.in_flight(group)
+        lean.configure()
         context = ray.data.DataContext.get_current().copy()
         context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
         context.execution_options.preserve_order = True
@@ -153,11 +236,17 @@ class StreamSpec:
         logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it would say so each time
         context.print_on_execution_start = False
         context.raise_original_map_exception = True
+        context.issue_detectors_config.detectors = []  # one warns of memory=0 below; pool_watch ends what hangs
         context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
-        backpressure.install(context, in_flight, reads=bool(self.readers()))
+        backpressure.install(context, in_flight, actors, reads=bool(self.readers()))
+        inline_metadata.configure(context)
+        autoscaler.configure(context, self.size_rules(group, max_actors), supervisor)
         pool_watch.configure(context, supervisor, self.pool.stall_timeout_s)
-        relaxed.configure(context, self.plan, cursor)
-        source = MicroBatchSource(self.plan, cursor, self.readers(), supervisor)
+        relaxed.configure(context, self.plan, cursor, group)
+        telemetry.configure(context, self.run, self.log)
+        source = MicroBatchSource(
+            self.plan, cursor, self.readers(), supervisor, group, self.transform.target_columns
+        )
         with ray.data.DataContext.current(context):
             rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
             return rows.map_batches(
@@ -167,26 +256,52 @@ class StreamSpec:
                 batch_format="pyarrow",
                 zero_copy_batch=True,
                 num_cpus=self.pool.cpus_per_actor,
+                # Else later actors ask for the bytes of a block, and the autoscaler finds no node type that has
+                # them where the cluster's YAML does not name its memory.
+                memory=0,
+                **placement(self.pool.prefer_nodes),
                 compute=ray.data.ActorPoolStrategy(
                     min_size=self.pool.min_actors,
-                    max_size=max_actors,
+                    max_size=self.max_actors(group, max_actors),
+                    initial_size=actors,
                     # Ray Data looks for finished tasks ten times a second: what an actor can do in a tenth
                     # of a second must be queued at it.
-                    max_tasks_in_flight_per_actor=max(2, in_flight // max_actors),
+                    max_tasks_in_flight_per_actor=max(2, in_flight.limit(actors) // actors),
                 ),
             )
 
     def splits(
-        self, cursor: Cursor, *, max_actors: int, world_size: int = 1, supervisor: Any = None
+        self,
+        cursor: Cursor,
+        *,
+        max_actors: int,
+        world_size: int = 1,
+        supervisor: Any = None,
+        executions: int | None = None,
     ) -> list[DataIterator]:
         """What is left of the stream at a cursor, as one iterator per rank; see `dataset`.
 
-        One rank runs the execution in its own process; several share one in an actor of its own.
+        A rank with an execution for itself runs it in its own process; several share one in an actor of its own.
+
+        Args:
+            executions: G; None = pool.executions.
+
+        Raises:
+            ConfigError: G does not divide W, or W does not divide M.
         """
-        dataset = self.dataset(cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
-        if not self.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
-            dataset = ray.data.from_items([])
-        return [dataset.iterator()] if world_size == 1 else dataset.streaming_split(world_size, equal=True)
+        chief = supervisor or start_supervisor(self.pool.max_attempts)
+        groups = rank_groups(world_size, executions or self.pool.executions)
+        iterators: list[DataIterator] = []
+        supervisors = start_supervisors(self.pool.max_attempts, self.run, self.log, chief, len(groups))
+        for group, supervisor in zip(groups, supervisors, strict=True):
+            dataset = self.dataset(
+                cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, group=group
+            )
+            if not self.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
+                dataset = ray.data.from_items([])
+            alone = group.size == 1
+            iterators += [dataset.iterator()] if alone else dataset.streaming_split(group.size, equal=True)
+        return iterators
 
 
 def stream(
@@ -208,7 +323,7 @@ def stream(
     Args:
         train, val: stores or their addresses.
         plan, transform, pool: settings; defaults where None.
-        train_transform, val_transform: callables or presets instead of those that `transform` names.
+        train_transform, val_transform: instead of those that `transform` names.
         leave_out, val_leave_out: lists of bad samples of each store, see `StoreConfig`.
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
@@ -230,6 +345,11 @@ def stream(
         leave_out=leave_out,
         val_leave_out=val_leave_out,
     )
+    if spec.pool.executions > 1:
+        raise ConfigError(
+            f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "
+            "StreamSpec.splits gives one iterator per rank"
+        )
     connect()
     allocation = preflight(spec.pool)
     spec.check_memory(allocation.max_actors, world_size)

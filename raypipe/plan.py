@@ -34,6 +34,7 @@ from raypipe.order import (
     derive_keys,
     mix64,
 )
+from raypipe.rank_group import EVERY_RANK, RankGroup
 from raypipe.stores.base import Store
 
 Split = Literal["train", "val"]
@@ -237,6 +238,10 @@ class Plan:
         """The share of the run's training steps, in [0, 1], that come before a step."""
         return (epoch * self.steps_per_epoch + step) / (self.config.epochs * self.steps_per_epoch)
 
+    def global_step(self, at: MicroBatchId) -> int:
+        """Training steps, through all epochs, before that of a micro-batch; in a validation, its own steps."""
+        return at.step + (at.epoch * self.steps_per_epoch if at.split == "train" else 0)
+
     def has_val(self, epoch: int) -> bool:
         """Whether a validation follows training epoch e."""
         every = self.config.val_every
@@ -306,28 +311,29 @@ class Plan:
             if self.has_val(epoch) and num_steps == self.steps_per_epoch:
                 yield Segment("val", epoch, 0, self.val_steps)
 
-    def micro_batches(self, cursor: Cursor, first: int = 0) -> Iterator[MicroBatchId]:
-        """Every micro-batch that is left at a cursor, from number `first` on, in the order of the stream."""
+    def micro_batches(
+        self, cursor: Cursor, first: int = 0, group: RankGroup = EVERY_RANK
+    ) -> Iterator[MicroBatchId]:
+        """Every micro-batch that is left at a cursor, from number `first` on, in the order of the stream.
+
+        Of a group of ranks, those that are theirs; `first` counts them alone.
+        """
         per_step = self.config.per_step
         for segment in self.segments(cursor):
-            size = (segment.num_steps - segment.first_step) * per_step
-            resumed = segment.split == "train" and segment.first_step > 0
-            ahead = frozenset(cursor.ahead) if resumed else frozenset()
-            number = segment.first_step * per_step - len(ahead) + first
-            for done in sorted(ahead):
-                number += done <= number
-            for _ in range(first, size):
-                while number in ahead:
-                    number += 1
-                step, micro = divmod(number, per_step)
+            size = group.count((segment.num_steps - segment.first_step) * per_step)
+            start, left = segment.first_step * per_step, Kept(np.empty(0))
+            if cursor.ahead and segment.split == "train" and segment.epoch == cursor.epoch:
+                start, left = cursor.frontier(per_step), cursor.left(per_step)
+            for number in range(first, size):
+                at = start + int(left.indices(np.array([group.in_stream(number)]))[0])
+                step, micro = divmod(at, per_step)
                 yield MicroBatchId(segment.split, segment.epoch, step, micro)
-                number += 1
             first = max(0, first - size)
 
-    def num_micro_batches(self, cursor: Cursor) -> int:
-        """How many micro-batches are left at a cursor."""
+    def num_micro_batches(self, cursor: Cursor, group: RankGroup = EVERY_RANK) -> int:
+        """How many micro-batches are left at a cursor, of a group of ranks."""
         steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
-        return steps * self.config.per_step
+        return group.count(steps * self.config.per_step)
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING where a validation has run out of samples."""

@@ -34,10 +34,6 @@ def configure(context: DataContext, supervisor: Any, stall_timeout_s: float) -> 
 class PoolWatch(BackpressurePolicy):
     """Asked by Ray Data's scheduler, at each turn, whether a stage may take more; says yes, and looks around."""
 
-    @property
-    def name(self) -> str:
-        return "PoolWatch"
-
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any) -> None:
         super().__init__(data_context, topology, resource_manager)
         self._supervisor = data_context.get_config(_SUPERVISOR_KEY)
@@ -69,7 +65,8 @@ class PoolWatch(BackpressurePolicy):
                 pool._release_running_actor(actor)
             self._supervisor.note.remote(
                 f"there are no CPUs for {waited_for} transform actors that died with work in hand: "
-                "idle ones make room for them"
+                "idle ones make room for them",
+                "no_room",
             )
             self._whole_since = now
 

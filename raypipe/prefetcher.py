@@ -16,17 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from raypipe.device_decode import DeviceDecoder
 from raypipe.encoded import EncodedMicroBatch
 from raypipe.mixing import Mixed
 from raypipe.plan import MicroBatchId
 from raypipe.ring import OnCopied, Ring
+
+if TYPE_CHECKING:
+    from raypipe.device_decode import DeviceDecoder
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class HostBatch:
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that an actor spent on it, reading, and in all.
         encoded: what the device is to decode.
+        mask: uint8 (B, H, W), where the stream has masks.
+        boxes: float32 (B, K, 5), where it has boxes.
     """
 
     at: MicroBatchId
@@ -53,6 +57,8 @@ class HostBatch:
     read_s: float = 0.0
     work_s: float = 0.0
     encoded: EncodedMicroBatch | None = None
+    mask: np.ndarray | None = None
+    boxes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,9 @@ class Batch:
         mixed: the other half of the targets, where MixUp or CutMix was applied.
         num_fallback: samples that the device was to decode, and the host had to.
         failed: the reason, by row, of each that neither could; these rows have weight 0 and black pixels.
+        mask: uint8 (B, H, W), a class per pixel, 255 where there is none; None where the stream has no masks.
+        boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
+            where the stream has no boxes.
     """
 
     at: MicroBatchId
@@ -87,6 +96,8 @@ class Batch:
     mixed: Mixed | None = None
     num_fallback: int = 0
     failed: dict[int, str] = field(default_factory=dict)
+    mask: torch.Tensor | None = None
+    boxes: torch.Tensor | None = None
 
 
 class DevicePrefetcher:
@@ -128,7 +139,8 @@ class DevicePrefetcher:
             yield from starmap(self._as_batch, pairs)
 
     def _as_batch(self, batch: HostBatch, tensors: tuple[torch.Tensor, ...]) -> Batch:
-        image, target, weight = tensors
+        image, target, weight, *others = tensors
+        targets = dict(zip(_targets(batch), others, strict=True))
         return Batch(
             at=batch.at,
             seed=self._seed_of(batch.at),
@@ -140,6 +152,8 @@ class DevicePrefetcher:
             num_bad=batch.num_bad,
             read_s=batch.read_s,
             work_s=batch.work_s,
+            mask=targets.get("mask"),
+            boxes=targets.get("boxes"),
         )
 
 
@@ -204,7 +218,13 @@ class DecodingPrefetcher:
 
 
 def _arrays(batch: HostBatch) -> tuple[np.ndarray, ...]:
-    return batch.image, batch.label, batch.weight
+    return batch.image, batch.label, batch.weight, *_targets(batch).values()
+
+
+def _targets(batch: HostBatch) -> dict[str, np.ndarray]:
+    """What there is of mask and boxes."""
+    named = {"mask": batch.mask, "boxes": batch.boxes}
+    return {name: array for name, array in named.items() if array is not None}
 
 
 def _views(batch: HostBatch) -> tuple[torch.Tensor, ...]:

@@ -27,7 +27,10 @@ from raypipe.plan import MicroBatchId, Plan, PlanConfig
 from raypipe.presets import build_transform
 from raypipe.sample_transform import Key
 from raypipe.stores.base import Store
-from raypipe.transform import MicroBatchResult, MicroBatchTransform
+from raypipe.target_transform import check_targets, micro_batch_transform
+from raypipe.targets import decode_boxes, decode_mask, read_encoded
+from raypipe.transform import MicroBatchResult
+from raypipe.transform_steps import brief
 
 # Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
 _EXAMPLE: dict[str, Any] = {"preset": "standard", "mixup_alpha": 0.8, "cutmix_alpha": 1.0}
@@ -39,7 +42,7 @@ class Stages:
     """One micro-batch on its way to the model.
 
     Attributes:
-        transformed: by the CPU transform, bad samples substituted.
+        transformed: by the CPU transform, bad samples substituted; `image` is a dict of arrays (B, …).
         augmented: uint8 (B, h, w, 3), what the device's operations make of it.
         fed: the same, mixed: what the model gets, normalisation undone.
         mixed: the other half of the targets; None = not mixed.
@@ -63,16 +66,15 @@ class Preview:
 
     def __init__(self, plan: Plan, store: Store, transform: TransformConfig, augment: AugmentConfig) -> None:
         self.plan, self.store, self.config, self.augment = plan, store, transform, augment
-        self._transform = MicroBatchTransform(
-            build_transform(transform.train, transform.size),
-            decode_min_side=transform.decode_min_side or None,
-            exif=transform.exif,
-            store_address=store.address,
-        )
-        device = torch.device("cpu")
+        self._targets = transform.target_columns
+        check_targets(transform, {"train": transform.train}, {"train": store})
+        made = build_transform(transform.train, transform.size)
+        self._transform = micro_batch_transform(made, transform, store_address=store.address)
+        device, targets = torch.device("cpu"), bool(self._targets)
         # The mixing draws from a generator of its own, so the operations draw the same without it.
-        self._augment_only = DeviceAugment(replace(augment, mixup_alpha=0, cutmix_alpha=0), device)
-        self._augment_and_mix = DeviceAugment(augment, device)
+        unmixed = replace(augment, mixup_alpha=0, cutmix_alpha=0)
+        self._augment_only = DeviceAugment(unmixed, device, targets=targets)
+        self._augment_and_mix = DeviceAugment(augment, device, targets=targets)
 
     def tiles(self, indices: list[int], epochs: list[int]) -> list[list[Tile]]:
         """One row per sample: decoded, then transformed, augmented and mixed for each epoch."""
@@ -108,15 +110,18 @@ class Preview:
         """All of one micro-batch. Raises SampleError for a bad sample without a good substitute."""
         indices = self.plan.indices(at)
 
-        def read_substitute(position: int, attempt: int) -> tuple[bytes | None, int, int, Key]:
+        def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:
             index = self.plan.substitute(at, int(indices[position]), attempt)
-            columns = self.store.read(np.array([index]))
+            (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets)
             k0, k1 = self.plan.sample_keys(at, np.array([index]))[0].tolist()
-            return columns["image"][0], int(columns["label"][0]), index, (k0, k1)
+            return sample, int(label), index, (k0, k1)
 
-        columns = {**self.store.read(indices), "index": indices}
+        samples, labels = read_encoded(self.store, indices, self._targets)
+        columns = {"image": samples, "label": labels, "index": indices}
         result = self._transform.run(columns, self.plan.sample_keys(at, indices), read_substitute)
-        image = torch.from_numpy(result.image[0]).permute(0, 3, 1, 2)
+        if not self._targets:
+            result.image = {"image": result.image[0]}
+        image = torch.from_numpy(result.image["image"]).permute(0, 3, 1, 2)
         target, counts = torch.from_numpy(result.label), result.index >= 0
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": self.strength(at.epoch, at.step)}
         augmented, _ = self._augment_only(image, target, counts, **drawn)
@@ -130,14 +135,19 @@ class Preview:
         return np.ascontiguousarray(pixels.round().byte().permute(0, 2, 3, 1).numpy())
 
     def _decoded(self, index: int) -> Tile:
-        columns = self.store.read(np.array([index]))
-        lines = (self._class(columns["label"][0]), f"sample {index}")
+        (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets)
+        lines = (self._class(label), f"sample {index}")
+        drawn: dict[str, Any] = {}
         try:
-            image = decode(columns["image"][0], exif=self.config.exif)
+            image = decode(sample.image if self._targets else sample, exif=self.config.exif)
+            height, width = image.shape[:2]
+            if "mask" in self._targets:
+                drawn["mask"] = decode_mask(sample.mask, (height, width))
+            if "boxes" in self._targets:
+                drawn["boxes"] = decode_boxes(sample.boxes, (height, width))
         except SampleError as error:
             return Tile(None, lines, str(error))
-        height, width = image.shape[:2]
-        return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"))
+        return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)
 
     def _three(self, stages: Stages, at: MicroBatchId, row: int) -> list[Tile]:
         result, mixed = stages.transformed, stages.mixed
@@ -155,11 +165,12 @@ class Preview:
             kind = "CutMix" if mixed.is_cutmix else "MixUp"
             other = self._class(int(mixed.target[row]))
             label = (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
-        # Copies: a view would keep its whole micro-batch in memory.
+        # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
+        drawn = {name: array[row].copy() for name, array in result.image.items() if name != "image"}
         return [
-            Tile(None if reason else result.image[0, row].copy(), lines, reason),
-            Tile(stages.augmented[row].copy(), (own,)),
-            Tile(stages.fed[row].copy(), label),
+            Tile(None if reason else result.image["image"][row].copy(), lines, reason, **drawn),
+            Tile(stages.augmented[row].copy(), (own,), **drawn),
+            Tile(stages.fed[row].copy(), label, **drawn),
         ]
 
     def _class(self, label: int) -> str:
@@ -215,7 +226,7 @@ def preview(
     if len(shown) * (1 + 3 * epochs) > MAX_TILES:
         raise ConfigError(f"{len(shown)} samples over {epochs} epochs make more than {MAX_TILES} tiles")
     nothing = (augment.preset, augment.ops, augment.module, augment.mixup_alpha, augment.cutmix_alpha)
-    is_example = nothing == ("none", [], "", 0, 0)
+    is_example = nothing == ("none", [], "", 0, 0) and not transform.target_columns  # it moves pixels
     made = Preview(built, store, transform, replace(augment, **_EXAMPLE) if is_example else augment)
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
     image = draw(
@@ -247,6 +258,6 @@ def _note(made: Preview, is_example: bool) -> str:
     device += [f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha]
     example = " No augmentation was set: this one is an example." if is_example else ""
     return (
-        f"CPU: {made.config.train}, {made.config.size} px. Device: {', '.join(device)}. "
+        f"CPU: {brief(made.config.train)}, {made.config.size} px. Device: {', '.join(device) or 'nothing'}. "
         f"Micro-batches of {plan.micro_batch}, {plan.per_step} to a step.{example}"
     )

@@ -6,8 +6,7 @@ import json
 import logging
 from typing import Any
 
-import pyarrow.fs
-
+from raypipe.filesystem import open_filesystem
 from raypipe.plan import MicroBatchId
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by:
     for line in lines:
         logger.warning("bad sample: %s", line)
     if folder_uri:
-        filesystem, folder = pyarrow.fs.FileSystem.from_uri(folder_uri)
+        filesystem, folder = open_filesystem(folder_uri)
         filesystem.create_dir(folder, recursive=True)
         with filesystem.open_output_stream(f"{folder}/{at}{by and '-' + by}.jsonl") as file:
             file.write("".join(line + "\n" for line in lines).encode())

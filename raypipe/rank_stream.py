@@ -22,15 +22,16 @@ from ray.exceptions import RayTaskError
 
 from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig
-from raypipe.device_decode import DeviceDecoder
 from raypipe.encoded import EncodedMicroBatch
 from raypipe.errors import RaypipeError, SampleError
+from raypipe.logs import configure_logs, log_place
 from raypipe.metrics import StageClock, StageTimes, mark
 from raypipe.plan import Cursor, MicroBatchId, Segment, Split
 from raypipe.prefetcher import Batch, DecodingPrefetcher, DevicePrefetcher, HostBatch
 from raypipe.quarantine import record_bad
 from raypipe.source import place_of
-from raypipe.supervisor import FaultNews
+from raypipe.supervisor import News
+from raypipe.telemetry import TrainerMetrics
 from raypipe.transform import BadSampleBudget
 
 if TYPE_CHECKING:
@@ -66,17 +67,23 @@ def _rows(iterator: DataIterator) -> Iterator[HostBatch]:
         batch_format="numpy",
         prefetch_batches=1,
     ):
-        yield HostBatch(
-            at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
-            image=row["image"][0] if "image" in row else np.empty(0, np.uint8),
-            encoded=_encoded(row) if "data" in row else None,
-            label=row["label"][0],
-            weight=row["weight"][0],
-            index=row["index"][0],
-            num_bad=int(row["num_bad"][0]),
-            read_s=float(row["read_s"][0]),
-            work_s=float(row["work_s"][0]),
-        )
+        yield host_batch(row)
+
+
+def host_batch(row: dict[str, Any]) -> HostBatch:
+    """One row of the stream as a micro-batch."""
+    return HostBatch(
+        at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
+        image=row["image"][0] if "image" in row else np.empty(0, np.uint8),
+        encoded=_encoded(row) if "data" in row else None,
+        label=row["label"][0],
+        weight=row["weight"][0],
+        index=row["index"][0],
+        num_bad=int(row["num_bad"][0]),
+        read_s=float(row["read_s"][0]),
+        work_s=float(row["work_s"][0]),
+        **{name: row[name][0] for name in ("mask", "boxes") if name in row},
+    )
 
 
 def _encoded(row: dict[str, Any]) -> EncodedMicroBatch:
@@ -108,6 +115,7 @@ class Feed:
         first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
         num_bad: bad samples seen by this rank.
         num_fallback: samples that the training device was to decode, and the host had to.
+        exported: what this rank exports as metrics; a training loop may add what it has learnt.
     """
 
     def __init__(
@@ -124,14 +132,17 @@ class Feed:
         depth: int = 2,
         supervisor: Any = None,
     ) -> None:
+        configure_logs(spec.log, run=spec.run, rank=rank)
+        self.exported = TrainerMetrics(spec.run, rank)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
-        self.augment = DeviceAugment(augment, self.device, dtype) if augment else None
+        targets = bool(spec.transform.target_columns)
+        self.augment = DeviceAugment(augment, self.device, dtype, targets) if augment else None
         self.rank, self.world_size = rank, world_size
         self.cursor = start
         self.first_batch_s = 0.0
         self.num_bad = self.num_fallback = 0
-        self._faults = FaultNews(supervisor)
+        self._news = News(supervisor)
         self._start = start
         # With the relaxed order: numbers, in the present epoch, of micro-batches that this rank knows to be done.
         self._relaxed = self.plan.config.order == "relaxed"
@@ -152,6 +163,9 @@ class Feed:
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.register(_close, weakref.ref(self))
         if spec.transform.decode == "gpu":
+            # Here, since torchvision takes seconds to import.
+            from raypipe.device_decode import DeviceDecoder
+
             decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
             self._batches = iter(DecodingPrefetcher(source, decoder, seed_of, depth, on_copied))
         else:
@@ -170,6 +184,7 @@ class Feed:
             yield feed
             for _ in feed:  # what the consumer left over
                 pass
+            self._export()
             if segment.split == "val":
                 self.cursor = Cursor(segment.epoch + 1, 0, self.plan.fingerprint)
             self._done = set()
@@ -190,15 +205,34 @@ class Feed:
             compute_s=clock["compute"],
         )
 
-    def faults(self) -> list[str]:
-        """What went wrong in the stream, and was mended, and was not told before; does not wait for the newest."""
-        return self._faults.read()
+    def _export(self) -> None:
+        epoch, step = self.cursor.epoch, self.cursor.step
+        self.exported.record(
+            {split: self.times(split) for split in self._counts},
+            first_batch_s=self.first_batch_s,
+            steps=self.global_step - self._start.epoch * self.plan.steps_per_epoch - self._start.step,
+            step=self.global_step,
+            epoch=epoch,
+            strength=self.strength(epoch, step),
+        )
+
+    def events(self) -> list[tuple[str, str]]:
+        """Kind and text of what has happened to the stream since the last call; does not wait for the newest.
+
+        A "fault" went wrong and was mended; "scale" is a new size of the pool, and why.
+        """
+        return self._news.read()
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
         if self.augment is None:
             return 0.0
         return self.augment.config.strength.at(self.plan.progress(epoch, step))
+
+    @property
+    def global_step(self) -> int:
+        """Training steps that are done, through all epochs, as the cursor has it."""
+        return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step
 
     def _next(self, expected: MicroBatchId) -> Batch:
         asked = mark(self.device)
@@ -217,6 +251,9 @@ class Feed:
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
+        log_place(split=batch.at.split, epoch=batch.at.epoch, step=self.plan.global_step(batch.at))
+        if self.exported.is_due():
+            self._export()
         self.num_bad += batch.num_bad
         self.num_fallback += batch.num_fallback
         self._judge(batch)
@@ -238,12 +275,12 @@ class Feed:
         number, turn = at.step * per_step + at.micro, expected.step * per_step + expected.micro
         due = (at.split, at.epoch) == (expected.split, expected.epoch) and abs(number - turn) < window
         due = due and number not in self._done
-        self._done = {other for other in self._done if other > turn - 2 * window} | {number}
+        self._done = {other for other in self._done if other > turn - window} | {number}
         return due
 
     def _done_before(self, start: Cursor) -> set[int]:
         frontier = start.frontier(self.plan.config.per_step)
-        recent = range(max(0, frontier - 2 * self.plan.config.relaxed_window), frontier)
+        recent = range(max(0, frontier - self.plan.config.relaxed_window), frontier)
         return {*recent, *start.ahead} if self._relaxed else set()
 
     def _end_step(self, epoch: int, step: int) -> None:

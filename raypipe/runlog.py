@@ -2,51 +2,48 @@
 
 RUN/config.yaml        the effective configuration
 RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
-                       ("start") and per fault of the stream ("fault")
+                       ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale")
 RUN/tensorboard/       the same as events
 RUN/stop               is made to end the run, with a checkpoint, at its next line of progress
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
+RUN/report.html        all of it as one page, see `raypipe.report`
 RUN/checkpoint_*/      Ray Train's
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
 
+from raypipe.filesystem import exists, is_remote, join, open_filesystem
 from raypipe.plan import MicroBatchId
 
-_EVENTS = ("start", "fault")
+_EVENTS = ("start", "fault", "scale")
 _STOP_FILE = "stop"
-
-
-def as_uri(address: str) -> str:
-    """A local path or a URI as a URI that every process understands."""
-    return address if "://" in address else Path(address).expanduser().resolve().as_uri()
 
 
 def request_stop(run_uri: str) -> None:
     """Ask the trainers of a run to end at their next line of progress, with a checkpoint."""
-    filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
-    with filesystem.open_output_stream(f"{path}/{_STOP_FILE}"):
+    filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
+    with filesystem.open_output_stream(path):
         pass
 
 
 def stop_requested(run_uri: str) -> bool:
     """Whether the trainers of a run were asked to end."""
-    filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
-    return filesystem.get_file_info(f"{path}/{_STOP_FILE}").type == pyarrow.fs.FileType.File
+    return exists(join(run_uri, _STOP_FILE))
 
 
 def remove_stop(run_uri: str) -> None:
     """Take the request back."""
     if stop_requested(run_uri):
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(run_uri)
-        filesystem.delete_file(f"{path}/{_STOP_FILE}")
+        filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
+        filesystem.delete_file(path)
 
 
 class RunLog:
@@ -61,8 +58,8 @@ class RunLog:
     def __init__(self, run_uri: str, global_step: int) -> None:
         from tensorboardX import SummaryWriter
 
-        self._filesystem, self._remote = pyarrow.fs.FileSystem.from_uri(run_uri)
-        self._local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
+        self._filesystem, self._remote = open_filesystem(run_uri)
+        self._local = not is_remote(run_uri)
         self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -91,7 +88,7 @@ class RunLog:
         self._append("samples.jsonl", {"micro_batch": str(at), "step": step, "indices": indices})
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Record values at a global step; `kind` is "train", "val", "start" or "fault"."""
+        """Record values at a global step; `kind` is one of those above."""
         self._append("metrics.jsonl", {"kind": kind, "step": step, **values})
         for name, value in values.items():
             if isinstance(value, int | float):
@@ -100,14 +97,20 @@ class RunLog:
     def sync(self) -> None:
         """Make what was written so far visible at the run's address."""
         self._events.flush()
+        self._copy()
+
+    def _copy(self) -> None:
         if not self._local:
             pyarrow.fs.copy_files(
                 str(self._folder),
                 self._remote,
                 source_filesystem=pyarrow.fs.LocalFileSystem(),
                 destination_filesystem=self._filesystem,
+                use_threads=False,  # as Ray Train does for S3: uploads take threads of the same pool
             )
 
     def close(self) -> None:
-        self.sync()
         self._events.close()
+        self._copy()
+        if not self._local:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,5 +1,7 @@
 """Read and decode samples, and name those that cannot be. Knows neither Ray nor torch.
 
+    spread          samples to look at that tell of a whole store
+    read_each       some samples → their values, and why some have none
     check_samples   some samples → one CheckedSample each
     check_range     a task over a range: how many were checked, and which are bad
 
@@ -27,6 +29,8 @@ READ = 16
 # Samples that a task checks between two signs of life: often enough for a progress bar, seldom enough for a driver
 # that hears of hundreds of tasks.
 PART = 256
+# Of a store that is read in groups so many are read: each costs as much as all of its samples.
+_NUM_PLACES = 8
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,19 @@ class CheckedSample:
     error: str
 
 
+def spread(store: Store, most: int) -> np.ndarray:
+    """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
+    num_samples, groups = len(store), store.groups
+    if num_samples == 0:
+        return np.empty(0, np.int64)
+    if groups is None:
+        return np.unique(np.linspace(0, num_samples - 1, most).astype(np.int64))
+    places = np.linspace(0, num_samples - 1, _NUM_PLACES).astype(np.int64)
+    near = places[:, None] + np.arange(most // _NUM_PLACES)
+    ends = groups[np.searchsorted(groups, places, side="right")]
+    return np.unique(near[near < ends[:, None]])
+
+
 def check_samples(store: Store, indices: np.ndarray) -> Iterator[CheckedSample]:
     """Read the samples, image and label as a run does, and decode them in full, as a run does.
 
@@ -60,9 +77,9 @@ def check_samples(store: Store, indices: np.ndarray) -> Iterator[CheckedSample]:
 
 
 def _check_few(store: Store, indices: np.ndarray) -> Iterator[CheckedSample]:
-    images, errors = _read(store, indices, "image")
+    images, errors = read_each(store, indices, "image")
     if "label" in store.columns:
-        errors = _read(store, indices, "label")[1] | errors
+        errors = read_each(store, indices, "label")[1] | errors
     for position, index in enumerate(indices.tolist()):
         image: bytes | None = images[position]
         height, width, reason = 0, 0, errors.get(position, "")
@@ -75,8 +92,8 @@ def _check_few(store: Store, indices: np.ndarray) -> Iterator[CheckedSample]:
         yield CheckedSample(index, len(image or b""), kind, height, width, reason)
 
 
-def _read(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
-    """Values of one column, None where they cannot be read, and the reasons, by position."""
+def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
+    """Values of one column, None where they cannot be read, and the reasons, by position; all held at a time."""
     try:
         return list(store.read(indices, (column,))[column]), {}
     except MemoryError:  # the machine's state, not the samples' fault
@@ -87,12 +104,12 @@ def _read(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], di
         return [None], {0: reason}
     if column == "image" and _in_one_group(store, indices):
         # The images of a group are read together, so one tells of all; each try reads the group anew.
-        _, errors = _read(store, indices[:1], column)
+        _, errors = read_each(store, indices[:1], column)
         if errors:
             return [None] * len(indices), dict.fromkeys(range(len(indices)), errors[0])
     half = len(indices) // 2
-    first, first_errors = _read(store, indices[:half], column)
-    second, second_errors = _read(store, indices[half:], column)
+    first, first_errors = read_each(store, indices[:half], column)
+    second, second_errors = read_each(store, indices[half:], column)
     return first + second, first_errors | {half + at: reason for at, reason in second_errors.items()}
 
 
@@ -104,11 +121,12 @@ def _in_one_group(store: Store, indices: np.ndarray) -> bool:
 
 def check_range(
     wanted: Path, store: Store, num_samples: int, start: int, stop: int
-) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
     """A task: checks samples start … stop - 1, and gives up as soon as the file `wanted` is gone.
 
     Yields:
-        How many more samples have been checked, and `index` and `error` of the bad ones among them.
+        How many more samples have been checked, the bytes of their encoded images, and `index` and `error` of the
+        bad ones among them.
 
     Raises:
         StoreError: the store is not there, or is another than the one of `num_samples` samples.
@@ -118,14 +136,15 @@ def check_range(
             f"{store.address} has {len(store)} samples for this process, {num_samples} for the one that started "
             "it: is it being written, or another one on another node?"
         )
-    num_checked, bad = 0, []
+    num_checked, num_bytes, bad = 0, 0, []
     for first in range(start, stop, READ):
         check_wanted(wanted)
         indices = np.arange(first, min(stop, first + READ))
         for sample in check_samples(store, indices):
+            num_bytes += sample.num_bytes
             if sample.error:
                 bad.append({"index": sample.index, "error": sample.error})
         num_checked += len(indices)
         if num_checked >= PART or first + READ >= stop:
-            yield num_checked, bad
-            num_checked, bad = 0, []
+            yield num_checked, num_bytes, bad
+            num_checked, num_bytes, bad = 0, 0, []

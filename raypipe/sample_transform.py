@@ -24,6 +24,7 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 
+from raypipe.crop_first import AlbumentationsCropFirst, DecodeBox, find_crop_first
 from raypipe.errors import ConfigError
 
 Key = tuple[int, int]
@@ -56,6 +57,7 @@ class SampleTransform:
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(self._generator, self._random)  # type: ignore[union-attr]
+        self._crop_first = find_crop_first(self.transform, (self._generator, self._random))
 
     def __getstate__(self) -> Any:
         return {"transform": self.transform}
@@ -91,6 +93,58 @@ class SampleTransform:
             return self._call_torchvision(image)
         return _checked(self.transform(image), "HWC")
 
+    @property
+    def crop_target(self) -> tuple[int, int] | None:
+        """(height, width) to which a random resized crop at the very beginning resizes; None: there is none."""
+        return self._crop_first.target if self._crop_first else None
+
+    def on_crop(self, size: tuple[int, int], decode_box: DecodeBox, key: Key) -> np.ndarray:
+        """Transform one image of which only the crop is decoded that the transform begins with.
+
+        Args:
+            size: (height, width) of the whole image, pixels.
+            decode_box: gives the pixels of a box of it.
+            key: decides everything random.
+
+        Returns:
+            What `self(image, key)` returns for the whole image.
+
+        Raises:
+            Exception: as `self(image, key)`, and whatever `decode_box` raises.
+        """
+        assert self._crop_first is not None
+        k0, k1 = int(key[0]), int(key[1])
+        if self.kind == "albumentations":
+            self._rewind(k0, k1)
+            return _checked(self._crop_first(size, decode_box)["image"], "HWC")
+        _seed_globals(k0, k1)
+        return _checked_tensor(self._crop_first(size, decode_box))
+
+    def with_targets(
+        self, image: np.ndarray | tuple[tuple[int, int], DecodeBox], targets: dict[str, Any], key: Key
+    ) -> dict[str, np.ndarray]:
+        """Transform one image and what goes with it, by a pipeline of `raypipe.targets.target_pipeline`.
+
+        Args:
+            image: uint8 RGB of shape (H, W, 3); or size and decoder of one of which only the crop is decoded.
+            targets: `mask`, `bboxes`, as Albumentations takes them.
+            key: decides everything random.
+
+        Returns:
+            `image`, the same as without targets, and the targets.
+
+        Raises:
+            Exception: as `self(image, key)`, and whatever the decoder raises.
+        """
+        self._rewind(int(key[0]), int(key[1]))
+        if isinstance(image, tuple):
+            assert isinstance(self._crop_first, AlbumentationsCropFirst)
+            result = self._crop_first(*image, **targets)
+        else:
+            result = self.transform(image=image, **targets) if self.transform else {"image": image, **targets}
+        _checked(result["image"], "HWC")
+        return result
+
     def _rewind(self, k0: int, k1: int) -> None:
         """Put both generators where a fresh Philox(key=[k0, k1]) and Random(k0 << 64 | k1) would stand."""
         key = self._philox_state["state"]["key"]
@@ -104,10 +158,7 @@ class SampleTransform:
         from torchvision import tv_tensors
 
         tensor = tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1))
-        result = self.transform(tensor)  # type: ignore[misc]
-        if not isinstance(result, torch.Tensor):
-            raise ConfigError(_wrong_result(f"a {type(result).__name__}", "CHW"))
-        return _checked(result.detach().numpy(), "CHW").transpose(1, 2, 0)
+        return _checked_tensor(self.transform(tensor))  # type: ignore[misc]
 
 
 def _kind_of(transform: Any) -> Literal["none", "albumentations", "torchvision", "plain"]:
@@ -155,6 +206,14 @@ def _checked(result: Any, layout: Literal["HWC", "CHW"]) -> np.ndarray:
     if result.dtype != np.uint8 or len(shape) != 3 or shape[channels] != 3 or 0 in shape:
         raise ConfigError(_wrong_result(f"{result.dtype} of shape {shape}", layout))
     return result
+
+
+def _checked_tensor(result: Any) -> np.ndarray:
+    import torch
+
+    if not isinstance(result, torch.Tensor):
+        raise ConfigError(_wrong_result(f"a {type(result).__name__}", "CHW"))
+    return _checked(result.detach().numpy(), "CHW").transpose(1, 2, 0)
 
 
 def _wrong_result(came: str, layout: str) -> str:

@@ -6,6 +6,7 @@ Both run as tasks and give up, between two chunks, as soon as the file `wanted` 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +44,12 @@ class Reencode:
             )
 
 
-def column_types(store: Store) -> dict[str, str]:
+def column_types(store: Store, reencode: Reencode | None = None) -> dict[str, str]:
     """The columns of a store with the types that writers know, found by its first samples.
 
     Raises:
         StoreError: there are no images, or a column holds something that writers do not know.
+        ConfigError: images are to change their size, and lists, which may be boxes in their pixels, are not.
     """
     if "image" not in store.columns:
         raise StoreError(f"{store.address} has no column 'image'; its columns are: {', '.join(store.columns)}")
@@ -63,12 +65,17 @@ def column_types(store: Store) -> dict[str, str]:
             types[name] = "float64"
         elif isinstance(value, bytes):
             types[name] = "binary"
-        elif isinstance(value, str):
-            types[name] = "string"
+        elif _is_json(value) and reencode and reencode.short_side:
+            raise ConfigError(
+                f"{store.address}: column {name!r} holds lists. If they are boxes, in pixels, they would no "
+                "longer fit the images that --short-side makes smaller: leave it out"
+            )
+        elif isinstance(value, str) or _is_json(value):
+            types[name] = "string"  # lists as JSON, which loses nothing: writers have no type for them
         else:
             raise StoreError(
                 f"{store.address}: column {name!r} holds {type(value).__name__}; "
-                "int, float, bytes and str columns can be copied"
+                "int, float, bytes and str columns, and lists of them but of bytes, can be copied"
             )
     return types
 
@@ -86,7 +93,9 @@ def write_shard(
     """Writes samples start … stop - 1; yields what each chunk wrote, and last the digest of all."""
     digest = Digest(columns)
     check_wanted(wanted)
-    with open_writer(file, columns, store.classes) as writer:
+    # Keys of WebDataset samples are then unique over all shards.
+    options = {"first_key": start} if file.suffix == ".tar" else {}
+    with open_writer(file, columns, store.classes, **options) as writer:
         for first in range(start, stop, CHUNK):
             check_wanted(wanted)
             indices = np.arange(first, min(stop, first + CHUNK))
@@ -97,6 +106,8 @@ def write_shard(
                 for name, value in sample.items():
                     if isinstance(value, bool | np.bool_):
                         sample[name] = int(value)  # as their column's type
+                    elif isinstance(value, list | np.ndarray):
+                        sample[name] = _as_json(value)
                 try:
                     sample["image"] = _checked(sample["image"], reencode)
                 except SampleError as error:
@@ -113,6 +124,19 @@ def write_shard(
                 done["bytes"] += len(sample["image"])
             yield done
     yield {"samples": 0, "bytes": 0, "skipped": [], "digest": digest.hex(), "first": start}
+
+
+def _as_json(values: Any) -> str:
+    return json.dumps(values, default=np.ndarray.tolist)
+
+
+def _is_json(value: Any) -> bool:
+    if not isinstance(value, list | np.ndarray):
+        return False
+    try:
+        return bool(_as_json(value))
+    except TypeError:  # bytes, dates and the like
+        return False
 
 
 def _checked(image: bytes | None, reencode: Reencode | None) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,23 +24,23 @@ from ray.data.datasource import ReadTask
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.plan import PADDING, Cursor, MicroBatchId, Plan, Split
+from raypipe.rank_group import EVERY_RANK, RankGroup
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
+from raypipe.targets import EncodedSample, as_bytes, read_encoded
 
 if TYPE_CHECKING:
     from ray.data import Dataset
 
 SPLITS: tuple[Split, ...] = ("train", "val")
-PLACE_SCHEMA = pa.schema(
-    [
-        ("split", pa.int8()),
-        ("epoch", pa.int64()),
-        ("step", pa.int64()),
-        ("micro", pa.int64()),
-        ("encoded", pa.list_(pa.large_binary())),  # null: the transform actor reads
-        ("label", pa.list_(pa.int64())),
-    ]
-)
+_PLACE = [("split", pa.int8()), ("epoch", pa.int64()), ("step", pa.int64()), ("micro", pa.int64())]
+PLACE_SCHEMA = pa.schema(_PLACE)
+"""Rows for transform actors that read."""
+ENCODED_SCHEMA = pa.schema([*_PLACE, ("encoded", pa.list_(pa.large_binary())), ("label", pa.list_(pa.int64()))])
+"""Rows of a reader that reads; null in a split that it leaves to the actors."""
+_BINARIES = pa.list_(pa.large_binary())
+TARGET_SCHEMA = pa.schema([*ENCODED_SCHEMA, ("mask", _BINARIES), ("boxes", _BINARIES)])
+"""The same of a stream with masks or boxes."""
 
 
 def place_of(row: dict[str, Any]) -> MicroBatchId:
@@ -48,18 +48,24 @@ def place_of(row: dict[str, Any]) -> MicroBatchId:
     return MicroBatchId(SPLITS[int(row["split"])], int(row["epoch"]), int(row["step"]), int(row["micro"]))
 
 
-def read_samples(store: Store, indices: np.ndarray) -> tuple[list[bytes | None], np.ndarray]:
-    """Encoded images, and labels int64 (B,), of int64 indices (B,); padding is None and 0."""
+def read_samples(
+    store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None
+) -> tuple[list[Any], np.ndarray]:
+    """Encoded images, and labels int64 (B,), of int64 indices (B,); padding is None and 0.
+
+    Args:
+        targets: see `read_encoded`; where there are any, samples and padding are `EncodedSample`s.
+    """
     real = indices != PADDING
-    columns = store.read(indices[real])
+    read, read_labels = read_encoded(store, indices[real], targets)
     if real.all():
-        return columns["image"], columns["label"]
-    images: list[bytes | None] = [None] * len(indices)
+        return read, read_labels
+    samples: list[Any] = [EncodedSample(None) if targets else None] * len(indices)
     labels = np.zeros(len(indices), np.int64)
-    for position, image in zip(np.flatnonzero(real), columns["image"], strict=True):
-        images[position] = image
-    labels[real] = columns["label"]
-    return images, labels
+    for position, sample in zip(np.flatnonzero(real), read, strict=True):
+        samples[position] = sample
+    labels[real] = read_labels
+    return samples, labels
 
 
 # Micro-batches of a ReadTask: what a lost reader reads again at most. A task costs the driver 1 ms at the start.
@@ -74,13 +80,24 @@ class MicroBatchSource(Datasource):
         cursor: where to start.
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, which hears of readers that begin; None = nobody does.
+        group: the ranks whose micro-batches these are.
+        targets: columns that are read beside image and label, see `TransformConfig.target_columns`.
     """
 
-    def __init__(self, plan: Plan, cursor: Cursor, readers: dict[Split, Store], supervisor: Any = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        cursor: Cursor,
+        readers: dict[Split, Store],
+        supervisor: Any = None,
+        group: RankGroup = EVERY_RANK,
+        targets: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
         plan.check(cursor)
         self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
-        self._total = plan.num_micro_batches(cursor)
+        self._group, self._targets = group, targets
+        self._total = plan.num_micro_batches(cursor, group)
         self._share = max(_SHARE, -(-self._total // _MAX_TASKS))
 
     @property
@@ -98,29 +115,55 @@ class MicroBatchSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         shares = [(first, min(self._share, self._total - first)) for first in range(0, self._total, self._share)]
+        stream = (self._plan, self._cursor, self._readers, self._supervisor, self._group, self._targets)
+        rows = functools.partial(_rows, *stream)
         return [
             ReadTask(
-                functools.partial(_rows, self._plan, self._cursor, self._readers, self._supervisor, first, count),
+                functools.partial(rows, first, count),
                 BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
-                schema=PLACE_SCHEMA,
+                schema=_schema(self._readers, self._targets),
             )
             for first, count in shares or [(0, 0)]
         ]
 
 
+def _schema(readers: Mapping[Split, Store], targets: Mapping[str, str] | None) -> pa.Schema:
+    if not readers:
+        return PLACE_SCHEMA
+    return TARGET_SCHEMA if targets else ENCODED_SCHEMA
+
+
 def _rows(
-    plan: Plan, cursor: Cursor, readers: dict[Split, Store], supervisor: Any, first: int, count: int
+    plan: Plan,
+    cursor: Cursor,
+    readers: dict[Split, Store],
+    supervisor: Any,
+    group: RankGroup,
+    targets: Mapping[str, str] | None,
+    first: int,
+    count: int,
 ) -> Iterator[pa.Table]:
-    share = itertools.islice(plan.micro_batches(cursor, first), count)
+    share = itertools.islice(plan.micro_batches(cursor, first, group), count)
+    schema = _schema(readers, targets)
     for number, at in enumerate(share):
         if number == 0 and supervisor is not None:
             supervisor.reads.remote(f"{count} micro-batches from {at} on")
-        encoded, label = None, None
-        if at.split in readers:
-            encoded, label = read_samples(readers[at.split], plan.indices(at))
-        row = [[SPLITS.index(at.split)], [at.epoch], [at.step], [at.micro], [encoded], [label]]
-        arrays = [pa.array(value, field.type) for value, field in zip(row, PLACE_SCHEMA, strict=True)]
-        yield pa.Table.from_arrays(arrays, schema=PLACE_SCHEMA)
+        row: list[Any] = [SPLITS.index(at.split), at.epoch, at.step, at.micro]
+        if readers:
+            # To serialise lists, even of nothing, takes as long as all other columns.
+            read: list[Any] = [None] * (len(schema) - len(row))
+            if at.split in readers:
+                read = _encoded(*read_samples(readers[at.split], plan.indices(at), targets), bool(targets))
+            row += read
+        arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
+        yield pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _encoded(samples: list[Any], labels: np.ndarray, targets: bool) -> list[Any]:
+    if not targets:
+        return [samples, labels]
+    images, *columns = zip(*samples, strict=True)
+    return [images, labels, *([as_bytes(value) for value in column] for column in columns)]
 
 
 class StoreSource(Datasource):
@@ -165,7 +208,7 @@ def read_lmdb(path: str, columns: list[str] | None = None, parallelism: int = -1
     """Read an LMDB store as a plain Ray Data dataset, one row per sample, in stored order.
 
     Args:
-        path: a `*.lmdb` file or a folder of them.
+        path: a `*.lmdb` file or a folder of them, or a URI of either.
         columns: columns to read; None = all.
         parallelism: read tasks; -1 = 8, or one per sample where there are fewer.
 

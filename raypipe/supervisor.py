@@ -17,14 +17,19 @@ import contextlib
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypipe.logs import LogFormat, configure_logs
+from raypipe.telemetry import Fault, FaultMetrics
+
 logger = logging.getLogger(__name__)
 
 _DEATHS_AT_A_SAMPLE = 2
+# An execution passes on some 60 micro-batches/s, and each is announced to its Supervisor, which takes some 500/s.
+_EXECUTIONS_EACH = 4
 _MAX_EVENTS = 10_000
 
 
@@ -58,10 +63,18 @@ class Supervisor:
 
     Args:
         max_attempts: deaths that one micro-batch may cost, see above.
+        run: name of the run, for metrics and logs.
+        log: format of its log lines; empty = as this process has it.
+        chief: handle of a Supervisor that keeps the events of this one with its own; None = they are kept here.
     """
 
-    def __init__(self, max_attempts: int) -> None:
-        self._max_attempts = max_attempts
+    def __init__(
+        self, max_attempts: int, run: str = "", log: LogFormat | Literal[""] = "", chief: Any = None
+    ) -> None:
+        if log:
+            configure_logs(log, run=run)
+        self._metrics = FaultMetrics(run)
+        self._max_attempts, self._chief = max_attempts, chief
         self._homes: dict[str, str] = {}  # actor → where it runs
         self._doing: dict[str, str] = {}  # actor → micro-batch
         self._samples: dict[str, int] = {}  # actor → index, while it is careful
@@ -69,7 +82,7 @@ class Supervisor:
         self._histories: dict[str, _History] = {}
         self._leaving: set[str] = set()
         self._readers: set[str] = set()
-        self._events: list[str] = []
+        self._events: list[tuple[str, str]] = []
 
     def arrived(self, actor: str, home: str) -> bool:
         """An actor has started; returns whether it is one that was here before, and so was restarted.
@@ -103,7 +116,7 @@ class Supervisor:
                     self._bad.setdefault(_split(at), set()).add(sample)
                     history.num_bad += 1
                     history.deaths = 0
-        self.note(f"a transform actor died {work} ({known}), and was restarted ({home})")
+        self.note(f"a transform actor died {work} ({known}), and was restarted ({home})", "actor_died")
 
     def begins(self, actor: str, at: str) -> Orders:
         """An actor begins a micro-batch."""
@@ -140,17 +153,32 @@ class Supervisor:
     def reads(self, share: str) -> None:
         """A reader begins its share of the schedule."""
         if share in self._readers:
-            self.note(f"the reader of {share} was restarted")
+            self.note(f"the reader of {share} was restarted", "reader_restarted")
         self._readers.add(share)
 
-    def note(self, event: str) -> None:
+    def note(self, event: str, kind: Fault = "other") -> None:
         """Record what went wrong, or was mended, for the log and the metrics."""
-        logger.warning("%s", event)
-        if len(self._events) < _MAX_EVENTS:
-            self._events.append(event)
+        if self._chief is not None:
+            self._chief.note.remote(event, kind)
+            return
+        logger.warning("%s", event, extra={"values": {"fault": kind}})
+        self._metrics.happened(kind)
+        self._record("fault", event)
 
-    def events(self, first: int) -> list[str]:
-        """The events from number `first` on, in order."""
+    def scaled(self, event: str) -> None:
+        """Record a decision on the pool's size."""
+        if self._chief is not None:
+            self._chief.scaled.remote(event)
+            return
+        logger.info("%s", event)
+        self._record("scale", event)
+
+    def _record(self, kind: str, event: str) -> None:
+        if len(self._events) < _MAX_EVENTS:
+            self._events.append((kind, event))
+
+    def events(self, first: int) -> list[tuple[str, str]]:
+        """The events from number `first` on, in order: kind, "fault" or "scale", and text."""
         return self._events[first:]
 
 
@@ -158,17 +186,23 @@ def _split(at: str) -> str:
     return at.partition("-")[0]
 
 
-def start_supervisor(max_attempts: int) -> Any:
+def start_supervisor(max_attempts: int, run: str = "", log: LogFormat = "text", chief: Any = None) -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller while that lives."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(Supervisor).options(
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
     )
-    return actor.remote(max_attempts)
+    return actor.remote(max_attempts, run, log, chief)
 
 
-class FaultNews:
-    """The events of a stream, as they come.
+def start_supervisors(max_attempts: int, run: str, log: LogFormat, chief: Any, executions: int) -> list[Any]:
+    """The Supervisor of each of several executions, whose events all come to the chief."""
+    others = [start_supervisor(max_attempts, run, log, chief) for _ in range((executions - 1) // _EXECUTIONS_EACH)]
+    return [[chief, *others][index // _EXECUTIONS_EACH] for index in range(executions)]
+
+
+class News:
+    """The events of a stream, faults and decisions on its size, as they come.
 
     Args:
         supervisor: its handle; None = there are never any.
@@ -179,11 +213,11 @@ class FaultNews:
         self._num_read = 0
         self._asked: Any = None
 
-    def read(self) -> list[str]:
-        """The events since the last call, as far as the supervisor has answered; never waits."""
+    def read(self) -> list[tuple[str, str]]:
+        """Kind and text of the events since the last call, as far as the supervisor has answered; never waits."""
         if self._supervisor is None:
             return []
-        events: list[str] = []
+        events: list[tuple[str, str]] = []
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):  # the stream goes on without its chronicler
                 events = ray.get(self._asked)

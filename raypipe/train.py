@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.handover import CURSOR_FILE, feed
+from raypipe.logs import progress
 from raypipe.metrics import StageTimes, diagnose
 from raypipe.mixing import mixed_cross_entropy
 from raypipe.models import Ema, build_model, build_optimizer, learning_rate
@@ -36,6 +38,8 @@ from raypipe.plan import MicroBatchId
 from raypipe.prefetcher import Batch
 from raypipe.rank_stream import Feed, SegmentFeed
 from raypipe.runlog import RunLog, stop_requested
+
+logger = logging.getLogger(__name__)
 
 _STATE_FILE = "state.pt"
 
@@ -53,11 +57,18 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 class Trainer:
-    """One worker's training of one run, from the beginning or from the latest checkpoint."""
+    """One worker's training of one run, from the beginning or from the latest checkpoint.
 
-    def __init__(self, run: RunConfig, spec: StreamSpec, num_classes: int, max_actors: int, run_uri: str) -> None:
+    Args:
+        run, spec, num_classes, max_actors, run_uri: see `train_loop`.
+        device: where it trains; empty = the device that Ray Train gave this worker.
+    """
+
+    def __init__(
+        self, run: RunConfig, spec: StreamSpec, num_classes: int, max_actors: int, run_uri: str, device: str = ""
+    ) -> None:
         # First of all the stream: its pool starts while the model is built.
-        self.device = ray.train.torch.get_device()
+        self.device = torch.device(device) if device else ray.train.torch.get_device()
         self.amp_dtype = _amp_dtype(run.train.amp, self.device)
         self.feed: Feed = feed(
             spec,
@@ -104,25 +115,34 @@ class Trainer:
     @property
     def global_step(self) -> int:
         """Optimizer steps that are done, as the cursor has it."""
-        return self.feed.cursor.epoch * self.plan.steps_per_epoch + self.feed.cursor.step
+        return self.feed.global_step
 
     def fit(self) -> None:
+        for _ in self.epochs():
+            pass
+
+    def epochs(self) -> Iterator[None]:
+        """Train what is left; stands still after each epoch and its validation."""
         for segment in self.feed:
             if segment.split == "train":
                 self._train(segment)
                 if self.stopping:
                     break
-                if not self.plan.has_val(segment.epoch):
-                    self._report()
             else:
                 self._validate(segment)
+            if segment.split == "val" or not self.plan.has_val(segment.epoch):
                 self._report()
-            self._diagnose(segment)
+                self._diagnose(segment)
+                yield
         if self.stopping:
             self._report()
-            self.feed.close()
+        self.close()
+
+    def close(self) -> None:
+        """End the stream and the log where they stand."""
+        self.feed.close()
         if self.log:
-            self._log_faults()
+            self._log_events()
             self.log.close()
 
     def _train(self, segment: SegmentFeed) -> None:
@@ -193,7 +213,7 @@ class Trainer:
         if self.log:
             for at, indices in sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro):
                 self.log.write_samples(at, indices, self.global_step)
-                print(f"samples {at}: {' '.join(map(str, indices))}", flush=True)
+                progress(logger, f"samples {at}: {' '.join(map(str, indices))}")
 
     def _check_labels(self, batch: Batch) -> None:
         # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.
@@ -210,18 +230,22 @@ class Trainer:
         self.metrics["images"] += images
         self.metrics["train_s"] += seconds
         self.metrics["wait_s"] += times.wait_s
+        self.feed.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         if self.log is None:
             return
-        self._log_faults()
+        self._log_events()
         wait = times.wait_s / seconds if seconds else 0.0
+        values = {
+            "epoch": segment.epoch,
+            "loss": loss,
+            "lr": lr,
+            "images_per_s": images / seconds if seconds else 0.0,
+            "wait_fraction": wait,
+        }
         self.log.write(
             "train",
             self.global_step,
-            epoch=segment.epoch,
-            loss=loss,
-            lr=lr,
-            images_per_s=images / seconds if seconds else 0.0,
-            wait_fraction=wait,
+            **values,
             transfer_s=times.transfer_s,
             augment_s=times.augment_s,
             compute_s=times.compute_s,
@@ -229,17 +253,21 @@ class Trainer:
             num_bad=self.feed.num_bad,
             num_fallback=self.feed.num_fallback,
         )
-        print(
+        progress(
+            logger,
             f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  step {step}/{segment.num_steps}  "
             f"loss {loss:.4f}  {images / max(seconds, 1e-9):,.0f} images/s  waiting for data {wait:.0%}",
-            flush=True,
+            step=self.global_step,
+            **values,
         )
 
-    def _log_faults(self) -> None:
+    def _log_events(self) -> None:
         assert self.log is not None
-        for text in self.feed.faults():
-            self.log.write("fault", self.global_step, text=text)
-            print(f"mended: {text}", flush=True)
+        for kind, text in self.feed.events():
+            self.log.write(kind, self.global_step, text=text)
+            progress(
+                logger, f"{'mended' if kind == 'fault' else 'pool'}: {text}", step=self.global_step, kind=kind
+            )
 
     @torch.no_grad()
     def _validate(self, segment: SegmentFeed) -> None:
@@ -260,19 +288,20 @@ class Trainer:
         loss, correct_sum, count = sums.tolist()
         accuracy = correct_sum / max(count, 1.0)
         self.metrics.update(val_accuracy=accuracy, val_loss=loss / max(count, 1.0), val_samples=int(count))
+        self.feed.exported.learnt(validation_accuracy=accuracy, validation_loss=self.metrics["val_loss"])
         if self.log:
             values = {"accuracy": accuracy, "loss": loss / max(count, 1.0), "samples": int(count)}
             self.log.write("val", self.global_step, epoch=segment.epoch, **values)
-            print(
+            progress(
+                logger,
                 f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  validation accuracy {accuracy:.4f} "
                 f"({int(count)} samples)",
-                flush=True,
+                step=self.global_step,
+                **values,
             )
 
     def _diagnose(self, segment: SegmentFeed) -> None:
         """At the end of an epoch: where the time of the run went; all ranks meet here."""
-        if segment.split == "train" and self.plan.has_val(segment.epoch):
-            return
         sums = torch.tensor(dataclasses.astuple(self.feed.times()), dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(sums)
@@ -282,7 +311,7 @@ class Trainer:
         if self.log:
             self.log.write("diagnosis", self.global_step, **dataclasses.asdict(times), text=" ".join(sentences))
             if segment.epoch + 1 == self.plan.config.epochs:
-                print("\n".join(sentences), flush=True)
+                progress(logger, "\n".join(sentences), step=self.global_step)
 
     def _report(self) -> None:
         """Checkpoint, on rank 0, and metrics; all ranks meet here."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable
 from typing import Any
 
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
-logger = logging.getLogger(__name__)
+from raypipe.cluster import largest_divisor, started_here
 
 
 class DivisorScalingPolicy(ElasticScalingPolicy):
@@ -31,19 +32,17 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         return largest_divisor(self._per_step, super()._count_possible_workers(reserved_resources))
 
 
-def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of a number up to a limit; 0 where there is none."""
-    return max((d for d in range(1, limit + 1) if number % d == 0), default=0)
-
-
 class RunTrainer(TorchTrainer):
-    """Args: as for TorchTrainer, and
+    """A TorchTrainer of one run.
 
-    per_step: M.
-    on_interrupt: called at the first Ctrl-C; returns whether the run will end by itself. The next one aborts it.
+    Args:
+        per_step: M.
+        on_interrupt: asks the run to end by itself; called at the first Ctrl-C or SIGTERM. The second one aborts
+            the run.
+        args, options: for TorchTrainer.
     """
 
-    def __init__(self, *args: Any, per_step: int, on_interrupt: Callable[[], bool], **options: Any) -> None:
+    def __init__(self, *args: Any, per_step: int, on_interrupt: Callable[[], None], **options: Any) -> None:
         super().__init__(*args, **options)
         self._per_step, self._on_interrupt = per_step, on_interrupt
 
@@ -53,13 +52,23 @@ class RunTrainer(TorchTrainer):
             options["scaling_policy"] = DivisorScalingPolicy(config, self._per_step)
         return super()._initialize_and_run_controller(**options)
 
+    def _create_default_callbacks(self) -> list[Any]:
+        # Each would start an actor. One hands out datasets, and a run has none of Ray Train's.
+        needless: tuple[type, ...] = () if self.datasets else (DatasetsCallback,)
+        if started_here():
+            # One frees the trainers' resources when this process has died: the cluster dies with it. And it would
+            # ask a dashboard that is not there, ten times a second.
+            needless += (PlacementGroupCleanerCallback,)
+        return [each for each in super()._create_default_callbacks() if not isinstance(each, needless)]
+
     def _register_sigint_handler(self, controller: Any) -> None:
         super()._register_sigint_handler(controller)
-        abort = signal.getsignal(signal.SIGINT)
+        aborts = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
         def interrupted(signum: int, frame: Any) -> None:
-            signal.signal(signal.SIGINT, abort)
-            if not self._on_interrupt():
-                signal.raise_signal(signal.SIGINT)
+            for each, abort in aborts.items():
+                signal.signal(each, abort)
+            self._on_interrupt()
 
-        signal.signal(signal.SIGINT, interrupted)
+        for signum in aborts:
+            signal.signal(signum, interrupted)

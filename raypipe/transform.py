@@ -12,11 +12,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from raypipe.config import CropDecode
+from raypipe.crop_decode import CropDecoder
+from raypipe.crop_first import Box
 from raypipe.decode import decode
 from raypipe.errors import BadSamplesError, ConfigError, SampleError
+from raypipe.sample_cache import Decoded, SampleCache
 from raypipe.sample_transform import Key, SampleTransform
 
-ReadSubstitute = Callable[[int, int], tuple[bytes | None, int, int, Key]]
+ReadSubstitute = Callable[[int, int], tuple[Any, int, int, Key]]
 """(position in the micro-batch, attempt from 0) → (image bytes, label, index, key) of another sample.
 For the whole to be reproducible it must be a pure function of the plan."""
 
@@ -44,8 +48,8 @@ class MicroBatchResult:
     """B transformed samples. Padding, and bad samples of a validation, have weight 0 and black pixels.
 
     Attributes:
-        image: uint8 (1, B, H, W, 3), the row of one Ray Data block; where the device decodes, an
-            EncodedMicroBatch instead.
+        image: uint8 (1, B, H, W, 3), the row of one Ray Data block; instead, where the device decodes, an
+            EncodedMicroBatch, and, where there are masks or boxes, a dict of arrays (B, …).
         label: int64 (B,); 0 for padding.
         index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
         weight: float32 (B,), 1 or 0.
@@ -68,10 +72,13 @@ class MicroBatchTransform:
     Args:
         transform: for `SampleTransform`.
         decode_min_side: pixels, see `raypipe.decode.decode`.
+        crop_decode, check_whole: what is decoded, and checked, where the transform begins with a random resized
+            crop, see `raypipe.crop_decode`.
         exif: turn images upright.
         on_bad_sample: "raise", or "substitute" another sample.
         exact: for a validation: a bad sample is not substituted, its row has weight 0.
         store_address: named in errors and records.
+        cache: where decoded samples are kept; it must be of this store, and of the same settings of the decode.
         probe: encoded samples to learn the size of the results by, should a micro-batch of nothing but
             padding come first; else the first result decides it.
     """
@@ -81,18 +88,28 @@ class MicroBatchTransform:
         transform: Callable[..., Any] | None,
         *,
         decode_min_side: int | None = None,
+        crop_decode: CropDecode = "exact",
+        check_whole: bool = True,
         exif: bool = False,
         on_bad_sample: Literal["substitute", "raise"] = "substitute",
         exact: bool = False,
         store_address: str = "",
-        probe: Callable[[], Iterable[bytes | None]] | None = None,
+        cache: SampleCache | None = None,
+        probe: Callable[[], Iterable[Any]] | None = None,
     ) -> None:
         if on_bad_sample not in ("substitute", "raise"):
             raise ConfigError(f"transform.on_bad_sample is {on_bad_sample!r}; it is 'substitute' or 'raise'")
         self.sample_transform = SampleTransform(transform)
         self.decode_min_side, self.exif = decode_min_side, exif
+        target = self.sample_transform.crop_target
+        self._crop_decoder = (
+            CropDecoder(crop_decode, target, check_whole=check_whole, exif=exif, min_side=decode_min_side)
+            if target and crop_decode != "off"
+            else None
+        )
         self.on_bad_sample, self.store_address = on_bad_sample, store_address
         self.exact, self.probe = exact, probe
+        self._cache = cache
         self.size: tuple[int, int] | None = None
 
     def run(
@@ -105,8 +122,8 @@ class MicroBatchTransform:
         """Transform one micro-batch.
 
         Args:
-            columns: `image`, a list of B bytes or None; `label` and `index`, int64 (B,). A row whose index
-                is -1 is padding, and its image is not looked at.
+            columns: `image`, a list of B bytes, None or Decoded; `label` and `index`, int64 (B,). A row whose
+                index is -1 is padding, and its image is not looked at.
             keys: uint64 (B, 2), one key per sample.
             read_substitute: gives the stand-ins for bad samples, up to 8 for each.
             attempt: what is known of the micro-batch.
@@ -128,7 +145,7 @@ class MicroBatchTransform:
                 continue
             wanted = int(index[position])
             try:
-                image = self._try(wanted, images[position], keys_list[position], attempt)
+                image = self._try(wanted, int(label[position]), images[position], keys_list[position], attempt)
             except SampleError as error:
                 if self.on_bad_sample == "raise":
                     hint = "transform.on_bad_sample='substitute' would go on without it"
@@ -163,24 +180,56 @@ class MicroBatchTransform:
         out[0, weight == 0] = 0
         return out
 
-    def _try(self, index: int, data: bytes | None, key: Key, attempt: Attempt) -> Any:
+    def _try(self, index: int, label: int, data: Any, key: Key, attempt: Attempt) -> Any:
         if attempt.before_sample:
             attempt.before_sample(index)
         if index in attempt.bad:
             raise SampleError(attempt.bad[index])
-        return self._one(data, key)
+        if self._cache is not None and not self._cache.full:
+            data = self._kept(self._cache, index, label, data)
+        return self.one(data, key)
 
-    def _one(self, data: bytes | None, key: Key) -> Any:
-        image = decode(data, min_side=self.decode_min_side, exif=self.exif)
+    def one(self, data: Any, key: Key) -> Any:
+        """Decode and transform one sample; raises SampleError for a bad one."""
         try:
-            return self.sample_transform(image, key)
-        except (
-            ConfigError,
-            MemoryError,
-        ):  # the user's set-up, or the machine's state: not the sample's fault
+            return self._transformed(data, key)
+        except (SampleError, ConfigError, MemoryError):
+            # The decoder's own; the user's set-up, or the machine's state: not the sample's fault.
             raise
         except Exception as error:
             raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
+
+    def _transformed(self, data: Any, key: Key) -> Any:
+        if isinstance(data, Decoded):
+            return self._of_pixels(data.pixels, key)
+        jpeg = self._crop_decoder.open(data) if self._crop_decoder else None
+        if jpeg is not None:
+            return self.sample_transform.on_crop(*jpeg, key)
+        return self.sample_transform(decode(data, min_side=self.decode_min_side, exif=self.exif), key)
+
+    def _of_pixels(self, pixels: np.ndarray, key: Key) -> np.ndarray:
+        """What becomes of a whole image, which may be read-only."""
+        if self._crop_decoder is None:
+            return self.sample_transform(pixels if pixels.flags.writeable else pixels.copy(), key)
+
+        def cut(box: Box) -> np.ndarray:
+            top, left, height, width = box
+            return pixels[top : top + height, left : left + width].copy()
+
+        return self.sample_transform.on_crop(pixels.shape[:2], cut, key)
+
+    def _kept(
+        self, cache: SampleCache, index: int, label: int, data: bytes | Decoded | None
+    ) -> bytes | Decoded | None:
+        """A sample, decoded and in the cache from now on; a bad one as it is, for `one` to judge."""
+        if isinstance(data, Decoded):
+            return data
+        try:
+            pixels = decode(data, min_side=self.decode_min_side, exif=self.exif)
+        except SampleError:
+            return data
+        cache.put(index, label, pixels)
+        return Decoded(pixels, label)
 
     def _substitute(
         self, position: int, record: dict[str, Any], read_substitute: ReadSubstitute | None, attempt: Attempt
@@ -191,7 +240,7 @@ class MicroBatchTransform:
         for number in range(NUM_SUBSTITUTES):
             data, label, index, key = read_substitute(position, number)
             try:
-                return self._try(int(index), data, key, attempt), int(label), int(index)
+                return self._try(int(index), int(label), data, key, attempt), int(label), int(index)
             except SampleError as error:
                 last = f"{self._name(int(index))}: {error}"
         raise SampleError(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}")
@@ -216,7 +265,7 @@ class MicroBatchTransform:
     def _probed_size(self) -> tuple[int, int]:
         for data in self.probe() if self.probe else ():
             try:
-                height, width, _ = self._one(data, (0, 0)).shape
+                height, width, _ = self.one(data, (0, 0)).shape
             except SampleError:
                 continue
             return height, width

@@ -1,8 +1,9 @@
 """One transform actor: a row that names a micro-batch in, a row of pixels out.
 
-in    split, epoch, step, micro        and, from a reader: encoded list of B, label list of B
+in    split, epoch, step, micro        and, from a reader: encoded, label and maybe mask, boxes, lists of B
 out   split, epoch, step, micro        image uint8 (1, B, H, W, 3), or, for the device to decode, the arrays of an
-                                       EncodedMicroBatch, each (1, …); label, index int64 (1, B),
+                                       EncodedMicroBatch, each (1, …); of streams that have them, mask uint8
+                                       (1, B, H, W), boxes float32 (1, B, K, 5); label, index int64 (1, B),
                                        weight float32 (1, B), num_bad int64 (1,),
                                        read_s, work_s float64 (1,): seconds spent on it here
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +21,18 @@ import pyarrow as pa
 
 from raypipe.encoded_transform import EncodedMicroBatchTransform, encoded_transform
 from raypipe.guard import Guard
+from raypipe.logs import configure_logs, log_place
 from raypipe.order import Kept
-from raypipe.plan import MicroBatchId, Plan, Split
+from raypipe.plan import PADDING, MicroBatchId, Plan, Split
 from raypipe.presets import build_transform
 from raypipe.quarantine import record_bad
+from raypipe.sample_cache import open_caches
 from raypipe.sample_transform import Key
 from raypipe.source import SPLITS, place_of, read_samples
 from raypipe.stores.base import Store
+from raypipe.target_transform import micro_batch_transform
+from raypipe.targets import EncodedSample, read_encoded
+from raypipe.telemetry import ActorMetrics
 from raypipe.transform import FIRST_ATTEMPT, Attempt, BadSampleBudget, MicroBatchTransform
 
 if TYPE_CHECKING:
@@ -42,6 +48,8 @@ class TransformWorker:
     """
 
     def __init__(self, spec: StreamSpec, supervisor: Any = None) -> None:
+        configure_logs(spec.log, run=spec.run)
+        self._metrics = ActorMetrics(spec.run)
         self._guard: Guard | None = None
         if supervisor is not None:
             self._guard = Guard(supervisor, spec.transform.time_limit_s, spec.pool.recycle_after)
@@ -49,7 +57,9 @@ class TransformWorker:
         self._stores: dict[Split, Store] = spec.stores
         self._quarantine = spec.quarantine
         config = spec.transform
+        self._targets = config.target_columns
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
+        self._caches = open_caches(spec.pool, spec.stores, config)
         self._transforms: dict[Split, MicroBatchTransform] = {}
         for split, store in spec.stores.items():
             transform = spec.transforms[split]
@@ -62,16 +72,16 @@ class TransformWorker:
                     store_address=store.address,
                 )
                 continue
-            if isinstance(transform, str):
+            if isinstance(transform, str | list):
                 transform = build_transform(transform, config.size)
-            self._transforms[split] = MicroBatchTransform(
+            self._transforms[split] = micro_batch_transform(
                 transform,
-                decode_min_side=config.decode_min_side or None,
-                exif=config.exif,
+                config,
                 on_bad_sample=config.on_bad_sample,
                 exact=exact,
                 store_address=store.address,
-                probe=functools.partial(_first_images, store, spec.plan.kept[split]),
+                cache=self._caches.get(split),
+                probe=functools.partial(_first_samples, store, spec.plan.kept[split], self._targets),
             )
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
@@ -79,35 +89,51 @@ class TransformWorker:
         at = place_of({name: row[name].as_py() for name in ("split", "epoch", "step", "micro")})
         guarded = self._guard.micro_batch(at) if self._guard else contextlib.nullcontext(FIRST_ATTEMPT)
         with guarded as attempt:
-            return self.run(at, row["encoded"], row["label"], attempt)
+            return self.run(at, row, attempt)
 
     def run(
-        self, at: MicroBatchId, encoded: Any = None, label: Any = None, attempt: Attempt = FIRST_ATTEMPT
+        self, at: MicroBatchId, row: Mapping[str, Any] | None = None, attempt: Attempt = FIRST_ATTEMPT
     ) -> dict[str, np.ndarray]:
         """The finished row of one micro-batch; reads the store unless a reader has done so."""
         started = time.perf_counter()
+        log_place(split=at.split, epoch=at.epoch, step=self._plan.global_step(at))
         indices = self._plan.indices(at)
-        if encoded is not None and encoded.is_valid:
-            images = encoded.as_py()
-            labels = np.asarray(label.values)
+        cache = self._caches.get(at.split)
+        kept = cache.find(indices) if cache else {}
+        if row and "encoded" in row and row["encoded"].is_valid:
+            samples = row["encoded"].as_py()
+            labels = np.asarray(row["label"].values)
+            if self._targets:
+                parts = (samples, row["mask"].as_py(), row["boxes"].as_py())
+                samples = [EncodedSample(*sample) for sample in zip(*parts, strict=True)]
         else:
-            images, labels = read_samples(self._stores[at.split], indices)
+            wanted = indices.copy()
+            wanted[list(kept)] = PADDING
+            samples, labels = read_samples(self._stores[at.split], wanted, self._targets)
+            for position, decoded in kept.items():
+                labels[position] = decoded.label
+        for position, decoded in kept.items():
+            samples[position] = decoded
         read_s = time.perf_counter() - started
 
-        def read_substitute(position: int, attempt: int) -> tuple[bytes | None, int, int, Key]:
+        def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:
             index = self._plan.substitute(at, int(indices[position]), attempt)
-            columns = self._stores[at.split].read(np.array([index]))
+            (sample,), (label,) = read_encoded(self._stores[at.split], np.array([index]), self._targets)
             k0, k1 = self._plan.sample_keys(at, np.array([index]))[0].tolist()
-            return columns["image"][0], int(columns["label"][0]), index, (k0, k1)
+            return sample, int(label), index, (k0, k1)
 
         result = self._transforms[at.split].run(
-            {"image": images, "label": labels, "index": indices},
+            {"image": samples, "label": labels, "index": indices},
             self._plan.sample_keys(at, indices),
             read_substitute,
             attempt,
         )
         if result.bad:
             record_bad(self._quarantine, at, result.bad)
+        work_s = time.perf_counter() - started
+        self._metrics.made(at.split, read_s=read_s, work_s=work_s, bad=result.bad)
+        if cache:
+            self._metrics.looked_up(at.split, hits=len(kept), misses=int((indices != PADDING).sum()) - len(kept))
         self._budget.spend(len(result.bad), len(indices), result.bad[-1] if result.bad else None)
         return {
             "split": np.array([SPLITS.index(at.split)], np.int8),
@@ -124,10 +150,10 @@ class TransformWorker:
             "weight": result.weight[None],
             "num_bad": np.array([len(result.bad)]),
             "read_s": np.array([read_s]),
-            "work_s": np.array([time.perf_counter() - started]),
+            "work_s": np.array([work_s]),
         }
 
 
-def _first_images(store: Store, kept: Kept) -> Iterator[bytes | None]:
+def _first_samples(store: Store, kept: Kept, targets: Mapping[str, str]) -> Iterator[Any]:
     for index in kept.indices(np.arange(min(16, len(store) - len(kept.left_out)))):
-        yield store.read(np.array([index]), ("image",))["image"][0]
+        yield read_encoded(store, np.array([index]), targets)[0][0]

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from local_head import RAY_ON_THIS_MACHINE
+
+# All are read when Ray is imported. Metrics are exported every 10 s by default.
+os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}
 
 import cv2
 import numpy as np
 import pytest
+import s3_server
 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
 from raypipe.stores.atomic import write_atomically
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="run the long forms of the tests that have one")
+    parser.addoption("--soak", action="store_true", help="run the long tests too, and the long forms of others")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of the shared cluster run in one process, and all that start one of their own in the other: there
+    are never more than two clusters. They come first, since they take longest. Those of any other module stay
+    together.
+    """
+    for item in items:
+        if item.get_closest_marker("soak") and not item.config.getoption("--soak"):
+            item.add_marker(pytest.mark.skip(reason="long: run with --soak"))
+        use = _use_of_ray(item)
+        item.add_marker(pytest.mark.xdist_group(Path(item.path).stem if use == "none" else f"{use} cluster"))
+    items.sort(key=lambda item: ("own", "shared", "none").index(_use_of_ray(item)))
+
+
+def _use_of_ray(item: pytest.Item) -> str:
+    if "ray_cluster" in getattr(item, "fixturenames", ()):
+        return "shared"
+    return "own" if item.get_closest_marker("cluster") else "none"
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +58,46 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def all_cpus_held(ray_cluster: None) -> Iterator[None]:
+    """Another job's actor holds every CPU of the cluster."""
+    import ray
+
+    class Job:
+        def ping(self) -> None: ...
+
+    gc.collect()  # executions that failing tests have left behind
+    job = ray.remote(num_cpus=4)(Job).remote()
+    ray.get(job.ping.remote(), timeout=60)
+    yield
+    ray.kill(job)
+
+
 @pytest.fixture(autouse=True)
 def cluster_outlives_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command ends its own local cluster; run in this process, it would end that of all tests."""
     monkeypatch.setattr("raypipe.cli._shutdown", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """A real S3 server in a process of its own."""
+    with s3_server.s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(
+    s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> str:
+    """The address of a new bucket of that server, to which this process's environment leads; an empty cache."""
+    for name, value in s3_server.environment(s3_endpoint).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    # The same in every session, since the faults depend on addresses.
+    name = f"bucket-{hashlib.blake2b(request.node.name.encode(), digest_size=8).hexdigest()}"
+    s3_server.make_bucket(s3_endpoint, name)
+    return f"s3://{name}"
 
 
 def picture(index: int, height: int = 40, width: int = 48) -> bytes:

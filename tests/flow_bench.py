@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
 from typing import Any
 
@@ -23,10 +22,10 @@ import cv2
 import numpy as np
 import psutil
 import ray
-from ray._private.internal_api import node_stats
 
 from raypipe.cluster import connect
 from raypipe.config import PoolConfig, TransformConfig
+from raypipe.memory_watch import MemoryWatch
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.rank_stream import host_batches
@@ -71,35 +70,22 @@ def case(name: str, micro_batches: int, store_s: float = 0, transform_s: float =
         train_transform=transform,
         pool=PoolConfig(read="stage", in_flight=8),
     )
-    used, spilled, stop = [], [], threading.Event()
-
-    node = ray.nodes()[0]
-
-    def watch() -> None:
-        while not stop.wait(0.2):
-            stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
-            used.append(stats.object_store_bytes_used)
-            spilled.append(stats.spilled_bytes_total)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
     before = psutil.Process().memory_info().rss
     count = grown = 0
-    for batch in host_batches(spec.splits(spec.plan.start(), max_actors=1)[0]):
-        assert batch.image.shape == (MICRO_BATCH, CROP, CROP, 3)
-        time.sleep(trainer_s)
-        count += 1
-        grown = max(grown, psutil.Process().memory_info().rss - before)
-    stop.set()
-    watcher.join()
+    with MemoryWatch() as memory:
+        for batch in host_batches(spec.splits(spec.plan.start(), max_actors=1)[0]):
+            assert batch.image.shape == (MICRO_BATCH, CROP, CROP, 3)
+            time.sleep(trainer_s)
+            count += 1
+            grown = max(grown, psutil.Process().memory_info().rss - before)
     return {
         "case": name,
         "micro_batches": count,
         "expected": micro_batches,
         "streamed_mib": count * ENCODED >> 20,
         "store_mib": STORE_BYTES >> 20,
-        "peak_mib": max(used) >> 20,
-        "spilled_mib": max(spilled) >> 20,
+        "peak_mib": memory.object_store >> 20,
+        "spilled_mib": memory.spilled >> 20,
         "grown_mib": grown >> 20,
     }
 

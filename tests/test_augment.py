@@ -158,6 +158,32 @@ def test_a_users_module_that_is_not_there() -> None:
         DeviceAugment(AugmentConfig(module="no.such:thing"), CPU)
 
 
+# Masks and boxes
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AugmentConfig(mixup_alpha=0.2), "augment.mixup_alpha mixes images"),
+        (AugmentConfig(cutmix_alpha=0.2), "augment.cutmix_alpha mixes images"),
+        (AugmentConfig(preset="light"), "RandomHorizontalFlip moves or erases pixels"),
+        (AugmentConfig(ops=[{"op": "RandomAffine", "degrees": 5.0}]), "RandomAffine moves or erases"),
+        (AugmentConfig(ops=[{"op": "RandomErasing"}]), "RandomErasing moves or erases"),
+        (AugmentConfig(preset="trivialaugment", ops=[]), "RandomHorizontalFlip moves or erases"),
+        (AugmentConfig(ops=[{"op": "TrivialAugment"}]), "TrivialAugment moves or erases"),
+    ],
+)
+def test_what_would_leave_masks_and_boxes_behind_is_named(config: AugmentConfig, message: str) -> None:
+    DeviceAugment(config, CPU)
+    with pytest.raises(ConfigError, match=message):
+        DeviceAugment(config, CPU, targets=True)
+
+
+def test_colour_and_normalisation_go_with_masks_and_boxes() -> None:
+    ops = [{"op": name} for name in ("RandomGrayscale", "RandomPlanckianJitter", "RandomGaussianNoise")]
+    DeviceAugment(AugmentConfig(ops=ops), CPU, targets=True)
+
+
 # The schedule
 
 

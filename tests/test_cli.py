@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from raypipe import cli
 from raypipe.cli import _finish, _normalized, main, parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
@@ -131,6 +130,28 @@ def test_a_value_out_of_range_names_its_field(capsys: pytest.CaptureFixture[str]
     assert "plan.epochs must be at least 1, got 0" in str(caught.value) + capsys.readouterr().err
 
 
+STEPS = [{"RandomResizedCrop": {"size": [8, 8]}}, {"OneOf": {"transforms": [{"Blur": None}], "p": 0.3}}]
+
+
+@pytest.mark.parametrize(
+    "text", [yaml.safe_dump(STEPS), json.dumps(STEPS), yaml.safe_dump(STEPS, default_flow_style=True)]
+)
+def test_a_transform_may_be_a_list_of_steps_in_the_file_or_on_the_command_line(tmp_path: Path, text: str) -> None:
+    assert parse(f"--transform.train={text}").transform.train == STEPS
+    file = tmp_path / "my.yaml"
+    file.write_text(json.dumps({"transform": {"train": yaml.safe_load(text), "val": "center"}}))
+    assert parse(f"--config={file}").transform.train == STEPS
+    assert parse(f"--config={file}", "--transform.train=heavy").transform.train == "heavy"
+    assert parse(f"--config={file}", "--transform.train=[{Blur: {p: 1}}]").transform.train == [{"Blur": {"p": 1}}]
+
+
+@pytest.mark.parametrize(
+    "name", ["light", "none", "my.module:fn", "policy.yaml", "s3://b/policy.json", "[light]", "12"]
+)
+def test_any_other_transform_is_a_string(name: str) -> None:
+    assert parse(f"--transform.train={name}").transform.train == name
+
+
 # Resume
 
 
@@ -155,12 +176,6 @@ def test_resume_takes_the_stored_settings_by_uri(stored: Path) -> None:
 
 
 # How a command ends
-
-
-@pytest.fixture(autouse=True)
-def cluster_of_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command ends the Ray that it has started; here that is all tests'."""
-    monkeypatch.setattr(cli, "_shutdown", lambda: None)
 
 
 def test_a_command_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,18 @@ def test_the_pool_gets_the_cpus_that_trainers_do_not_need() -> None:
     assert share(idle(2), TrainConfig(cpus_per_worker=1.0), cpus_per_actor=0.1).max_actors == 10
 
 
+def test_each_execution_has_its_smallest_pool() -> None:
+    trainers = TrainConfig(workers=4)
+    assert share(idle(16), trainers, 4, executions=4, min_actors=2).max_actors == 12
+    assert share(idle(5), trainers, 4, executions=4) == Allocation(4, False, 0.25, 4)
+    with pytest.raises(ResourceError, match=r"8 transform actors x 1 CPUs.*Lower pool\.executions, pool\.min_act"):
+        share(idle(8), trainers, 4, executions=4, min_actors=2)
+    with pytest.raises(ConfigError, match=r"pool\.executions=3 does not divide 4 workers"):
+        share(idle(16), trainers, 4, executions=3)
+    with pytest.raises(ConfigError, match=r"pool\.max_actors.*pool\.min_actors \(1\) x pool\.executions \(4\)"):
+        PoolConfig(executions=4, max_actors=3)
+
+
 def test_one_cpu_is_too_few_and_the_message_names_what_to_lower() -> None:
     with pytest.raises(ResourceError) as caught:
         share(idle(1), TrainConfig())
@@ -118,3 +130,32 @@ def test_free_cpus_and_the_actors_fit_together_for_every_small_cluster() -> None
                 assert cpus < 2
                 continue
             assert found.workers * found.cpus_per_worker + found.max_actors <= cpus + 1e-9
+
+
+# Elastic training
+
+
+def test_elastic_trainers_need_the_cpus_of_the_fewest_and_may_have_those_of_the_most() -> None:
+    elastic = TrainConfig(workers=4, min_workers=1, cpus_per_worker=1.0)
+    assert share(idle(2), elastic, 4) == Allocation(4, False, 1.0, max_actors=1, min_workers=1)
+    assert share(idle(8), elastic, 4) == Allocation(4, False, 1.0, max_actors=4, min_workers=1)
+    with pytest.raises(ResourceError, match=r"2 trainers x 1 CPUs \+ 1 transform actors x 1 CPUs = 3 CPUs"):
+        share(idle(2), TrainConfig(workers=4, min_workers=2, cpus_per_worker=1.0), 4)
+
+
+def test_elastic_trainers_start_with_the_gpus_that_are_there() -> None:
+    elastic = TrainConfig(workers=4, min_workers=2)
+    assert share(idle(16, 2), elastic, 4) == Allocation(4, True, 1.0, max_actors=12, min_workers=2)
+    with pytest.raises(
+        ResourceError, match=r"2 trainers need 2 GPUs, the cluster has 1: set train\.min_workers=1"
+    ):
+        share(idle(16, 1), elastic, 4)
+
+
+def test_as_few_workers_as_there_may_be_at_most_are_not_elastic() -> None:
+    assert share(idle(8), TrainConfig(workers=2, min_workers=2), 4).min_workers == 0
+
+
+def test_more_workers_at_least_than_at_most_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"train\.min_workers=4 is more than the 2 workers"):
+        share(idle(8), TrainConfig(workers=2, min_workers=4), 4)

@@ -34,7 +34,9 @@ BAD: list[tuple[type, str, Any]] = [
     (PoolConfig, "min_actors", 0),
     (PoolConfig, "max_actors", -1),
     (PoolConfig, "cpus_per_actor", 0.0),
+    (PoolConfig, "prefer_nodes", "transform"),
     (PoolConfig, "in_flight", -1),
+    (PoolConfig, "cache_bytes", -1),
     (AugmentConfig, "std", (0.2, 0.0, 0.2)),
     (TrainConfig, "lr", 0.0),
     (TrainConfig, "lr", float("nan")),
@@ -54,7 +56,9 @@ BAD: list[tuple[type, str, Any]] = [
 BAD_CHOICES: list[tuple[type, str, str]] = [
     (PlanConfig, "shuffle", "globl"),
     (TransformConfig, "on_bad_sample", "skip"),
+    (TransformConfig, "crop_decode", "auto"),
     (PoolConfig, "read", "reader"),
+    (PoolConfig, "cache", "ram"),
     (TrainConfig, "optimizer", "adam"),
     (TrainConfig, "gpu", "maybe"),
     (TrainConfig, "amp", "bf8"),
@@ -95,3 +99,10 @@ def test_every_field_is_described() -> None:
     for section in SECTIONS:
         for field in dataclasses.fields(section):
             assert field.name in (section.__doc__ or ""), f"{section.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("decode_min_side", 100), ("decode", "gpu")])
+def test_scaled_crops_exclude_other_scales_and_decoders(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"transform.{name} must be .* with .*crop_decode='scaled'"):
+        TransformConfig(crop_decode="scaled", **{name: value})
+    TransformConfig(crop_decode="exact", **{name: value})

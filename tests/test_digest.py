@@ -50,6 +50,13 @@ def test_one_changed_value_changes_the_digest(name: str) -> None:
     assert batch_digest(changed) != batch_digest(BATCH)
 
 
+def test_masks_and_boxes_are_part_of_the_digest_where_there_are_any() -> None:
+    mask, boxes = np.zeros((2, 2, 2), np.uint8), np.zeros((2, 1, 5), np.float32)
+    kinds = [{}, {"mask": mask}, {"mask": flipped(mask)}, {"boxes": boxes}, {"boxes": flipped(boxes)}]
+    kinds.append({"mask": mask, "boxes": boxes})
+    assert len({batch_digest(replace(BATCH, **kind)) for kind in kinds}) == len(kinds)
+
+
 def test_the_place_and_the_shape_are_part_of_the_digest() -> None:
     assert batch_digest(replace(BATCH, at=MicroBatchId("val", 0, 1, 2))) != batch_digest(BATCH)
     assert batch_digest(replace(BATCH, image=BATCH.image.reshape(2, 1, 4, 3))) != batch_digest(BATCH)
@@ -173,6 +180,10 @@ class TestRanges:
         assert (found["equal"], found["compared"], found["different"]) == (False, 2, 2)
         assert found["first_different"] == "train-e0000-s000000-m000"
         assert found["settings"]["transform.train"] == ["light", "center"]
+        steps = [{"RandomResizedCrop": {"size": [16, 16]}}, {"HorizontalFlip": {"p": 0.5}}]  # what light is
+        (tmp_path / "light.yaml").write_text(json.dumps(steps))
+        found = run("--to-step", 1, "--transform", tmp_path / "light.yaml", "--compare", one)
+        assert found["equal"] and found["settings"]["transform.train"] == ["light", steps]
         cli_main("digest-diff", one, other)
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["compared"] == 4
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,10 +96,22 @@ def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(stores: di
     assert found["machine"]
 
 
+def test_the_settings_have_the_steps_of_a_file(stores: dict[str, Path], tmp_path: Path) -> None:
+    steps = [{"Resize": {"height": 8, "width": 8}}]
+    (tmp_path / "mine.json").write_text(json.dumps(steps))
+    settings: dict[str, Any] = {"plan": PlanConfig(micro_batch=8)}
+    for transform in (TransformConfig(train=str(tmp_path / "mine.json")), TransformConfig(train=steps)):
+        spec = StreamSpec.of(stores["train"], transform=transform, **settings)
+        assert spec.transforms["train"] == spec.transform.train == steps
+        found = settings_of(spec, workers=1, actors=1, from_step=0, to_step=1)
+        assert json.loads(json.dumps(found))["transform.train"] == steps
+    spec = StreamSpec.of(stores["train"], train_transform=str(tmp_path / "mine.json"), **settings)
+    assert spec.transforms["train"] == steps
+
+
 def test_the_command_ends_with_code_1_where_streams_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_shutdown", lambda: None)
     paths = [str(tmp_path / name) for name in ("one.json", "same.json", "different.json")]
     for path, file in zip(paths, (ONE, other({"workers": 4}), other(val_e0000_s000000_m000="x")), strict=True):
         DigestFile(path, file.settings, file.micro_batches).write()

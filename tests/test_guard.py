@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from ray import cloudpickle
 
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ResourceError, SampleError
+from raypipe.file_lock import progress
 from raypipe.handover import feed
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
+from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
 
 from conftest import CLASSES, picture  # isort: skip
@@ -33,6 +36,19 @@ def store() -> MemoryStore:
     # Sample 13 is told by its height.
     images = [picture(i, height=41 if i == DEADLY else 40) for i in range(64)]
     return MemoryStore(images, [i % 5 for i in range(64)], classes=CLASSES)
+
+
+class FetchedFirst(MemoryStore):
+    """A store that is fetched for so long, as a remote shard is, before its first read in a process."""
+
+    fetched = False
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        for _ in range(0 if self.fetched else 10):
+            progress()
+            time.sleep(0.2)
+        self.fetched = True
+        return super().read(indices, columns)
 
 
 def crop(image: np.ndarray) -> np.ndarray:
@@ -72,7 +88,7 @@ def rows(transform: Callable[..., Any], pool: dict[str, Any], **config: Any) -> 
     ]
     faults: list[str] = []
     while not faults and transform not in (raises, crop):
-        faults += stream.faults()
+        faults += [text for kind, text in stream.events() if kind == "fault"]
     return found, faults
 
 
@@ -83,6 +99,19 @@ def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one
         found, faults = rows(transform, {}, time_limit_s=limit)
         assert found == expected
         assert 3 <= len(faults) <= 4 and all("a transform actor died" in fault for fault in faults)
+
+
+def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
+    images = [picture(i) for i in range(16)]
+    spec = StreamSpec.of(
+        FetchedFirst(images, [0] * 16, classes=CLASSES),
+        plan=PlanConfig(epochs=1, micro_batch=8),
+        train_transform=crop,
+        transform=TransformConfig(time_limit_s=1.0),
+    )
+    stream = feed(spec, max_actors=1)
+    assert sum(batch.num_bad for s in stream for step in s for batch in step) == 0
+    assert not any("fault" in dict(stream.events()) for _ in range(20))
 
 
 def test_under_raise_such_a_sample_is_the_one_clear_error() -> None:
@@ -114,4 +143,4 @@ def test_an_actor_is_replaced_after_so_many_micro_batches_and_nothing_changes(tm
     stream = feed(spec, max_actors=1)
     for at, batch in zip(expected, (b for s in stream for st in s for b in st), strict=True):
         assert batch.at == at and batch.index.tolist() == spec.plan.indices(at).tolist()
-    assert len(list(tmp_path.iterdir())) == 3 and not any(stream.faults() for _ in range(20))
+    assert len(list(tmp_path.iterdir())) == 3 and not any("fault" in dict(stream.events()) for _ in range(20))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -9,9 +10,19 @@ import yaml
 from raypipe.bad_list import write_bad_list
 from raypipe.cli import parse_run
 from raypipe.cluster import Allocation
-from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig
+from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.launch import _cause, _check_run_folder, _num_classes, _spec, _store_config, as_plain, describe, train
+from raypipe.launch import (
+    _cause,
+    _check_run_folder,
+    as_plain,
+    describe,
+    locate,
+    num_classes_of,
+    spec_of,
+    store_config,
+    train,
+)
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.stores import open_store
@@ -47,7 +58,7 @@ def test_as_plain_is_safe_yaml_without_the_resume() -> None:
 
 def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
-    _store_config(RUN, folder.as_uri())
+    store_config(RUN, folder.as_uri())
     assert parse_run([f"--resume={folder}"], None) == dataclasses.replace(RUN, resume=str(folder))
 
 
@@ -74,7 +85,7 @@ def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, P
         val_leave_out=str(tmp_path / "val.json"),
     )
     run = dataclasses.replace(RUN, store=settings)
-    found = _spec(run, (tmp_path / "run").as_uri())
+    found = spec_of(run, (tmp_path / "run").as_uri())
     assert (found.plan.num_train, found.plan.num_val) == (99, 21)
     assert "(99 train, 21 val; 2 left out)" in describe(run, found, Allocation(1, False, 1.0, 1), "file:///run")
 
@@ -84,20 +95,26 @@ def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, P
 
 def test_the_number_of_classes_is_the_stores_unless_it_is_set() -> None:
     named = spec(store(("a", "b", "c")))
-    assert _num_classes(RUN, named) == 3
-    assert _num_classes(dataclasses.replace(RUN, train=TrainConfig(num_classes=9)), named) == 9
+    assert num_classes_of(RUN, named) == 3
+    assert num_classes_of(dataclasses.replace(RUN, train=TrainConfig(num_classes=9)), named) == 9
+
+
+def test_a_run_trains_classifiers_and_says_so_of_masks_and_boxes() -> None:
+    run = dataclasses.replace(RUN, transform=TransformConfig(boxes_column="objects"))
+    with pytest.raises(ConfigError, match=r"trains a classifier.*docs/targets\.md"):
+        num_classes_of(run, spec(store(("a", "b", "c"))))
 
 
 def test_a_store_without_class_names_asks_for_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"train\.lmdb does not name its classes: set train\.num_classes"):
-        _num_classes(RUN, spec(store(None)))
+        num_classes_of(RUN, spec(store(None)))
 
 
 def test_stores_with_other_classes_are_refused() -> None:
     with pytest.raises(ConfigError, match="or in another order"):
-        _num_classes(RUN, spec(store(("a", "b")), store(("b", "a"))))
-    assert _num_classes(RUN, spec(store(("a", "b")), store(("a", "b"), 3))) == 2
-    assert _num_classes(RUN, spec(store(("a", "b")), store(None))) == 2
+        num_classes_of(RUN, spec(store(("a", "b")), store(("b", "a"))))
+    assert num_classes_of(RUN, spec(store(("a", "b")), store(("a", "b"), 3))) == 2
+    assert num_classes_of(RUN, spec(store(("a", "b")), store(None))) == 2
 
 
 # The run's folder
@@ -106,9 +123,9 @@ def test_stores_with_other_classes_are_refused() -> None:
 def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
     uri = (tmp_path / "mine").as_uri()
     _check_run_folder(uri, resume=False)
-    with pytest.raises(ConfigError, match=r"no run at .*/mine: --resume"):
+    with pytest.raises(ConfigError, match=r"no run at .*/mine: expected is the folder"):
         _check_run_folder(uri, resume=True)
-    _store_config(RUN, uri)
+    store_config(RUN, uri)
     _check_run_folder(uri, resume=True)
     with pytest.raises(ConfigError, match=r"a run at .*/mine already: .*--resume, or choose --name"):
         _check_run_folder(uri, resume=False)
@@ -134,6 +151,64 @@ def test_the_cause_is_raypipes_own_error_where_there_is_one() -> None:
     failed.worker_failures = {0: ValueError("other")}
     assert _cause(failed) is failed
     assert _cause(wrapped) is wrapped
+
+
+# Steps of a transform
+
+STEPS = [{"RandomResizedCrop": {"size": [8, 8], "scale": [1e-05, 1.0]}}, {"HorizontalFlip": None}]
+
+
+def test_steps_come_back_from_the_stored_configuration_as_they_were(tmp_path: Path) -> None:
+    run = dataclasses.replace(RUN, transform=TransformConfig(train=STEPS, val=STEPS[:1]))
+    store_config(run, (tmp_path / "mine").as_uri())
+    again = parse_run([f"--resume={tmp_path / 'mine'}"], None)
+    assert again.transform == run.transform
+    again = parse_run([f"--resume={tmp_path / 'mine'}", "--transform.train=heavy"], None)
+    assert (again.transform.train, again.transform.val) == ("heavy", STEPS[:1])
+
+
+def test_a_run_holds_the_steps_of_a_file_and_need_not_read_it_again(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump(STEPS))
+    given = parse_run(
+        [f"--store.train={stores['train']}", f"--transform.train={file}", f"--runs={tmp_path}", "--name=mine"],
+        None,
+    )
+    run, run_uri = locate(given)
+    assert run.transform == dataclasses.replace(given.transform, train=STEPS)
+    store_config(run, run_uri)
+    file.unlink()
+    resumed, _ = locate(parse_run([f"--resume={tmp_path / 'mine'}"], None))
+    assert resumed.transform == run.transform
+    assert spec_of(resumed, run_uri).transforms["train"] == STEPS
+    with pytest.raises(ConfigError, match=r"policy\.yaml cannot be read"):
+        locate(dataclasses.replace(given, name="other"))
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (
+            [{"OneOf": {"transforms": [{"HorizontalFlipp": None}]}}],
+            "step 1, OneOf step 1: .* did you mean Horizontal",
+        ),
+        ("lihgt", "no transform preset 'lihgt'; did you mean light"),
+    ],
+)
+def test_a_transform_that_cannot_be_is_told_before_ray_starts(
+    stores: dict[str, Path], tmp_path: Path, transform: Any, message: str
+) -> None:
+    for split in ("train", "val"):
+        run = dataclasses.replace(
+            RunConfig(runs=str(tmp_path)),
+            store=StoreConfig(str(stores["train"]), str(stores["val"])),
+            transform=TransformConfig(**{split: transform}),
+        )
+        with pytest.raises(ConfigError, match=message):
+            train(run)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(stores: dict[str, Path], tmp_path: Path) -> None:

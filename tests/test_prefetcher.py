@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,25 @@ def test_values_places_seeds_and_order_are_kept(ring: bool | None) -> None:
     for host in given:
         assert_same(next(found), host)
     assert next(found, None) is None
+
+
+@pytest.mark.parametrize("ring", [None, True])
+@pytest.mark.parametrize("names", [("mask",), ("boxes",), ("mask", "boxes"), ()])
+def test_masks_and_boxes_come_with_their_batch(ring: bool | None, names: tuple[str, ...]) -> None:
+    rng, given = np.random.default_rng(0), []
+    for step in range(6):
+        targets = {
+            "mask": rng.integers(0, 256, (4, 6, 5), dtype=np.uint8),
+            "boxes": rng.random((4, 3, 5), np.float32),
+        }
+        given.append(replace(host_batch(step), **{name: targets[name] for name in names}))
+    for batch, host in zip(on_cpu(given, ring=ring), given, strict=True):
+        assert_same(batch, host)
+        for name in ("mask", "boxes"):
+            found, expected = getattr(batch, name), getattr(host, name)
+            assert (found is None) == (expected is None) == (name not in names)
+            if found is not None:
+                np.testing.assert_array_equal(found.numpy(), expected)
 
 
 def test_images_are_channels_last_views_of_the_host_memory() -> None:

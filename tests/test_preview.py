@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -266,6 +267,51 @@ def test_an_empty_store_is_refused(tmp_path: Path) -> None:
         run(MemoryStore([], []), tmp_path / "a.png")
 
 
+# Masks and boxes
+
+
+def scenes(bad: int = -1) -> MemoryStore:
+    """A red square on black in each image, class 1 in its mask, with its box."""
+    images, masks, boxes = [], [], []
+    for number in range(16):
+        mask = np.zeros((40, 48), np.uint8)
+        left, top = 2 * number, number
+        mask[top : top + 16, left : left + 16] = 1
+        pixels = np.zeros((40, 48, 3), np.uint8)
+        pixels[mask == 1, 2] = 200
+        images.append(cv2.imencode(".png", pixels)[1].tobytes())
+        masks.append(b"bad" if number == bad else cv2.imencode(".png", mask)[1].tobytes())
+        boxes.append([[left, top, left + 16, top + 16, 3]])
+    return MemoryStore(images, None, columns={"seg": masks, "objects": boxes})
+
+
+def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
+    settings = TransformConfig(train="resize", size=24, mask_column="seg", boxes_column="objects", max_boxes=2)
+    shown = made(scenes(bad=5), AugmentConfig(), settings)
+    for index in (3, 5):
+        decoded, *others = shown.tiles([index], [0])[0]
+        assert (decoded.image is None) == (index == 5)
+        assert decoded.mask is not None or "the mask is no PNG" in decoded.reason
+        for tile in others:
+            assert tile.image is not None and tile.mask is not None and tile.boxes is not None
+            assert ((tile.image[:, :, 0] > 100) == (tile.mask == 1)).mean() > 0.95
+            assert tile.boxes[:, 4].tolist() == [3, -1]
+    with pytest.raises(ConfigError, match="RandomHorizontalFlip moves or erases"):
+        made(scenes(), FLIP, settings)
+
+
+def test_a_mask_tints_and_a_box_frames_its_place() -> None:
+    pixels, mask = np.full((80, 80, 3), 50, np.uint8), np.zeros((80, 80), np.uint8)
+    mask[:40, :40], mask[:40, 40:] = 1, 255
+    boxes = np.array([[40, 40, 80, 80, 2], [0, 0, 0, 0, -1]], np.float32)
+    found = np.asarray(draw([[Tile(pixels, mask=mask, boxes=boxes)]], title="", note="", headers=[]))
+    rows, cols = np.nonzero((found == 50).all(2))
+    top, left = rows.max() - 159, cols.min()  # of the tile of 160 pixels, whose lower left is as it was
+    assert (found[top + 100, left + 40] == 50).all() and (found[top + 120, left + 120] == 50).all()
+    tinted, ignored, frame = (found[top + y, left + x].astype(int) for y, x in ((40, 40), (40, 120), (81, 120)))
+    assert tinted.max() - tinted.min() > 80 and (ignored < 40).all() and frame.max() == 255
+
+
 # The command
 
 
@@ -278,8 +324,24 @@ def test_the_command(stores: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
 
 
+def test_the_command_takes_steps_and_files_of_them(stores: dict[str, Path], tmp_path: Path) -> None:
+    steps = "[{RandomResizedCrop: {size: [24, 24]}}, {HorizontalFlip: {p: 0.5}}]"
+    (tmp_path / "mine.yaml").write_text(steps)
+    pictures = []
+    for name in ("light", steps, f"{tmp_path}/mine.yaml"):
+        args = ["--epochs=1", "--samples=2", "--size=24", f"--transform={name}", f"--output={tmp_path / 'a.png'}"]
+        main(["preview", str(stores["train"]), *args])
+        # Below the note, which names the transform.
+        pictures.append(np.asarray(Image.open(tmp_path / "a.png"))[120:])
+    assert all(np.array_equal(pictures[0], other) for other in pictures[1:])
+
+
 @pytest.mark.parametrize(
-    "option", ["--indices=3,x", "--indices=3,100", "--augment.mixup_alpha=-1", "--transform=lihgt", "-o=a/b/c.png"]
+    "option",
+    [
+        *("--indices=3,x", "--indices=3,100", "--augment.mixup_alpha=-1", "-o=a/b/c.png"),
+        *("--transform=lihgt", "--transform=[{Blurr: {}}]"),
+    ],
 )
 def test_an_error_of_the_command_is_one_line(
     stores: dict[str, Path], option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

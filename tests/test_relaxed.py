@@ -16,6 +16,7 @@ from raypipe.config import PoolConfig, TransformConfig
 from raypipe.digest import batch_digest
 from raypipe.errors import CursorError
 from raypipe.handover import feed
+from raypipe.order import Kept
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import MicroBatchId, Plan, PlanConfig
 from raypipe.rank_stream import host_batches
@@ -56,22 +57,22 @@ def played(queue: RelaxedQueue, finish: list[int]) -> list[tuple[int, int]]:
 
 
 def test_a_slow_one_is_overtaken_by_less_than_the_window() -> None:
-    left = played(RelaxedQueue(3, [9], []), [1, 2, 3, 4, 0, 5, 6, 7, 8])
+    left = played(RelaxedQueue(3, [9], Kept(np.array([]))), [1, 2, 3, 4, 0, 5, 6, 7, 8])
     assert [key for key, _ in left] == [1, 2, 0, 3, 4, 5, 6, 7, 8]
 
 
 def test_none_overtakes_one_of_an_earlier_segment() -> None:
-    left = played(RelaxedQueue(10, [2, 4], []), [2, 3, 1, 0])
+    left = played(RelaxedQueue(10, [2, 4], Kept(np.array([]))), [2, 3, 1, 0])
     assert [key for key, _ in left] == [1, 0, 2, 3]
 
 
 def test_a_window_of_one_is_the_strict_order() -> None:
-    assert [key for key, _ in played(RelaxedQueue(1, [4], []), [3, 1, 0, 2])] == [0, 1, 2, 3]
+    assert [key for key, _ in played(RelaxedQueue(1, [4], Kept(np.array([]))), [3, 1, 0, 2])] == [0, 1, 2, 3]
 
 
 def test_places_that_are_done_already_count_in_the_window() -> None:
     # Keys 0, 1, 2 … are the places 0, 3, 4 …: of the places 1 and 2 one has heard before.
-    left = played(RelaxedQueue(4, [5], [1, 2]), [2, 1, 0, 3, 4])
+    left = played(RelaxedQueue(4, [5], Kept(np.array([1, 2]))), [2, 1, 0, 3, 4])
     assert [key for key, _ in left] == [1, 0, 2, 3, 4]
 
 
@@ -82,7 +83,7 @@ def test_each_leaves_once_within_window_and_segment_and_none_is_held_back(
     ends = np.cumsum(sizes).tolist()
     finish = list(range(ends[-1]))
     choose.shuffle(finish)
-    left = [key for key, _ in played(RelaxedQueue(window, ends, []), finish)]
+    left = [key for key, _ in played(RelaxedQueue(window, ends, Kept(np.array([]))), finish)]
     assert sorted(left) == list(range(ends[-1]))
     for turn, key in enumerate(left):
         assert abs(key - turn) < window
@@ -132,7 +133,9 @@ def slow_now_and_then(image: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(image[:8, :8])
 
 
+@pytest.mark.soak  # the queue, the cursor and the feed are tested without a cluster
 @pytest.mark.cluster
+@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_relaxed_stream_has_the_micro_batches_of_the_strict_one_and_resumes_with_those_that_are_left(
     stores: dict[str, Path],

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.fs
 import pytest
 
 from raypipe import runlog
-from raypipe.runlog import RunLog, as_uri
+from raypipe.filesystem import as_uri
+from raypipe.runlog import RunLog, remove_stop, request_stop, stop_requested
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -70,8 +70,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path, monkeyp
     def from_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
         return remote, uri.removeprefix("bucket://")
 
-    fs = SimpleNamespace(**{**vars(pyarrow.fs), "FileSystem": SimpleNamespace(from_uri=from_uri)})
-    monkeypatch.setattr(runlog, "pyarrow", SimpleNamespace(fs=fs))
+    monkeypatch.setattr(runlog, "open_filesystem", from_uri)
     run = tmp_path / "runs" / "mine"
     log = RunLog("bucket://runs/mine", 0)
     log.write("train", 1, loss=1.0)
@@ -87,17 +86,26 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path, monkeyp
     assert [(record["step"], record["loss"]) for record in records(run)] == [(1, 1.0), (2, 0.5)]
 
 
-def test_as_uri_makes_paths_absolute_and_leaves_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert as_uri("runs") == (tmp_path / "runs").as_uri()
-    assert as_uri("~/my runs") == "file:///somewhere/my%20runs"
-    assert as_uri("s3://bucket/runs") == "s3://bucket/runs"
-
-
 def test_a_run_folder_with_a_space_is_read_back(tmp_path: Path) -> None:
     run = tmp_path / "my runs"
     log = RunLog(as_uri(str(run)), 0)
     log.write("train", 1, loss=1.0)
     log.close()
     assert [record["step"] for record in records(run)] == [1]
+
+
+def test_a_run_is_asked_to_stop_until_the_request_is_taken_back(tmp_path: Path) -> None:
+    run = tmp_path / "my runs"
+    run.mkdir()
+    assert not stop_requested(run.as_uri())
+    remove_stop(run.as_uri())  # there is none
+    for _ in range(2):  # a second request is none too many
+        request_stop(run.as_uri())
+        assert stop_requested(run.as_uri())
+    assert [path.name for path in run.iterdir()] == ["stop"]
+    remove_stop(run.as_uri())
+    assert not stop_requested(run.as_uri()) and not list(run.iterdir())
+
+
+def test_no_stop_is_requested_of_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    assert not stop_requested((tmp_path / "later").as_uri())

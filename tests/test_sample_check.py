@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.sample_check import CheckedSample, check_range, check_samples
+from raypipe.sample_check import CheckedSample, check_range, check_samples, spread
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
 from raypipe.stores.memory import MemoryStore
@@ -123,8 +123,9 @@ def test_a_range_says_how_far_it_is_and_what_is_bad(tmp_path: Path) -> None:
     images = [BAD.get(i % 100, IMAGES[i % 100]) for i in range(700)]
     store = MemoryStore(images, [0] * 700, CLASSES)
     parts = list(check_range(wanted, store, 700, 10, 700))
-    assert [num for num, _ in parts] == [256, 256, 178]
-    bad = [entry for _, found in parts for entry in found]
+    assert [num for num, _, _ in parts] == [256, 256, 178]
+    assert sum(num_bytes for _, num_bytes, _ in parts) == sum(len(image or b"") for image in images[10:])
+    bad = [entry for *_, found in parts for entry in found]
     assert [entry["index"] for entry in bad] == [i for i in range(10, 700) if i % 100 in BAD]
     assert all(entry["error"] for entry in bad)
     wanted.unlink()
@@ -135,3 +136,14 @@ def test_a_range_says_how_far_it_is_and_what_is_bad(tmp_path: Path) -> None:
 def test_a_range_of_another_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"memory:\w+ has 100 samples for this process, 99 for the one"):
         next(check_range(tmp_path, MemoryStore(IMAGES, [0] * NUM), 99, 0, 10))
+
+
+@pytest.mark.parametrize("num", [1, 63, 64, 65, 10_000])
+def test_samples_that_tell_of_a_store_are_spread_and_of_few_groups(num: int) -> None:
+    alone = spread(MemoryStore([b""] * num, None), 64)
+    assert len(alone) == min(num, 64) and alone[0] == 0 and alone[-1] == num - 1
+    store = MemoryStore([b""] * num, None, group_size=100)
+    groups, grouped = store.groups, spread(store, 64)
+    assert groups is not None
+    assert grouped.min() >= 0 and grouped.max() < num and len(grouped) == len(np.unique(grouped)) <= 64
+    assert len(np.unique(np.searchsorted(groups, grouped, side="right"))) <= 8

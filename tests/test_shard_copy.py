@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_numbers_of_another_width_have_the_same_digest() -> None:
     assert digest([narrow]) == digest([SAMPLES[0]])
 
 
-@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
 def test_the_digest_of_a_file_is_that_of_its_samples(suffix: str, tmp_path: Path) -> None:
     many = [SAMPLES[i % 2] | {"label": i} for i in range(150)]
     with open_writer(tmp_path / f"a{suffix}", TYPES) as writer:
@@ -91,10 +92,28 @@ def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
     }
 
 
-@pytest.mark.parametrize(("values", "kind"), [([[1], [2]], "list"), ([None, None], "NoneType")])
+@pytest.mark.parametrize(("values", "kind"), [([[b"1"], [b"2"]], "list"), ([None, None], "NoneType")])
 def test_a_column_that_cannot_be_copied_is_named(values: list[Any], kind: str) -> None:
     with pytest.raises(StoreError, match=f"column 'boxes' holds {kind}"):
         column_types(MemoryStore([b"a", b"b"], [0, 1], columns={"boxes": values}))
+
+
+def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
+    boxes = [[[0.1, 2, 3.5, 4, 1]], [], np.array([[1, 2, 3, 4, 5]], np.float32)]
+    store, file = MemoryStore([b"x"] * 3, [0] * 3, columns={"boxes": boxes}), tmp_path / "copy.lmdb"
+    types = column_types(store)
+    assert types["boxes"] == "string"
+    *_, last = write_shard(tmp_path, store, file, 0, 3, types, None, "raise")
+    assert last["digest"] == digest_of(tmp_path, file, types)
+    copied = open_store(file).read(np.arange(3), ("boxes",))["boxes"]
+    assert [json.loads(text) for text in copied] == [np.asarray(each).tolist() for each in boxes]
+
+
+def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
+    store = MemoryStore([b"x"], [0], columns={"boxes": [[1, 2, 3, 4, 5]]})
+    assert column_types(store, Reencode(0))["boxes"] == "string"
+    with pytest.raises(ConfigError, match=r"column 'boxes' holds lists.*--short-side"):
+        column_types(store, Reencode(256))
 
 
 def test_a_source_without_images(tmp_path: Path) -> None:

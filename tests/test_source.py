@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,19 @@ import ray
 import raypipe
 from raypipe.errors import ConfigError, StoreError
 from raypipe.plan import PADDING, Cursor, Plan, PlanConfig, Split
-from raypipe.source import PLACE_SCHEMA, MicroBatchSource, StoreSource, place_of, read_lmdb, read_samples
+from raypipe.source import (
+    ENCODED_SCHEMA,
+    PLACE_SCHEMA,
+    MicroBatchSource,
+    StoreSource,
+    place_of,
+    read_lmdb,
+    read_samples,
+)
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Store
 from raypipe.stores.memory import MemoryStore
+from raypipe.targets import EncodedSample
 
 from conftest import CLASSES, samples  # isort: skip
 
@@ -28,7 +38,8 @@ def store(size: int) -> MemoryStore:
 def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store]) -> list[dict[str, Any]]:
     [task] = MicroBatchSource(plan, cursor, readers).get_read_tasks(1)
     tables = list(task())
-    assert all(table.schema == PLACE_SCHEMA and table.num_rows == 1 for table in tables)
+    schema = ENCODED_SCHEMA if readers else PLACE_SCHEMA
+    assert all(table.schema == task.schema == schema and table.num_rows == 1 for table in tables)
     assert task.metadata.num_rows == len(tables)
     return [row for table in tables for row in table.to_pylist()]
 
@@ -58,6 +69,8 @@ def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
     found = rows(plan, plan.start(), {"val": val})
     assert [row["encoded"] is None for row in found] == [True, True, False, False]
     assert [row["label"] is None for row in found] == [True, True, False, False]
+    nobody_reads = rows(plan, plan.start(), {})
+    assert nobody_reads == [{name: row[name] for name in PLACE_SCHEMA.names} for row in found]
 
 
 def test_one_task_whatever_parallelism_is_asked_for_while_the_schedule_is_short() -> None:
@@ -93,6 +106,26 @@ def test_read_samples_of_nothing_but_padding() -> None:
     images, labels = read_samples(store(4), np.full(3, PADDING))
     assert images == [None] * 3
     assert labels.tolist() == [0] * 3 and labels.dtype == np.int64
+
+
+def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None:
+    boxes = [[[0, 0, 5, 5, number]] for number in range(6)]
+    columns = {"seg": [b"m%d" % number for number in range(6)], "objects": boxes}
+    train = MemoryStore([b"%d" % number for number in range(6)], None, columns=columns)
+    plan = Plan.of(PlanConfig(epochs=1, micro_batch=3, shuffle="off"), train)
+    targets = {"mask": "seg", "boxes": "objects"}
+    source = MicroBatchSource(plan, plan.start(), {"train": train}, targets=targets)
+    (task,) = source.get_read_tasks(1)
+    rows = [table.to_pylist()[0] for table in task()]
+    assert [row["encoded"] for row in rows] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]
+    assert rows[1]["mask"] == [b"m3", b"m4", b"m5"] and rows[1]["label"] == [0, 0, 0]
+    assert [json.loads(text) for text in rows[1]["boxes"]] == boxes[3:]
+
+
+def test_padding_is_a_sample_of_nothing_where_there_are_targets() -> None:
+    seg = MemoryStore([b"a"], [7], columns={"seg": [b"m"]})
+    samples, labels = read_samples(seg, np.array([PADDING, 0]), {"mask": "seg"})
+    assert samples == [EncodedSample(None), EncodedSample(b"a", b"m")] and labels.tolist() == [0, 7]
 
 
 # A store as a plain source

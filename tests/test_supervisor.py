@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import ray
 
-from raypipe.supervisor import FaultNews, Orders, Supervisor, start_supervisor
+from raypipe.supervisor import News, Orders, Supervisor, start_supervisor, start_supervisors
 
 AT = "train-e0000-s000003-m001"
 
@@ -26,7 +26,8 @@ def test_after_a_death_its_micro_batch_is_done_carefully_and_others_are_not() ->
     assert died(supervisor)
     assert supervisor.begins("a", AT) == Orders(careful=True)
     assert supervisor.begins("a", "train-e0000-s000003-m002") == Orders()
-    (event,) = supervisor.events(0)
+    ((kind, event),) = supervisor.events(0)
+    assert kind == "fault"
     assert AT in event and "process 1 on 10.0.0.1" in event and "another process" in event
 
 
@@ -88,7 +89,7 @@ def test_a_micro_batch_that_came_through_costs_nothing_when_its_actor_dies_later
     supervisor.ended("a")
     died(supervisor)
     assert supervisor.begins("a", AT) == Orders()
-    assert "between two micro-batches" in supervisor.events(0)[0]
+    assert "between two micro-batches" in supervisor.events(0)[0][1]
 
 
 def test_recycling_is_no_fault() -> None:
@@ -104,7 +105,7 @@ def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:
     supervisor = Supervisor(max_attempts=1)
     for share in ("x", "y", "x"):
         supervisor.reads(share)
-    assert supervisor.events(0) == ["the reader of x was restarted"]
+    assert supervisor.events(0) == [("fault", "the reader of x was restarted")]
     assert supervisor.events(1) == []
 
 
@@ -112,16 +113,19 @@ def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_news_come_once_each_and_are_never_waited_for() -> None:
     supervisor = start_supervisor(1)
-    news = FaultNews(supervisor)
+    news = News(supervisor)
     ray.get([supervisor.note.remote(text) for text in "ab"])
-    seen: list[str] = []
-    while seen != ["a", "b"]:
+    seen: list[tuple[str, str]] = []
+    while seen != [("fault", "a"), ("fault", "b")]:
         assert len(seen) < 2
         seen += news.read()
-    ray.get(supervisor.note.remote("c"))
-    while seen[2:] != ["c"]:
+    # One of several Supervisors tells the chief what it hears.
+    same, *_, other = start_supervisors(1, "", "text", supervisor, executions=5)
+    assert same == supervisor != other
+    other.scaled.remote("c")
+    while seen[2:] != [("scale", "c")]:
         assert len(seen) == 2
         seen += news.read()
     ray.kill(supervisor, no_restart=True)
     assert not any(news.read() for _ in range(3))
-    assert FaultNews(None).read() == []
+    assert News(None).read() == []

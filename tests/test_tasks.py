@@ -61,18 +61,8 @@ class TestTasks:
 
     @pytest.mark.parametrize(("here", "where"), [(True, "this node"), (False, "the cluster")])
     def test_a_busy_cluster_is_an_error_not_a_wait(
-        self, here: bool, where: str, monkeypatch: pytest.MonkeyPatch
+        self, here: bool, where: str, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import ray
-
-        class Job:
-            def ping(self) -> None: ...
-
-        job = ray.remote(num_cpus=4)(Job).remote()
-        ray.get(job.ping.remote())
         monkeypatch.setattr(tasks, "_SETTLE_S", 0.5)
-        try:
-            with pytest.raises(ResourceError, match=f"the count needs 1 CPU, other jobs hold all 4 of {where}"):
-                Cpus("the count", here).wait_for_one()
-        finally:
-            ray.kill(job)
+        with pytest.raises(ResourceError, match=f"the count needs 1 CPU, other jobs hold all 4 of {where}"):
+            Cpus("the count", here).wait_for_one()

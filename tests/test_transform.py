@@ -21,6 +21,7 @@ from torchvision.transforms import v2
 
 from raypipe.decode import encode_jpeg
 from raypipe.errors import BadSamplesError, ConfigError, SampleError
+from raypipe.presets import build_transform
 from raypipe.sample_transform import SampleTransform
 from raypipe.transform import NUM_SUBSTITUTES, Attempt, BadSampleBudget, MicroBatchTransform
 
@@ -418,3 +419,31 @@ def test_budget_of_nothing_stops_at_the_first() -> None:
 def test_budget_outside_its_range_is_a_config_error(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         BadSampleBudget(**setting)
+
+
+# --- crop-aware decode
+
+
+@pytest.mark.parametrize("pipeline", ["light", "torchvision v2"])
+def test_crop_decode_changes_neither_pixels_nor_bad_samples(pipeline: str) -> None:
+    jpegs: list[bytes | None] = [encode_jpeg(cv2.resize(image, (200, 150))) for image in IMAGES]
+    jpegs[3] = (jpegs[3] or b"")[:-900]
+    jpegs[7] = None
+    made = build_transform("light", 32) if pipeline == "light" else OTHERS[pipeline]()
+    keys = make_keys(len(jpegs))
+    off, exact = (
+        MicroBatchTransform(made, crop_decode=mode, exact=True).run(columns(len(jpegs), jpegs), keys)
+        for mode in ("off", "exact")
+    )
+    assert np.array_equal(off.image, exact.image) and np.array_equal(off.weight, exact.weight)
+    assert off.bad == exact.bad and [record["index"] for record in off.bad] == [23, 27]
+
+
+def test_scaled_crop_decode_is_another_mode_of_the_same_view() -> None:
+    big = [encode_jpeg(cv2.resize(image, (800, 600))) for image in IMAGES[:4]]
+    light, keys = build_transform("light", 32), make_keys(4)
+    off, scaled = (
+        MicroBatchTransform(light, crop_decode=mode).run(columns(4, big), keys).image for mode in ("off", "scaled")
+    )
+    difference = np.abs(off.astype(int) - scaled)
+    assert 0 < difference.mean() < 3  # of 255

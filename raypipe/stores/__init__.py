@@ -6,53 +6,100 @@ imported when the first such store is opened.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from raypipe.errors import StoreError
+from raypipe.errors import ConfigError, StoreError
 from raypipe.stores.base import Store, StoreWriter
 
-__all__ = ["Store", "StoreWriter", "open_store", "open_writer"]
+__all__ = ["WRITTEN_SUFFIXES", "Store", "StoreWriter", "open_store", "open_writer", "store_options"]
+
+WRITTEN_SUFFIXES = (".lmdb", ".parquet", ".tar")
+"""Of the files that `open_writer` makes."""
 
 _LAYOUTS = """understood are:
   LMDB     a *.lmdb file, an environment folder (with data.mdb), or a folder of *.lmdb shards
-  Parquet  a *.parquet file, a folder of *.parquet files, or a URI of either (s3://, gs://, ...)
-  tar      an uncompressed *.tar of class/image.jpg
-  folder   a folder of class/image.jpg"""
+  Parquet  a *.parquet file, a folder of *.parquet files, or several: NAME-*.parquet
+  tar      an uncompressed *.tar of class/image.jpg, or of WebDataset's key.jpg beside key.cls; several of them,
+           NAME-{0000..0099}.tar; or a folder of *.tar
+  zip      a *.zip of class/image.jpg, or several: NAME-{0000..0099}.zip
+  folder   a folder of class/image.jpg
+  TFRecord *.tfrecord or NAME-00000-of-01024, a folder of them, or several: NAME-*.tfrecord
+  HDF5     a *.h5 or *.hdf5 file
+and the first four at s3://, gs://, az:// or abfs:// too"""
+
+_FROM_ARROW = (
+    "as the datasets library caches them, which raypipe does not read: write it as Parquet, "
+    "load_dataset(…) or load_from_disk(…), then ['train'].to_parquet('train.parquet')"
+)
 
 
 def open_store(address: str | Path, **options: Any) -> Store:
     """Return the store at an address, by the address's suffix or by what is in the folder.
 
-    Nothing is read yet but the folder's listing: a broken store raises when it is first used.
+    Nothing is read yet but a folder's listing: a broken store raises when it is first used.
 
     Args:
         address: a local path, or a URI.
-        options: arguments of the store's class, such as `image_column` of `ParquetStore`.
+        options: arguments of the store's class, such as `image_column` of `ParquetStore`, `layout` of `LMDBStore`.
 
     Raises:
         StoreError: there is nothing at the address, or nothing that is understood.
+        ConfigError: the store has no such option.
     """
     local = _local_path(address)
     kind = _kind_of_uri(str(address)) if local is None else _kind_of_path(local)
     where = str(address) if local is None else local
+    store_class = _class_of(kind)
+    known = list(signature(store_class).parameters)
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"{where} is {kind}, which has no option {name!r}, as {options[name]!r} was given for"
+            )
+    return store_class(where, **options)
+
+
+def store_options(
+    image_column: str = "image", label_column: str = "label", layout: str = "auto"
+) -> dict[str, str]:
+    """The options that are not left as they are by default, for `open_store`: not every kind of store has them."""
+    given = {"image_column": image_column, "label_column": label_column, "layout": layout}
+    usual = {"image_column": "image", "label_column": "label", "layout": "auto"}
+    return {name: value for name, value in given.items() if value != usual[name]}
+
+
+def _class_of(kind: str) -> Callable[..., Store]:
     if kind == "lmdb":
         from raypipe.stores.lmdb import LMDBStore
 
-        return LMDBStore(where, **options)
+        return LMDBStore
     if kind == "parquet":
         from raypipe.stores.parquet import ParquetStore
 
-        return ParquetStore(where, **options)
+        return ParquetStore
     if kind == "tar":
         from raypipe.stores.tar import TarStore
 
-        return TarStore(where, **options)
+        return TarStore
+    if kind == "zip":
+        from raypipe.stores.zip import ZipStore
+
+        return ZipStore
+    if kind == "tfrecord":
+        from raypipe.stores.tfrecord import TFRecordStore
+
+        return TFRecordStore
+    if kind == "hdf5":
+        from raypipe.stores.hdf5 import HDF5Store
+
+        return HDF5Store
     from raypipe.stores.folder import FolderStore
 
-    return FolderStore(where, **options)
+    return FolderStore
 
 
 def open_writer(
@@ -61,7 +108,7 @@ def open_writer(
     classes: Sequence[str] | None = None,
     **options: Any,
 ) -> StoreWriter:
-    """Return the writer, not yet entered, for a new file: `.lmdb` or `.parquet`.
+    """Return the writer, not yet entered, for a new file: `.lmdb`, `.parquet` or `.tar`.
 
     Args:
         path: the file to make.
@@ -78,7 +125,11 @@ def open_writer(
         from raypipe.stores.parquet import ParquetWriter
 
         return ParquetWriter(path, columns, classes, **options)
-    raise StoreError(f"{path} cannot be written: the suffix must be .lmdb or .parquet")
+    if suffix == ".tar":
+        from raypipe.stores.tar_writer import TarWriter
+
+        return TarWriter(path, columns, classes, **options)
+    raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(WRITTEN_SUFFIXES)}")
 
 
 def _local_path(address: str | Path) -> Path | None:
@@ -90,26 +141,53 @@ def _local_path(address: str | Path) -> Path | None:
 
 
 def _kind_of_uri(address: str) -> str:
-    if address.endswith((".lmdb", ".tar")):
-        raise StoreError(f"{address} is remote, which only Parquet can be; copy it to a local disk first")
-    return "parquet"
+    name = address.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
+    for kind in ("lmdb", "parquet", "tar", "zip"):
+        if name.endswith(f".{kind}"):
+            return kind
+    from raypipe.stores.remote import kind_of_folder
+
+    kind = kind_of_folder(address)
+    if not kind:
+        raise StoreError(f"{address} is no folder of *.lmdb, *.parquet or *.tar files of one kind; {_LAYOUTS}")
+    return kind
 
 
 def _kind_of_path(path: Path) -> str:
-    if not path.exists():
-        raise StoreError(f"{path} does not exist; {_LAYOUTS}")
     name = path.name.lower()
+    if not path.exists():
+        if "{" in name and path.suffix in (".tar", ".zip"):
+            return path.suffix[1:]
+        if "*" in name or "{" in name:
+            return _kind_of_pattern(path)
+        raise StoreError(f"{path} does not exist; {_LAYOUTS}")
     if path.is_dir():
         return _kind_of_folder(path)
     if name.endswith(".lmdb") or name == "data.mdb":
         return "lmdb"
-    if name.endswith(".parquet"):
-        return "parquet"
-    if name.endswith(".tar"):
-        return "tar"
+    for kind in ("parquet", "tar", "zip"):
+        if name.endswith(f".{kind}"):
+            return kind
+    if name.endswith((".h5", ".hdf5")):
+        return "hdf5"
+    if _is_tfrecord(name):
+        return "tfrecord"
+    if name.endswith(".arrow"):
+        raise StoreError(f"{path} is Arrow, {_FROM_ARROW}")
     if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
         raise StoreError(f"{path} is compressed, which allows no random access: uncompress it to *.tar first")
     raise StoreError(f"{path} is no store; {_LAYOUTS}")
+
+
+def _kind_of_pattern(path: Path) -> str:
+    """What the first of the files is that a pattern finds: who reads them will see whether all are."""
+    from raypipe.stores.file_list import list_files
+
+    first = Path(list_files(str(path.absolute()), lambda _: True, "such")[0])
+    kind = _kind_of_path(first)
+    if kind not in ("parquet", "tfrecord"):
+        raise StoreError(f"{path} finds {first.name}: a pattern is for *.parquet or TFRecord; {_LAYOUTS}")
+    return kind
 
 
 def _kind_of_folder(path: Path) -> str:
@@ -121,6 +199,19 @@ def _kind_of_folder(path: Path) -> str:
         raise StoreError(f"{path} holds both *.lmdb and *.parquet files; give the address of one kind")
     if kinds:
         return kinds.pop()
+    names = {child.name for child in children}
+    if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names):
+        raise StoreError(f"{path} is a data set in Arrow files, {_FROM_ARROW}")
+    if any(_is_tfrecord(name) for name in names):
+        return "tfrecord"
     if any(child.is_dir() for child in children):
         return "folder"
+    if any(child.suffix == ".tar" for child in children):
+        return "tar"
     raise StoreError(f"{path} holds no store; {_LAYOUTS}")
+
+
+def _is_tfrecord(name: str) -> bool:
+    from raypipe.stores.tfrecord import is_tfrecord
+
+    return is_tfrecord(name)

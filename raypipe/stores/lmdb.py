@@ -1,7 +1,8 @@
-"""LMDB stores in raypipe's own layout: one single-file environment, or a folder of them as shards.
+"""LMDB stores: one single-file environment, or a folder of them as shards; the writer of raypipe's own layout.
 
-Keys are the index as big-endian uint64, values are records (see `raypipe.stores.record`), and the key
-`__raypipe__` holds a JSON record: version, count, columns, classes, fingerprint. Nothing is pickled.
+In raypipe's own layout keys are the index as big-endian uint64, values are records (see
+`raypipe.stores.record`), and the key `__raypipe__` holds a JSON record: version, count, columns, classes,
+fingerprint. Nothing is pickled. The layouts of others are in `raypipe.stores.lmdb_layouts`.
 
 The lmdb library writes; `raypipe.stores.lmdb_pages` reads, since the library trusts its files.
 """
@@ -20,33 +21,43 @@ import lmdb
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.filesystem import is_remote
+from raypipe.local_cache import shared_cache
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices, image_and_label_first
-from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, VERSION, Shard
+from raypipe.stores.lmdb_foreign import ForeignShard
+from raypipe.stores.lmdb_remote import RemoteShard, open_shards
+from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, VERSION, Shard, open_shard
 from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
 
 _FLUSH_BYTES = 32 << 20  # a few hundred images per commit: the cost of a commit no longer shows
 
 
 class LMDBStore:
-    """A store in one LMDB file, an LMDB environment folder, or a folder of `*.lmdb` shards.
+    """A store in one LMDB file, an LMDB environment folder, or a folder of `*.lmdb` shards, local or remote.
 
-    Shards are sorted by name and concatenated; they must agree in columns and classes.
+    Shards are sorted by name and concatenated; they must agree in columns and classes. Those of a remote store
+    are read through the node's cache, see `raypipe.local_cache`.
 
     Args:
-        address: the path; a relative one is made absolute, since other processes have other folders.
+        address: a path or URI; a relative path is made absolute, since other processes have other folders.
+        layout: of files that are not raypipe's own: "auto" = found out, or "image", "scene-text", "pickle" or
+            `module:function`, see `raypipe.stores.lmdb_layouts`.
+        shards: of a remote store, as they were found by who opened it first; None = they are looked for.
     """
 
-    def __init__(self, address: str | Path) -> None:
-        self.address = str(Path(address).absolute())
+    def __init__(self, address: str | Path, layout: str = "auto", shards: list[RemoteShard] | None = None) -> None:
+        self.address = str(address) if is_remote(address) else str(Path(address).absolute())
+        self._layout, self._shards = layout, shards
         self._opened: _Opened | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address,)
+        # Other processes need not ask for what this one has found, and are told if it has changed.
+        return type(self), (self.address, self._layout, self._shards)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return image_and_label_first(self._open().shards[0].layout.types)
+        return image_and_label_first(self._open().shards[0].types)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -58,7 +69,7 @@ class LMDBStore:
 
     @property
     def fingerprint(self) -> str:
-        """The written fingerprint of a single file; for shards, the hash over those of the shards."""
+        """That of a single file, as written or as `ForeignShard` has it; for shards, the hash over theirs."""
         shards = self._open().shards
         if len(shards) == 1:
             return shards[0].fingerprint
@@ -70,9 +81,9 @@ class LMDBStore:
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`. Numbers of a missing or damaged record are 0, the rest None."""
         opened = self._open()
-        layout = opened.shards[0].layout
+        types = opened.shards[0].types
         wanted = check_indices(indices, len(self), self.address)
-        check_columns(columns, layout.types, self.address)
+        check_columns(columns, types, self.address)
         # Keys in ascending order walk the tree and the file forwards; results go where they were asked for.
         order = np.argsort(wanted, kind="stable")
         bounds = np.searchsorted(wanted[order], opened.offsets)
@@ -82,16 +93,22 @@ class LMDBStore:
             if positions.size:
                 keys = wanted[positions] - opened.offsets[number]
                 shard.read_into(rows, positions.tolist(), keys.tolist(), columns)
-        return {name: _column(rows, name, layout.types[name]) for name in columns}
+        return {name: _column(rows, name, types[name]) for name in columns}
 
     def close(self) -> None:
         self._opened = None
+        if self._shards:
+            shared_cache().close([shard.file for shard in self._shards])
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            shards = [Shard(path) for path in self._shard_paths()]
+            shards: Sequence[Shard | ForeignShard | RemoteShard]
+            if is_remote(self.address):
+                shards = self._shards = self._shards or open_shards(self.address, self._layout)
+            else:
+                shards = [open_shard(path) or ForeignShard(path, self._layout) for path in self._shard_paths()]
             for shard in shards[1:]:
-                if (shard.layout.types, shard.classes) != (shards[0].layout.types, shards[0].classes):
+                if (shard.types, shard.classes) != (shards[0].types, shards[0].classes):
                     raise StoreError(
                         f"{shard.path} and {shards[0].path} differ in columns or classes; "
                         "all shards of one store have the same"
@@ -126,7 +143,7 @@ class _Opened:
     A forked child goes on with its parent's: nothing in it moves while it is read.
     """
 
-    shards: list[Shard]
+    shards: Sequence[Shard | ForeignShard | RemoteShard]
     offsets: np.ndarray
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.stores.lmdb_pages import LMDBFile
+from raypipe.stores.lmdb_pages import LMDBFile, RandomAccess
 from raypipe.stores.record import RecordLayout
 
 METADATA_KEY = b"__raypipe__"
@@ -19,33 +19,55 @@ KEY = struct.Struct(">Q")
 _BAD_METADATA = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
 
 
-class Shard:
-    """One open file: how many samples it has, of which columns, and their records.
+def open_shard(path: Path | str, source: RandomAccess | None = None) -> Shard | None:
+    """Open a file; None if it is sound as far as can be seen, and not raypipe's own.
 
     Args:
-        path: a file, or an environment's folder.
+        path: a file, or an environment's folder; with `source`, its address.
+        source: what is read instead of a local file.
 
     Raises:
-        StoreError: the file is missing, damaged, truncated, of another layout or of another version.
+        StoreError: the file is missing, damaged, truncated, or of another version.
+    """
+    file = LMDBFile(data_file(path), source)
+    truncated = StoreError(
+        f"{file.path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or ingest it again"
+    )
+    is_whole = file.num_bytes >= file.declared_bytes
+    try:
+        metadata = file.get(METADATA_KEY)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    except StoreError:
+        if is_whole:
+            raise
+        raise truncated from None
+    if metadata is None:
+        return None
+    if not is_whole:
+        raise truncated
+    return Shard(path, file, metadata)
+
+
+def data_file(path: Path | str) -> Path | str:
+    """The file of an environment, which may be a folder."""
+    return path / "data.mdb" if isinstance(path, Path) and path.is_dir() else path
+
+
+class Shard:
+    """One open file of raypipe's own: how many samples it has, of which columns, and their records.
+
+    Args:
+        path: for errors.
+        file: the file.
+        metadata: its record.
+
+    Raises:
+        StoreError: the record is damaged, of another version, or does not fit the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = file = LMDBFile(path / "data.mdb" if path.is_dir() else path)
-        if file.num_bytes < file.declared_bytes:
-            raise StoreError(
-                f"{file.path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; "
-                "copy or ingest it again"
-            )
-        try:
-            metadata = file.get(METADATA_KEY)
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error}") from error
-        if metadata is None:
-            raise StoreError(
-                f"{path} has no {METADATA_KEY.decode()} record: its layout is not raypipe's. LSUN and other "
-                "layouts are not read yet, and pickled values are never unpickled; ingest it from its source"
-            )
+    def __init__(self, path: Path | str, file: LMDBFile, metadata: memoryview) -> None:
+        self.path, self._file = path, file
         try:
             self._parse(json.loads(bytes(metadata)))
         except _BAD_METADATA as error:
@@ -63,6 +85,10 @@ class Shard:
         classes = metadata["classes"]
         self.classes = None if classes is None else tuple(str(name) for name in classes)
         self.fingerprint = str(metadata["fingerprint"])
+
+    @property
+    def types(self) -> dict[str, str]:
+        return self.layout.types
 
     def read_into(
         self, rows: list[dict[str, Any]], positions: list[int], keys: list[int], columns: tuple[str, ...]

@@ -71,7 +71,8 @@ class ParquetStore:
 
     @property
     def fingerprint(self) -> str:
-        """Hash over the files' footers: schema, rows, sizes, positions and statistics, not the data.
+        """Hash over the files' footers: schema, rows, sizes, positions and statistics, not the data; and over the
+        names of the image and label columns, where they are not `image` and `label`.
 
         Files by `ParquetWriter` hold a hash of the data in the footer.
         """

@@ -14,6 +14,9 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
+from raypipe.filesystem import explained, is_remote, open_filesystem, split
+from raypipe.stores.file_list import check_one_split, is_pattern, list_files
+from raypipe.stores.remote import list_shards
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
@@ -39,7 +42,7 @@ class Dataset:
         classes: class names from the label's Hugging Face feature, None without one.
         groups: all row groups that have rows, in order.
         offsets: int64 of shape (num_groups + 1,), the first sample of each group, and the end.
-        fingerprint: hash over all footers.
+        fingerprint: hash over all footers, and over the names of the columns where they are others.
     """
 
     filesystem: pafs.FileSystem
@@ -58,14 +61,17 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
         StoreError: no file, a broken file, files of different schemas, or a column that is missing or
             of an unusable type.
     """
-    is_remote = "://" in address
-    try:
-        filesystem, root = pafs.FileSystem.from_uri(address) if is_remote else (pafs.LocalFileSystem(), address)
-        paths = _list_files(filesystem, root)
-    except (pa.ArrowException, OSError) as error:
-        raise StoreError(f"{address} cannot be opened: {error}") from error
-    if not paths:
-        raise StoreError(f"{address} has no *.parquet files")
+    with explained(StoreError, f"{address} cannot be opened"):
+        filesystem, root = open_filesystem(address)
+        if is_remote(address):
+            shards = [shard.address for shard in list_shards(address, ".parquet")]
+            if len(shards) > 1 and not is_pattern(split(address)[1]):
+                check_one_split(address, [split(shard)[1] for shard in shards])
+            paths = [open_filesystem(shard)[1] for shard in shards]
+        else:
+            if not is_pattern(Path(root).name) and not Path(root).exists():
+                raise FileNotFoundError("no such file or folder")
+            paths = list_files(root, lambda name: name.endswith(".parquet"), "*.parquet")
     with ThreadPoolExecutor(_NUM_FOOTER_THREADS) as pool:
         footers = list(pool.map(lambda path: _read_footer(filesystem, path), paths))
     metadata = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
@@ -87,26 +93,17 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
     digest = hashlib.blake2b(digest_size=16)
     for footer in footers:
         digest.update(len(footer).to_bytes(8, "little") + footer)
+    if (image_column, label_column) != ("image", "label"):  # other columns are other contents
+        digest.update(repr((image_column, label_column)).encode())
     return Dataset(
         filesystem=filesystem,
-        is_remote=is_remote,
+        is_remote=is_remote(address),
         columns=_columns(paths[0], schema, image_column, label_column),
         classes=classes,
         groups=groups,
         offsets=np.cumsum([0, *sizes], dtype=np.int64),
         fingerprint=digest.hexdigest(),
     )
-
-
-def _list_files(filesystem: pafs.FileSystem, root: str) -> list[str]:
-    info = filesystem.get_file_info(root)
-    if info.type == pafs.FileType.NotFound:
-        raise FileNotFoundError("no such file or folder")
-    if info.type == pafs.FileType.File:
-        return [root]
-    children = filesystem.get_file_info(pafs.FileSelector(root))
-    names = (child.path for child in children if child.type == pafs.FileType.File)
-    return sorted(name for name in names if name.endswith(".parquet") and Path(name).name[0] not in "._")
 
 
 def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:

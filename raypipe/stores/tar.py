@@ -1,200 +1,101 @@
-"""An ImageFolder inside an uncompressed tar: members `class/name.jpg`, maybe below folders that all share.
+"""Samples in uncompressed tars: class folders, as ImageFolder has them, or the WebDataset layout.
 
-One scan of the headers makes an index; samples are then read by position. Nothing is ever extracted,
-so what the members' names say has no effect on the disk.
+One scan of the headers makes an index, see `raypipe.stores.tar_index`; samples are then read by position.
+Nothing is ever extracted, so what the members' names say has no effect on the disk.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
-import re
-import tarfile
-import weakref
-from pathlib import Path, PurePosixPath
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from raypipe.errors import StoreError
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, check_columns, check_indices
+from raypipe.remote_file import RemoteFile
+from raypipe.stores.archive import ArchiveStore, OpenFile
+from raypipe.stores.checks import MAX_SAMPLE_BYTES
+from raypipe.stores.members import Index, Members, index_class_folders
+from raypipe.stores.tar_index import scan
+from raypipe.stores.tar_writer import TarWriter
+from raypipe.stores.webdataset import Samples, index_samples
 
-# Names are up to 4 KiB, extended attributes up to 64 KiB.
-_MAX_HEADER_BYTES = 128 << 10
-_ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+__all__ = ["TarStore", "TarWriter"]
 
 
-class TarStore:
-    """A store in one tar file.
+class TarStore(ArchiveStore["Members | Samples"]):
+    """A store in one tar, in several, `NAME-{0000..0099}.tar`, or in a folder of `*.tar`; see `ArchiveStore`.
 
-    Classes are the folders that hold images, in the order of their names; samples are sorted by class,
-    then by member name. Of members with one name, the last counts, as in extraction. Links, hidden
-    files, absolute names and names with `..` do not count.
+    Class folders: members `class/image.jpg`. Classes are the folders that hold images, in the order of their
+    names; samples are sorted by shard, by class, then by member name. Of members of a tar with one name, the last
+    counts, as in extraction. Links, hidden files, absolute names and names with `..` do not count.
+
+    WebDataset: members `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`. Samples are in the order of the
+    tars and of their members. Class names are known where raypipe wrote the tars. A tar is of this layout if any
+    sample has a label as it has them, if raypipe wrote it, or if text or JSON stands beside every image.
 
     Args:
-        address: the file; a relative one is made absolute, since other processes have other folders.
+        address: see `ArchiveStore`.
+        image_column: of WebDataset: the suffix of the images; "image" = any that is one of images.
+        label_column: of WebDataset: the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
+            field `label`.
+        files: see `ArchiveStore`.
     """
 
-    def __init__(self, address: str | Path) -> None:
-        self.address = str(Path(address).absolute())
-        self._opened: _Index | None = None
+    suffix = ".tar"
+    index_file = "tar-2.json"
+
+    def __init__(
+        self,
+        address: str | Path,
+        image_column: str = "image",
+        label_column: str = "label",
+        files: list[RemoteFile] | None = None,
+    ) -> None:
+        super().__init__(address, files)
+        self._options = (image_column, label_column)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address,)
+        return type(self), (self.address, *self._options, self._files)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("image", "label")
+    def _scan(self, path: Path, name: str) -> Members | Samples:
+        return scan(path, name, *self._options)
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self._open().classes
-
-    @property
-    def groups(self) -> None:
-        return None
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash over the members' names, sizes and times of change."""
-        return self._open().fingerprint
-
-    def __len__(self) -> int:
-        return len(self._open().labels)
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`. A member over 1 GiB is an image None."""
-        index = self._open()
-        wanted = check_indices(indices, len(index.labels), self.address)
-        check_columns(columns, self.columns, self.address)
-        result: Columns = {}
-        for name in columns:
-            result[name] = index.labels[wanted] if name == "label" else index.read_images(wanted)
-        return result
-
-    def close(self) -> None:
-        self._opened = None
-
-    def _open(self) -> _Index:
-        if self._opened is None:
-            self._opened = _Index(self.address)
-        return self._opened
-
-
-class _Index:
-    """An open tar, and where in it the samples are. The file closes with the object."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            self._file = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
-            members = _scan(path)
-        except (tarfile.TarError, OSError) as error:
-            raise StoreError(f"{path} cannot be read as tar: {error}; {_advice(path)}") from error
-        except Exception as error:  # tarfile lets half a dozen types through on bad headers
-            reason = f"damaged header: {type(error).__name__}: {error}"
-            raise StoreError(f"{path} cannot be read as tar: {reason}; {_advice(path)}") from error
-        found = _by_class(path, members)
-        self.classes = tuple(sorted({label for label, _ in found}))
-        class_labels = {name: label for label, name in enumerate(self.classes)}
-        samples = [members[name] for _, name in found]
-        self.labels = np.array([class_labels[label] for label, _ in found], dtype=np.int64)
-        self._offsets = np.array([member[0] for member in samples], dtype=np.int64)
-        self._sizes = np.array([member[1] for member in samples], dtype=np.int64)
-        digest = hashlib.blake2b(digest_size=16)
-        for (_, name), (_, num_bytes, mtime) in zip(found, samples, strict=True):
-            digest.update(f"{name}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape"))
-        self.fingerprint = digest.hexdigest()
-
-    def read_images(self, wanted: np.ndarray) -> list[bytes | None]:
-        images: list[bytes | None] = []
-        places = zip(self._offsets[wanted].tolist(), self._sizes[wanted].tolist(), strict=True)
-        for offset, num_bytes in places:
-            if num_bytes > MAX_SAMPLE_BYTES:
-                images.append(None)
-                continue
-            # pread leaves the file's position alone, so threads and forks may share the file.
-            image = os.pread(self._file, num_bytes, offset)
-            if len(image) < num_bytes:
-                raise StoreError(f"{self._path} has become shorter than {offset + num_bytes} bytes; copy it again")
-            images.append(image)
-        return images
-
-
-class _HeaderReader(io.BufferedReader):
-    """A tar as `tarfile` reads it while it looks for headers.
-
-    What follows a header and belongs to it, such as a long name, is read whole: a damaged size would take the
-    rest of the file for it. And for a number of n digits `tarfile` takes n² steps (CVE-2024-6232).
-    """
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"an extended header of {size} bytes at byte {self.tell()}")
-        content = super().read(size)
-        if size > tarfile.BLOCKSIZE and _ENDLESS_NUMBER.search(content):
-            raise tarfile.ReadError(
-                f"an extended header at byte {self.tell() - len(content)} is nothing but a number"
+    def _index(self, names: Sequence[str], scans: Sequence[Members | Samples]) -> Index:
+        samples = [found for found in scans if isinstance(found, Samples)]
+        folders = [found for found in scans if not isinstance(found, Samples)]
+        if not samples:
+            if self._options != ("image", "label"):
+                raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options}")
+            hint = ", or that of WebDataset, key.jpg beside key.cls"
+            return index_class_folders(self.address, folders, 2, hint)
+        if folders:
+            other = next(name for name, found in zip(names, scans, strict=True) if not isinstance(found, Samples))
+            first = next(name for name, found in zip(names, scans, strict=True) if isinstance(found, Samples))
+            raise StoreError(
+                f"{first} has the WebDataset layout, and {other} has not, or no labels: all tars of one store "
+                "have one layout"
             )
+        return index_samples(names, samples)
+
+    def _content(self, file: OpenFile, name: str, place: list[int]) -> bytes | None:
+        offset, num_bytes = place[:2]
+        if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
+            return None
+        # pread leaves the file's position alone, so threads and forks may share the file.
+        content = os.pread(file.descriptor, num_bytes, offset)
+        if len(content) < num_bytes:
+            raise StoreError(f"{name} has become shorter than {offset + num_bytes} bytes; copy it again")
         return content
 
+    def _to_json(self, scan: Members | Samples) -> dict[str, Any]:
+        if isinstance(scan, Samples):
+            return {"options": self._options, "samples": scan.to_json()}
+        return {"options": self._options, "members": scan}
 
-def _scan(path: str) -> dict[str, tuple[int, int, float]]:
-    """Return name → (position of the data, num_bytes, mtime) of all members that may be samples."""
-    members: dict[str, tuple[int, int, float]] = {}
-    with _HeaderReader(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        start = -1
-        while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
-            if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
-                raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
-            start = tar.offset
-            # A name replaced later by a link or a folder is that link or folder, so no sample.
-            name = str(PurePosixPath(member.name))
-            members.pop(name, None)
-            if member.isreg() and not member.issparse() and _may_be_sample(PurePosixPath(name)):
-                members[name] = (member.offset_data, member.size, member.mtime)
-        # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
-        assert tar.fileobj is not None
-        tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-    return members
-
-
-def _may_be_sample(name: PurePosixPath) -> bool:
-    if name.suffix.lower() not in IMAGE_SUFFIXES or name.is_absolute():
-        return False
-    return not any(part.startswith(".") for part in name.parts)  # hidden, or `..`
-
-
-def _by_class(path: str, members: dict[str, tuple[int, int, float]]) -> list[tuple[str, str]]:
-    """Return (class, name) of all samples, sorted."""
-    parts = {name: name.split("/") for name in members if "/" in name}
-    if not parts:
-        where = "only images at its top, so their labels are unknown" if members else "no images"
-        raise StoreError(
-            f"{path} has {where}: the layout is class/image.jpg, maybe below common folders "
-            "(WebDataset shards are not read yet)"
-        )
-    depth = 0
-    # A folder that all share is a wrapper such as `train/`, as long as a class folder is left below it.
-    while len({names[depth] for names in parts.values()}) == 1 and min(map(len, parts.values())) > depth + 2:
-        depth += 1
-    return sorted((names[depth], name) for name, names in parts.items())
-
-
-def _advice(path: str) -> str:
-    try:
-        with Path(path).open("rb") as file:
-            start = file.read(8)
-    except OSError:
-        return "check the path"
-    for magic, method in _COMPRESSED.items():
-        if start.startswith(magic):
-            return f"it is compressed by {method}, which allows no random access: uncompress it first"
-    return "it is truncated or no tar: copy it again"
+    def _of_json(self, content: dict[str, Any]) -> Members | Samples:
+        if tuple(content["options"]) != self._options:
+            raise ValueError("of a store with other options")
+        if "samples" in content:
+            return Samples.of_json(content["samples"])
+        return {name: tuple(place) for name, place in content["members"].items()}

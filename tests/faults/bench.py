@@ -10,31 +10,23 @@ longest that the consumer had to wait for one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
-import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# A cluster of its own, that no other process of this machine finds and takes for its own.
-os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
-
-import raypipe  # noqa: F401  # isort: skip  it sets what Ray and Albumentations read at import
+from local_nodes import Nodes, cluster, kill  # isort: skip  first of all: it says where Ray keeps its files
 import cv2
 import numpy as np
-import psutil
-import ray
 import ray.train
-from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
@@ -75,63 +67,6 @@ class Outcome:
     equal: bool
     delay_s: float
     faults: int
-
-
-class Nodes:
-    """A head without CPUs for actors, where the consumer is, and two CPU nodes."""
-
-    def __init__(self) -> None:
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0,
-                "object_store_memory": 100 << 20,
-                "resources": {"head": 100},
-            },
-        )
-        self.nodes = [self._add(), self._add()]
-        ray.init(address=self.cluster.address, logging_level="ERROR")
-
-    def _add(self) -> Any:
-        return self.cluster.add_node(num_cpus=2, object_store_memory=100 << 20, resources={"trainer": 2})
-
-    def lose(self, choose: random.Random) -> None:
-        """A CPU node and all that runs on it, at once."""
-        node = self.nodes.pop(choose.randrange(len(self.nodes)))
-        raylet = node.all_processes["raylet"][0].process
-        for process in [*psutil.Process(raylet.pid).children(recursive=True), psutil.Process(raylet.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.cluster.remove_node(node, allow_graceful=False)
-
-    def mend(self) -> None:
-        while len(self.nodes) < 2:
-            self.nodes.append(self._add())
-
-    def close(self) -> None:
-        ray.shutdown()
-        self.cluster.shutdown()
-
-
-def workers(name: str) -> list[psutil.Process]:
-    """Ray's worker processes of this script's cluster that have `name` in their title."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
-            title = process.cmdline()[0]
-            if title.startswith("ray::") and name in title:
-                found.append(process)
-    return found
-
-
-def kill(name: str, choose: random.Random, all_of_them: bool = False) -> None:
-    deadline = time.monotonic() + 20
-    while not (found := sorted(workers(name), key=lambda p: p.pid)):
-        assert time.monotonic() < deadline, f"there is no {name} to kill"
-        time.sleep(0.05)
-    for process in found if all_of_them else [choose.choice(found)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
 
 
 def crop(image: np.ndarray) -> np.ndarray:
@@ -211,7 +146,7 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
                 asked = time.monotonic()
     faults: list[str] = []
     for _ in range(20):
-        faults += stream.faults()
+        faults += [text for kind, text in stream.events() if kind == "fault"]
         time.sleep(0.02)
     return rows, longest, len(faults)
 
@@ -283,7 +218,7 @@ def train(
         trainer = RunTrainer(
             train_fn,
             per_step=PLAN.per_step,
-            on_interrupt=lambda: False,
+            on_interrupt=lambda: None,
             train_loop_config={"spec": spec, "folder": name, "consume_s": trainers.consume_s},
             scaling_config=ray.train.ScalingConfig(
                 num_workers=(trainers.fewest, trainers.most) if elastic else trainers.most,
@@ -314,15 +249,6 @@ def train(
 
 def read_times(folder: Path) -> list[float]:
     return sorted(float(line) for file in folder.glob("times-*") for line in file.read_text().split("\n")[:-1])
-
-
-@contextlib.contextmanager
-def cluster() -> Iterator[Nodes]:
-    nodes = Nodes()
-    try:
-        yield nodes
-    finally:
-        nodes.close()
 
 
 KINDS = (

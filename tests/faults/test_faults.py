@@ -16,7 +16,7 @@ BENCH = Path(__file__).parent / "bench.py"
 @pytest.mark.timeout(1800)
 def test_whatever_is_killed_the_consumer_sees_the_same_stream(request: pytest.FixtureRequest) -> None:
     soak = request.config.getoption("--soak")
-    options = ["--scenarios", "36"] if soak else ["--kinds", "reader,node,trainer", "--scenarios", "3"]
+    options = ["--scenarios", "36"] if soak else ["--kinds", "reader,node", "--scenarios", "2"]
     # A process of its own: a process can be connected to one cluster only.
     done = subprocess.run(
         [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=1700, check=False
@@ -24,4 +24,4 @@ def test_whatever_is_killed_the_consumer_sees_the_same_stream(request: pytest.Fi
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["ok"] and found["equal"] == found["scenarios"] >= 3
+    assert found["ok"] and found["equal"] == found["scenarios"] >= 2

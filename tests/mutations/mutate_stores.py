@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import struct
+import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import lmdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from mutate import EDGES, Mutation, flip, flip_within, number, page, truncate
+from mutate import EDGES, Mutation, flip, flip_front, flip_within, number, number_front, page, splice, truncate
 
 from raypipe.stores import open_writer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
+import tfrecords
 
 NUM_SAMPLES = 24
 CLASSES = ("a", "b", "c")
@@ -63,12 +69,57 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
         _tar(folder / "gnu.tar", images, tarfile.GNU_FORMAT),
         _tar(folder / "pax.tar", images, tarfile.PAX_FORMAT),
     ]
+    made["webdataset"] = [folder / "own.tar", folder / "other.tar"]
+    with open_writer(made["webdataset"][0], columns, CLASSES) as writer:
+        for i, image in enumerate(images):
+            writer.append({"image": image, "label": i % 3, "name": f"sample {i}", "weight": i / 3})
+    with tarfile.open(made["webdataset"][1], "w") as tar:
+        for i, image in enumerate(images):
+            for suffix, content in (("jpg", image), ("json", b'{"label": %d}' % (i % 3)), ("txt", b"text")):
+                member = tarfile.TarInfo(f"{i:06d}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    made["zip"] = [folder / "stored.zip", folder / "deflated.zip"]
+    for path, method in zip(made["zip"], (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), strict=True):
+        with zipfile.ZipFile(path, "w", method) as archive:
+            for i, image in enumerate(images):
+                archive.writestr(f"train/{CLASSES[i % 3]}/{i:02d}.jpg", image)
+    made["foreign"] = _foreign(folder, images)
+    made["tfrecord"] = [folder / "train-00000-of-00001", folder / "other.tfrecord"]
+    tfrecords.write(
+        made["tfrecord"][0], ({"image/encoded": b, "image/class/label": i % 3} for i, b in enumerate(images))
+    )
+    tfrecords.write(
+        made["tfrecord"][1],
+        ({"f": 0.5, "label": i % 3, "name": b"x", "boxes": [i, 2, 3], "image": b} for i, b in enumerate(images)),
+    )
     root = folder / "folder"
     made["folder"] = [root / CLASSES[i % 3] / f"{i:02d}.jpg" for i in range(NUM_SAMPLES)]
     for path, image in zip(made["folder"], images, strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image)
     return made
+
+
+def _foreign(folder: Path, images: list[bytes]) -> list[Path]:
+    """LMDB as others write it; one of the names says how it is to be read."""
+    entries: dict[str, dict[bytes, bytes]] = {
+        "lsun": {b"%040x" % (i * 7919): image for i, image in enumerate(images)},
+        "numbered": {b"%08d" % i: image for i, image in enumerate(images)} | {b"__len__": b"24"},
+        "text": {b"image-%09d" % i: image for i, image in enumerate(images, 1)}
+        | {b"label-%09d" % i: b"word %d" % i for i in range(1, NUM_SAMPLES + 1)}
+        | {b"num-samples": b"24"},
+        "pickle": {b"%d" % i: pickle.dumps((image, i % 3)) for i, image in enumerate(images)}
+        | {b"__keys__": pickle.dumps([b"%d" % i for i in range(NUM_SAMPLES)]), b"__len__": pickle.dumps(24)},
+    }
+    for name, of_file in entries.items():
+        with (
+            lmdb.open(str(folder / f"{name}.lmdb"), subdir=False, lock=False, map_size=1 << 30) as env,
+            env.begin(write=True) as txn,
+        ):
+            for key, value in of_file.items():
+                txn.put(key, value)
+    return [folder / f"{name}.lmdb" for name in entries]
 
 
 def _tar(path: Path, images: list[bytes], layout: int) -> Path:
@@ -240,6 +291,63 @@ def tar_block(data: bytes, rng: np.random.Generator) -> bytes:
     return page(data, rng, 512)
 
 
+def webdataset_text(data: bytes, rng: np.random.Generator) -> bytes:
+    """What raypipe has noted, a label, a number or JSON: any byte of it."""
+    starts = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
+    sizes = {at + 512: int(data[at + 124 : at + 135], 8) for at in starts}
+    small = [at for at, size in sizes.items() if 0 < size < 700 and data[at] < 128]
+    at = int(rng.choice(small[:1] if rng.integers(3) else small))
+    return flip_within(data, rng, at, at + sizes[at])
+
+
+# zip
+
+
+def zip_directory(data: bytes, rng: np.random.Generator) -> bytes:
+    """The central directory: sizes, methods, flags, positions, names."""
+    return (flip_within, number)[int(rng.integers(2))](data, rng, data.index(b"PK\x01\x02"), len(data) - 22)
+
+
+def zip_end(data: bytes, rng: np.random.Generator) -> bytes:
+    """The end mark: where the directory is, how long, of how many members, and the comment behind it."""
+    return (flip_within, number)[int(rng.integers(2))](data, rng, len(data) - 22, len(data))
+
+
+def zip_local(data: bytes, rng: np.random.Generator) -> bytes:
+    """The header in front of a member's data."""
+    starts = [at for at in range(len(data) - 30) if data[at : at + 4] == b"PK\x03\x04"]
+    at = int(rng.choice(starts))
+    return (flip_within, number)[int(rng.integers(2))](data, rng, at, at + 30)
+
+
+# TFRecord, and what is pickled
+
+
+def tfrecord_checked(data: bytes, rng: np.random.Generator) -> bytes:
+    """Damage to the data of a record, whose checksums are then made right."""
+    at = 0
+    for _ in range(int(rng.integers(NUM_SAMPLES))):
+        at += 16 + int.from_bytes(data[at : at + 8], "little")
+    end = at + 12 + int.from_bytes(data[at : at + 8], "little")
+    change = (flip, flip_front, number, number_front, truncate, splice)[int(rng.integers(6))]
+    return data[:at] + tfrecords.record(change(data[at + 12 : end], rng)) + data[end + 4 :]
+
+
+def tfrecord_length(data: bytes, rng: np.random.Generator) -> bytes:
+    """Another length of the first record, with a right checksum."""
+    length = struct.pack("<Q", int(rng.choice(EDGES, 1)[0]) & ((1 << 64) - 1))
+    return length + tfrecords.checksum(length) + data[12:]
+
+
+def pickle_front(data: bytes, rng: np.random.Generator) -> bytes:
+    """The first bytes of a pickle, of which there are some in one of the templates."""
+    starts = [at for at in range(len(data) - 2) if data[at : at + 2] == b"\x80\x04"]
+    if not starts:
+        return flip(data, rng)
+    at = int(rng.choice(starts))
+    return (flip_within, number)[int(rng.integers(2))](data, rng, at, at + 24)
+
+
 # A folder: what may be there in a file's place
 
 
@@ -263,6 +371,11 @@ def no_file(path: Path, rng: np.random.Generator) -> str:
 
 OF_KIND: dict[str, dict[str, Mutation]] = {
     "lmdb": {"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
+    "foreign": {
+        **{"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
+        "pickle": pickle_front,
+    },
+    "tfrecord": {"right checksum": tfrecord_checked, "again": tfrecord_checked, "length": tfrecord_length},
     "parquet": {
         "page": page,
         "footer": parquet_footer,
@@ -271,5 +384,17 @@ OF_KIND: dict[str, dict[str, Mutation]] = {
         "page header": parquet_page_header,
     },
     "tar": {"block": tar_block, "header": tar_header, "extended header": tar_pax, "end": truncate},
+    "webdataset": {
+        "header": tar_header,
+        "extended header": tar_pax,
+        "text": webdataset_text,
+        "text, again": webdataset_text,
+    },
+    "zip": {
+        "directory": zip_directory,
+        "directory, again": zip_directory,
+        "end mark": zip_end,
+        "header": zip_local,
+    },
     "folder": {},
 }

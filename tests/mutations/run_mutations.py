@@ -14,6 +14,7 @@ import collections
 import faulthandler
 import io
 import json
+import math
 import os
 import resource
 import signal
@@ -27,6 +28,7 @@ from mutate_images import OF_FORMAT
 from mutate_stores import OF_KIND, make, no_file
 from PIL import Image
 
+from raypipe.crop_decode import CropDecoder
 from raypipe.decode import decode
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores import open_store
@@ -69,7 +71,9 @@ class Images:
     def run(self, number: int, rng: np.random.Generator) -> tuple[str, str]:
         name, mutate = self.mutations[number % len(self.mutations)]
         data = mutate(self.seeds[int(rng.integers(len(self.seeds)))], rng)
-        return name, decoded(data, rng)
+        outcome = decoded(data, rng)
+        same_in_part(data, rng)
+        return name, outcome
 
     def warm_up(self) -> None:
         for seed in self.seeds:
@@ -83,6 +87,23 @@ def decoded(data: bytes | None, rng: np.random.Generator) -> str:
         return "bad sample"
     assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.flags.c_contiguous
     return "good"
+
+
+def same_in_part(data: bytes, rng: np.random.Generator) -> None:
+    """A crop of a JPEG that is decoded alone: a part of the whole image, or as bad."""
+    opened = CropDecoder("scaled", (1 << 16, 1 << 16)).open(data)  # never scaled; opens without the extension too
+    if opened is None or math.prod(opened[0]) > 4_000_000:
+        return
+    (height, width), decode_box = opened
+    top, left = int(rng.integers(height)), int(rng.integers(width))
+    box = top, left, int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
+    results = []
+    for run in (lambda: decode(data)[top : top + box[2], left : left + box[3]], lambda: decode_box(box)):
+        try:
+            results.append(run().tobytes())
+        except SampleError as error:
+            results.append(str(error))
+    assert results[0] == results[1], "a crop and its place in the whole image differ"
 
 
 class Stores:
@@ -123,11 +144,11 @@ class Stores:
 def read_all(path: Path, rng: np.random.Generator) -> str:
     """Read and decode all samples of a store, or 300 from its start and its end."""
     try:
-        store = open_store(path)
+        store = open_store(path, **({"layout": "pickle"} if path.name == "pickle.lmdb" else {}))
         num = len(store)
         assert num >= 0 and len(store.fingerprint) == 32
         assert store.groups is None or store.groups[-1] == num
-        columns = tuple(dict.fromkeys(("image", "label", *store.columns)))
+        columns = tuple(dict.fromkeys(("image", *store.columns)))
         assert store.classes is None or all(isinstance(name, str) for name in store.classes)
         images: list[bytes | None] = []
         for start in {0, max(0, num - 300)}:

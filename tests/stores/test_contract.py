@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,26 @@ def make_tar(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder / "data.tar")
 
 
+def make_webdataset(folder: Path, images: list[bytes]) -> Store:
+    _write(folder / "data.tar", images, LABELS)
+    return open_store(folder / "data.tar")
+
+
+def make_webdataset_shards(folder: Path, images: list[bytes]) -> Store:
+    for number, (start, end) in enumerate([(0, 4), (4, 5), (5, 10)]):
+        _write(folder / f"{number:05d}.tar", images[start:end], LABELS[start:end])
+    return open_store(folder)
+
+
+def make_zip(folder: Path, images: list[bytes]) -> Store:
+    with zipfile.ZipFile(folder / "data.zip", "w") as archive:
+        for number, (image, label) in enumerate(zip(images, LABELS, strict=True)):
+            method = zipfile.ZIP_DEFLATED if number % 2 else zipfile.ZIP_STORED
+            member = zipfile.ZipInfo(f"train/{CLASSES[label]}/{number:03d}.PNG")
+            archive.writestr(member, image, method)
+    return open_store(folder / "data.zip")
+
+
 def _without_time(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.mtime = 0  # part of the fingerprint
     return member
@@ -98,6 +119,9 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "parquet_hf": make_parquet_hf,
     "folder": make_folder,
     "tar": make_tar,
+    "webdataset": make_webdataset,
+    "webdataset_shards": make_webdataset_shards,
+    "zip": make_zip,
     "memory": make_memory,
     "memory_groups": make_memory_groups,
 }
@@ -231,7 +255,7 @@ def test_fingerprint_shows_other_contents(store: Store, kind: str, tmp_path: Pat
 
 def test_fingerprint_of_writers_shows_one_bit(tmp_path: Path) -> None:
     images = [*IMAGES[:-1], IMAGES[-1][:-1] + b"!"]
-    for make in (make_lmdb, make_lmdb_shards, make_parquet):
+    for make in (make_lmdb, make_lmdb_shards, make_parquet, make_webdataset):
         folders = tmp_path / make.__name__ / "a", tmp_path / make.__name__ / "b"
         for folder in folders:
             folder.mkdir(parents=True)
@@ -246,7 +270,7 @@ def test_reads_after_close(store: Store) -> None:
     assert store.read(np.array([3]))["image"] == [IMAGES[3]]
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "parquet", "tar"])
+@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "parquet", "tar", "webdataset", "zip"])
 def test_reads_in_another_process(store: Store, kind: str, tmp_path: Path) -> None:
     store.read(np.array([0]))
     (tmp_path / "store.pickle").write_bytes(pickle.dumps(store))

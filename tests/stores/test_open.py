@@ -9,9 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypipe.errors import StoreError
-from raypipe.stores import open_store, open_writer
+from raypipe.errors import ConfigError, StoreError
+from raypipe.stores import open_store, open_writer, store_options
+from raypipe.stores.folder import FolderStore
+from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.memory import MemoryStore
+from raypipe.stores.parquet import ParquetStore
+from raypipe.stores.tar import TarStore
+from raypipe.stores.zip import ZipStore
 
 
 def write(path: Path, **options: object) -> Path:
@@ -60,16 +65,59 @@ def test_mixed_folder(tmp_path: Path) -> None:
         open_store(tmp_path)
 
 
-def test_remote_must_be_parquet() -> None:
-    with pytest.raises(StoreError, match="copy it to a local disk"):
-        open_store("s3://bucket/train.lmdb")
-    assert open_store("s3://bucket/train").address == "s3://bucket/train"
+@pytest.mark.parametrize("names", [["a.arrow"], ["dataset_dict.json", "train/data-00000-of-00001.arrow"]])
+def test_arrow_files_of_the_datasets_library(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for address in (tmp_path, tmp_path / names[-1]):
+        with pytest.raises(
+            StoreError, match=r"(?i)in? arrow.*to_parquet\('train\.parquet'\)|is Arrow.*to_parquet"
+        ):
+            open_store(address)
 
 
-@pytest.mark.parametrize("name", ["a b.lmdb", "a b.parquet"])
+@pytest.mark.parametrize("address", ["a.lmdb", "a.parquet", "class"])
+def test_an_option_that_the_store_has_not(tmp_path: Path, address: str) -> None:
+    write(tmp_path / "a.lmdb")
+    write(tmp_path / "a.parquet")
+    (tmp_path / "class" / "x").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"{address} is \w+, which has no option 'colour'"):
+        open_store(tmp_path / address, colour="red")
+
+
+def test_options_are_those_that_are_not_usual() -> None:
+    assert store_options() == store_options("image", "label", "auto") == {}
+    assert store_options("img", layout="pickle") == {"image_column": "img", "layout": "pickle"}
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("train.lmdb", LMDBStore),
+        ("train.parquet/", ParquetStore),
+        ("{00..99}.tar?x=1", TarStore),
+        ("train.zip", ZipStore),
+    ],
+)
+def test_a_remote_store_is_known_by_its_name_and_opened_later(address: str, kind: type) -> None:
+    store = open_store(f"s3://bucket/{address}")
+    assert type(store) is kind and store.address == f"s3://bucket/{address}"
+
+
+@pytest.mark.parametrize("name", ["a b.lmdb", "a b.parquet", "a b.tar"])
 def test_file_uri(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
     assert open_store(path.as_uri()).read(np.array([0]))["image"] == [b"x"]
+
+
+def test_a_folder_of_tars_is_one_store_and_class_folders_beside_a_tar_stay_class_folders(tmp_path: Path) -> None:
+    for name in ("b.tar", "a.tar", ".hidden.tar"):
+        write(tmp_path / name)
+    assert isinstance(open_store(tmp_path), TarStore) and len(open_store(tmp_path)) == 2
+    (tmp_path / "class").mkdir()
+    (tmp_path / "class" / "image.jpg").write_bytes(b"x")
+    assert isinstance(open_store(tmp_path), FolderStore)
 
 
 def test_relative_address_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +135,10 @@ def test_options_reach_the_store(tmp_path: Path) -> None:
         len(open_store(tmp_path / "a.parquet", image_column="img"))
 
 
-@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
 class TestWriters:
     def test_unknown_suffix(self, tmp_path: Path, suffix: str) -> None:
-        with pytest.raises(StoreError, match=r"must be \.lmdb or \.parquet"):
+        with pytest.raises(StoreError, match=r"must be one of \.lmdb, \.parquet, \.tar"):
             open_writer(tmp_path / f"a{suffix}.zip")
 
     def test_leaves_one_file(self, tmp_path: Path, suffix: str) -> None:

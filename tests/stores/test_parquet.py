@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -13,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypipe.errors import StoreError
+from raypipe.stores import open_store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.parquet_writer import GROUP_BYTES, ParquetWriter
 
+DATA = Path(__file__).with_name("data")
 HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
@@ -110,8 +113,36 @@ def test_renamed_columns(tmp_path: Path) -> None:
         len(ParquetStore(path, image_column="img", label_column="none"))
     without_label = ParquetStore(path, image_column="img")
     assert without_label.columns == ("image", "coarse", "fine")
+    assert without_label.fingerprint != store.fingerprint
     with pytest.raises(StoreError, match="no column 'label'; its columns are: image, coarse, fine"):
         without_label.read(np.array([0]))
+
+
+def test_what_the_datasets_library_wrote_is_read() -> None:
+    """tests/stores/data/README.md has how it was written."""
+    expected = json.loads((DATA / "hugging-face.json").read_text())
+    for split, num_files in (("train", 2), ("test", 1)):
+        store = open_store(DATA / "hugging-face" / f"{split}-*.parquet")
+        assert store.classes == ("cat", "dog", "owl")
+        assert store.columns == ("image", "label", "caption")
+        batch = store.read(np.arange(len(store)), store.columns)
+        rows = expected[split]
+        assert [hashlib.sha256(image).hexdigest() for image in batch["image"]] == [row["sha256"] for row in rows]
+        assert batch["label"].tolist() == [row["label"] for row in rows]
+        assert batch["caption"] == [row["caption"] for row in rows]
+        assert len(list((DATA / "hugging-face").glob(f"{split}-*"))) == num_files
+
+
+def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"several splits: test \(1\), train \(2\)\. .*give .*/train\*\.parquet"):
+        len(open_store(DATA / "hugging-face"))
+    for name in ("train-00000-of-00002", "train-00001-of-00002"):
+        (tmp_path / f"{name}.parquet").write_bytes((DATA / "hugging-face" / f"{name}.parquet").read_bytes())
+        if name.startswith("train-00000"):
+            with pytest.raises(StoreError, match="holds 1 of the 2 files of train"):
+                len(open_store(tmp_path))
+            assert len(open_store(tmp_path / "train-*.parquet")) == 4
+    assert len(open_store(tmp_path)) == len(open_store(tmp_path / "train-{00000..00001}-of-00002.parquet")) == 7
 
 
 @pytest.mark.parametrize(

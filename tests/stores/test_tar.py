@@ -174,7 +174,7 @@ def test_shrunk_after_opening(tmp_path: Path) -> None:
 
 def test_no_classes(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"only images at its top, so their labels are unknown.*WebDataset"):
-        len(make(tmp_path / "a.tar", "0001.jpg", "0001.cls"))
+        len(make(tmp_path / "a.tar", "0001.jpg", "0002.jpg"))
     with pytest.raises(StoreError, match="has no images"):
         len(make(tmp_path / "b.tar", "a/notes.txt"))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import ConfigError
-from raypipe.json_file import check_place, read_json, write_json
+from raypipe.whole_file import check_place, read_json, read_text, write_json, write_text
 
 
 @pytest.mark.parametrize("as_uri", [False, True])
@@ -55,3 +55,15 @@ def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
 def test_what_is_not_there(place: str) -> None:
     with pytest.raises(ConfigError, match=f"{place} cannot be read"):
         read_json(place)
+
+
+def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:
+    write_text(tmp_path / "x.txt", "ü 1234")
+    assert read_text(tmp_path / "x.txt", 7) == read_text((tmp_path / "x.txt").as_uri(), 100) == "ü 1234"
+    with pytest.raises(ConfigError, match=r"x\.txt cannot be read: it has more than 6 bytes"):
+        read_text(tmp_path / "x.txt", 6)
+    (tmp_path / "x.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"x\.txt is no text"):
+        read_text(tmp_path / "x.txt", 100)
+    with pytest.raises(ConfigError, match="nowhere cannot be read"):
+        read_text("nowhere", 100)

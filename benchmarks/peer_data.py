@@ -1,0 +1,164 @@
+"""The same images in the format of each loader, written once, by each format's own writer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from raypipe.stores import open_store
+from raypipe.stores.atomic import write_atomically
+
+_SHARDS = 16  # of the formats that are read by shards: several for each worker
+_SHARD_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a loader is to do.
+
+    Attributes:
+        folder: with one subfolder or file per format.
+        transform: "light" or "heavy".
+        workers: processes, actors or threads.
+        batch: samples of a batch.
+        epochs: passes.
+    """
+
+    folder: Path
+    transform: str
+    workers: int
+    batch: int
+    epochs: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A JPEG and its class."""
+
+    image: bytes
+    label: int
+
+
+def read_samples(address: str, num: int) -> list[Sample]:
+    """Samples of any store; they begin anew where there are fewer."""
+    store = open_store(address)
+    rows = store.read(np.arange(min(num, len(store))))
+    found = [Sample(image, int(label)) for image, label in zip(rows["image"], rows["label"], strict=True)]
+    return [found[i % len(found)] for i in range(num)]
+
+
+def photos(samples: list[Sample], num: int, seed: int = 0) -> list[Sample]:
+    """JPEGs of 4000 x 3000 pixels, 4:2:0, quality 90, of about 4 MB, as cameras make them.
+
+    Images enlarged, with the noise of a sensor: without it they would compress to a tenth of a photo's size.
+    """
+    rng = np.random.default_rng(seed)
+    noise = rng.normal(0, 8, (3000, 4000, 3)).astype(np.int16)
+    made = []
+    for number in range(num):
+        sample = samples[number % len(samples)]
+        pixels = simplejpeg.decode_jpeg(sample.image)
+        large = cv2.resize(pixels, (4000, 3000), interpolation=cv2.INTER_CUBIC)
+        large = np.clip(large + np.roll(noise, int(rng.integers(4000)), axis=1), 0, 255).astype(np.uint8)
+        made.append(Sample(simplejpeg.encode_jpeg(large, 90, "RGB", "420"), sample.label))
+    return made
+
+
+def write_all(folder: Path, samples: list[Sample]) -> dict[str, str]:
+    """Write what is not there yet; returns why a format could not be written, by its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = {}
+    for name, write in _WRITERS.items():
+        path = folder / name
+        if path.exists():
+            continue
+        try:
+            with Path(os.devnull).open("w") as null, contextlib.redirect_stdout(null):
+                write(path, samples)
+        except BaseException as error:
+            shutil.rmtree(path, ignore_errors=True)
+            if not isinstance(error, ImportError):
+                raise
+            failed[name] = str(error)
+    return failed
+
+
+def _write_lmdb(path: Path, samples: list[Sample]) -> None:
+    classes = tuple(str(i) for i in range(max(s.label for s in samples) + 1))
+    write_atomically(str(path), ({"image": s.image, "label": s.label} for s in samples), classes)
+
+
+def _write_folder(path: Path, samples: list[Sample]) -> None:
+    for number, sample in enumerate(samples):
+        folder = path / f"{sample.label:04d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number:08d}.jpg").write_bytes(sample.image)
+
+
+def _write_parquet(path: Path, samples: list[Sample]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.mkdir(parents=True)
+    for shard in range(_SHARDS):
+        part = samples[shard::_SHARDS]
+        table = pa.table({"image": [s.image for s in part], "label": [s.label for s in part]})
+        pq.write_table(table, path / f"{shard:04d}.parquet", row_group_size=100, compression="none")
+
+
+def _write_tar(path: Path, samples: list[Sample]) -> None:
+    import webdataset
+
+    path.mkdir(parents=True)
+    for shard in range(_SHARDS):
+        with webdataset.TarWriter(str(path / f"{shard:04d}.tar")) as writer:
+            for number in range(shard, len(samples), _SHARDS):
+                sample = samples[number]
+                writer.write({"__key__": f"{number:08d}", "jpg": sample.image, "cls": sample.label})
+
+
+def _write_mds(path: Path, samples: list[Sample]) -> None:
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(path), columns={"image": "bytes", "label": "int"}, size_limit=_SHARD_BYTES) as writer:
+        for sample in samples:
+            writer.write({"image": sample.image, "label": sample.label})
+
+
+def _write_litdata(path: Path, samples: list[Sample]) -> None:
+    import litdata
+
+    litdata.optimize(
+        fn=_AsLitData(samples),
+        inputs=list(range(len(samples))),
+        output_dir=str(path),
+        chunk_bytes=_SHARD_BYTES,
+        num_workers=1,
+        start_method="fork",  # it would have to import this script again
+    )
+
+
+class _AsLitData:
+    def __init__(self, samples: list[Sample]) -> None:
+        self._samples = samples
+
+    def __call__(self, number: int) -> dict[str, object]:
+        return {"image": self._samples[number].image, "label": self._samples[number].label}
+
+
+_WRITERS: dict[str, Callable[[Path, list[Sample]], None]] = {
+    "train.lmdb": _write_lmdb,
+    "folder": _write_folder,
+    "parquet": _write_parquet,
+    "tar": _write_tar,
+    "mds": _write_mds,
+    "litdata": _write_litdata,
+}

@@ -1,0 +1,382 @@
+"""Each loader, set up as its documentation advises, tuned as far as it lets one.
+
+A loader is a function of the Work. It imports what it needs, which is not timed, and returns a function that, when
+called, starts it and yields an iterator of batches for each epoch. A batch is (image uint8 (B, 224, 224, 3) or
+(B, 3, 224, 224), label (B,)). All shuffle; all use as many workers; all that let one choose decode with simplejpeg
+(libjpeg-turbo) and transform with Albumentations, by the same pipelines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peer_data import Work
+
+Epochs = Iterator[Iterator[tuple[Any, Any]]]
+Start = Callable[[], Epochs]
+
+SIZE = 224
+_SHUFFLE = 1000  # samples of the buffer of those that shuffle by one
+
+
+class DecodeTransform:
+    """Encoded bytes → uint8 HWC, in every loader that takes a function of one's own. Pickles as its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"name": self.name}
+
+    @cached_property
+    def _pipeline(self) -> Any:
+        import cv2
+
+        from raypipe.presets import build_transform
+
+        cv2.setNumThreads(0)
+        return build_transform(self.name, SIZE)
+
+    def __call__(self, data: bytes) -> np.ndarray:
+        import simplejpeg
+
+        return self._pipeline(image=simplejpeg.decode_jpeg(data))["image"]
+
+
+def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
+    from raypipe.cluster import connect
+    from raypipe.config import PoolConfig, TransformConfig
+    from raypipe.pipeline import StreamSpec
+    from raypipe.plan import PlanConfig
+    from raypipe.rank_stream import Feed
+
+    def start() -> Epochs:
+        connect()
+        spec = StreamSpec.of(
+            work.folder / "train.lmdb",
+            plan=PlanConfig(epochs=work.epochs, micro_batch=work.batch),
+            transform=TransformConfig(train=work.transform, size=SIZE, crop_decode=crop_decode),
+            pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
+        )
+        (iterator,) = spec.splits(spec.plan.start(), max_actors=work.workers)
+        for segment in Feed(spec, iterator, spec.plan.start()):
+            yield ((batch.image, batch.target) for step in segment for batch in step)
+
+    return start
+
+
+def raypipe_off(work: Work) -> Start:
+    return raypipe_exact(work, "off")
+
+
+def raypipe_scaled(work: Work) -> Start:
+    return raypipe_exact(work, "scaled")
+
+
+def _ray_init() -> None:
+    import logging
+
+    import ray
+
+    # Twice the CPUs: its actors take all, and its readers need some (FACTS: else it hangs, ray#44687).
+    ray.init(num_cpus=2 * len(os.sched_getaffinity(0)), include_dashboard=False, logging_level=logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def _ray_epochs(dataset: Any, work: Work, **options: Any) -> Epochs:
+    for _ in range(work.epochs):
+        batches = dataset.iter_batches(batch_size=work.batch, drop_last=True, **options)
+        yield ((batch["image"], batch["label"]) for batch in batches)
+
+
+def ray_data(work: Work) -> Start:
+    """As its guides for images and for training have it: read, shuffle files, map rows, iterate."""
+    import ray
+
+    apply = DecodeTransform(work.transform)
+
+    def row(row: dict[str, Any]) -> dict[str, Any]:
+        return {"image": apply(row["image"]), "label": row["label"]}
+
+    def start() -> Epochs:
+        _ray_init()
+        dataset = ray.data.read_parquet(str(work.folder / "parquet"), shuffle="files").map(row)
+        yield from _ray_epochs(dataset, work)
+
+    return start
+
+
+class _Rows:
+    """A stateful transform of a batch, for an actor pool."""
+
+    def __init__(self, name: str) -> None:
+        self._apply = DecodeTransform(name)
+        self._apply._pipeline  # noqa: B018  built while the actor starts
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"image": np.stack([self._apply(data) for data in batch["image"]]), "label": batch["label"]}
+
+
+def ray_data_tuned(work: Work) -> Start:
+    """With an actor pool, batches of the consumer's size, small blocks, and prefetching."""
+    import ray
+
+    def start() -> Epochs:
+        _ray_init()
+        context = ray.data.DataContext.get_current()
+        context.target_max_block_size = work.batch * SIZE * SIZE * 3
+        dataset = ray.data.read_parquet(str(work.folder / "parquet"), shuffle="files", num_cpus=0.1)
+        dataset = dataset.map_batches(
+            _Rows,
+            fn_constructor_args=(work.transform,),
+            batch_size=work.batch,
+            num_cpus=1,
+            compute=ray.data.ActorPoolStrategy(size=work.workers),
+        )
+        yield from _ray_epochs(dataset, work, prefetch_batches=2)
+
+    return start
+
+
+def _files(folder: Path) -> tuple[list[str], list[int]]:
+    classes = sorted(entry.name for entry in folder.iterdir())
+    found = [(str(path), n) for n, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
+    return [path for path, _ in found], [label for _, label in found]
+
+
+class _FileDataset:
+    """Map-style, over the files of a folder."""
+
+    def __init__(self, work: Work) -> None:
+        self._paths, self._labels = _files(work.folder / "folder")
+        self._apply = DecodeTransform(work.transform)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self._apply(Path(self._paths[index]).read_bytes()), self._labels[index]
+
+
+def _collate(samples: list[tuple[np.ndarray, int]]) -> tuple[Any, Any]:
+    import torch
+
+    # Straight into shared memory, as torch's own collate does for tensors in a worker.
+    first = samples[0][0]
+    shape = (len(samples), *first.shape)
+    storage = torch.UntypedStorage._new_shared(int(np.prod(shape)))
+    image = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+    np.stack([pixels for pixels, _ in samples], out=image.numpy())
+    return image, torch.tensor([label for _, label in samples])
+
+
+def _loader_options(work: Work) -> dict[str, Any]:
+    import torch
+
+    return {
+        "batch_size": work.batch,
+        "num_workers": work.workers,
+        "persistent_workers": True,
+        "prefetch_factor": 4,
+        "pin_memory": torch.cuda.is_available(),
+        "collate_fn": _collate,
+        "drop_last": True,
+    }
+
+
+def _repeated(loader: Any, work: Work) -> Epochs:
+    for _ in range(work.epochs):
+        yield iter(loader)
+
+
+def torch_dataloader(work: Work) -> Start:
+    from torch.utils.data import DataLoader
+
+    def start() -> Epochs:
+        dataset: Any = _FileDataset(work)
+        yield from _repeated(DataLoader(dataset, shuffle=True, **_loader_options(work)), work)
+
+    return start
+
+
+def webdataset(work: Work) -> Start:
+    import webdataset as wds
+
+    apply = DecodeTransform(work.transform)
+
+    def start() -> Epochs:
+        urls = sorted(map(str, (work.folder / "tar").iterdir()))
+        dataset = (
+            wds.WebDataset(urls, shardshuffle=len(urls), nodesplitter=wds.split_by_node)
+            .shuffle(_SHUFFLE)
+            .to_tuple("jpg", "cls")
+            .map_tuple(apply, int)
+            .batched(work.batch, collation_fn=_collate, partial=False)
+        )
+        options = {name: _loader_options(work)[name] for name in ("num_workers", "persistent_workers")}
+        loader = wds.WebLoader(dataset, batch_size=None, shuffle=False, prefetch_factor=4, **options)
+        yield from _repeated(loader, work)
+
+    return start
+
+
+def _decoding(base: Any, work: Work) -> Any:
+    """A subclass of a dataset of samples with `image` and `label`, which decodes and transforms."""
+    apply = DecodeTransform(work.transform)
+
+    class Images(base):
+        def __getitem__(self, at: Any) -> Any:
+            sample = super().__getitem__(at)
+            return apply(sample["image"]), sample["label"]
+
+    return Images
+
+
+def mosaic_streaming(work: Work) -> Start:
+    from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+    from torch.utils.data import DataLoader
+
+    images = _decoding(StreamingDataset, work)
+
+    def start() -> Epochs:
+        clean_stale_shared_memory()
+        dataset = images(local=str(work.folder / "mds"), shuffle=True, batch_size=work.batch)
+        yield from _repeated(DataLoader(dataset, **_loader_options(work)), work)
+
+    return start
+
+
+def litdata(work: Work) -> Start:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    images = _decoding(StreamingDataset, work)
+
+    def start() -> Epochs:
+        dataset = images(str(work.folder / "litdata"), shuffle=True, drop_last=True)
+        yield from _repeated(StreamingDataLoader(dataset, **_loader_options(work)), work)
+
+    return start
+
+
+def hf_datasets(work: Work) -> Start:
+    import datasets
+    from torch.utils.data import DataLoader
+
+    apply = DecodeTransform(work.transform)
+    datasets.disable_progress_bars()
+    files = sorted(map(str, (work.folder / "parquet").iterdir()))
+    # Its own copy in Arrow files is part of its set-up, as the other formats are.
+    cache = str(work.folder / "hf")
+    dataset: Any = datasets.Dataset.from_parquet(files, cache_dir=cache)
+
+    def transform(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {"image": [apply(data) for data in rows["image"]], "label": rows["label"]}
+
+    def collate(rows: list[dict[str, Any]]) -> tuple[Any, Any]:
+        return _collate([(row["image"], row["label"]) for row in rows])
+
+    def start() -> Epochs:
+        options = _loader_options(work) | {"collate_fn": collate}
+        yield from _repeated(DataLoader(dataset.with_transform(transform), shuffle=True, **options), work)
+
+    return start
+
+
+def dali_cpu(work: Work) -> Start:
+    """The fused decode of the crop; operators of its own, since Python ones would be slower."""
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    paths, labels = _files(work.folder / "folder")
+
+    @pipeline_def(enable_conditionals=True)
+    def pipeline() -> Any:
+        data, label = fn.readers.file(
+            files=paths, labels=labels, random_shuffle=True, initial_fill=_SHUFFLE, name="r"
+        )
+        image = fn.decoders.image_random_crop(
+            data, device="cpu", output_type=types.RGB, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+        )
+        image = fn.resize(image, size=(SIZE, SIZE), interp_type=types.INTERP_LINEAR, antialias=False)
+        image = fn.flip(image, horizontal=fn.random.coin_flip())
+        if work.transform == "heavy":
+            if fn.random.coin_flip(probability=0.2, dtype=types.BOOL):
+                # A horizontal blur: the kernels of a motion blur in all directions are not among its operators.
+                image = fn.gaussian_blur(image, window_size=[1, 5])
+            image = fn.color_twist(
+                image,
+                brightness=fn.random.uniform(range=[0.8, 1.2]),
+                contrast=fn.random.uniform(range=[0.8, 1.2]),
+                saturation=fn.random.uniform(range=[0.8, 1.2]),
+                hue=fn.random.uniform(range=[-36.0, 36.0]),
+            )
+        return image, label
+
+    def start() -> Epochs:
+        pipe = pipeline(batch_size=work.batch, num_threads=work.workers, device_id=None, seed=1)
+        loader = DALIGenericIterator(
+            [pipe], ["image", "label"], reader_name="r", last_batch_policy=LastBatchPolicy.DROP, auto_reset=True
+        )
+        for _ in range(work.epochs):
+            yield ((batch[0]["image"], batch[0]["label"]) for batch in loader)
+
+    return start
+
+
+def spdl(work: Work) -> Start:
+    """Threads, as it advises: decode and transform let go of the interpreter's lock for most of their time."""
+    import random
+    import threading
+
+    from spdl.pipeline import PipelineBuilder
+
+    paths, labels = _files(work.folder / "folder")
+    local = threading.local()
+
+    def one(index: int) -> tuple[np.ndarray, int]:
+        if not hasattr(local, "apply"):
+            local.apply = DecodeTransform(work.transform)
+        return local.apply(Path(paths[index]).read_bytes()), labels[index]
+
+    def stacked(samples: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
+        return np.stack([pixels for pixels, _ in samples]), np.array([label for _, label in samples])
+
+    def start() -> Epochs:
+        for _ in range(work.epochs):
+            order = random.sample(range(len(paths)), len(paths))
+            pipeline = (
+                PipelineBuilder()
+                .add_source(order)
+                .pipe(one, concurrency=work.workers)
+                .aggregate(work.batch, drop_last=True)
+                .pipe(stacked)
+                .add_sink(2)
+                .build(num_threads=work.workers)
+            )
+            with pipeline.auto_stop():
+                yield iter(pipeline.get_iterator())
+
+    return start
+
+
+LOADERS: dict[str, Callable[[Work], Start]] = {
+    "raypipe": raypipe_exact,
+    "raypipe, crop_decode=scaled": raypipe_scaled,
+    "raypipe, crop_decode=off": raypipe_off,
+    "torch DataLoader": torch_dataloader,
+    "WebDataset": webdataset,
+    "MosaicML Streaming": mosaic_streaming,
+    "LitData": litdata,
+    "Hugging Face datasets": hf_datasets,
+    "DALI on CPU": dali_cpu,
+    "SPDL": spdl,
+    "Ray Data, tuned": ray_data_tuned,
+    "Ray Data, as documented": ray_data,
+}

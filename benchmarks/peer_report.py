@@ -1,0 +1,113 @@
+"""What benchmarks/peers.py has measured: tables, the bars that were set, a picture."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+OURS = "raypipe"
+_COLUMNS = {
+    "steady": ("steady, images/s", "{:,.0f}"),
+    "sustained": ("sustained", "{:,.0f}"),
+    "first_batch_s": ("first batch, s", "{:.1f}"),
+    "boundary": ("boundary", "{:.1f}"),
+    "long_gap": ("long gap", "{:.1f}"),
+    "memory_mib": ("memory, MiB", "{:,.0f}"),
+    "cpu_s_per_1000": ("CPU s / 1,000", "{:.2f}"),
+}
+_TITLES = {
+    "heavy": "heavy transform",
+    "light": "light transform",
+    "photos": "light transform, photos of 12 MP",
+}
+
+
+def peers(rows: dict[str, Any]) -> list[str]:
+    """The loaders that ran and are not raypipe."""
+    return [name for name, row in rows.items() if "first_batch_s" in row and not name.startswith(OURS)]
+
+
+def show(medians: dict[str, Any]) -> None:
+    for case, rows in medians.items():
+        table = Table(title=_TITLES[case])
+        table.add_column("")
+        for title, _ in _COLUMNS.values():
+            table.add_column(title, justify="right")
+        for name, row in rows.items():
+            if "error" in row:
+                table.add_row(name, "cannot run here: " + row["error"].splitlines()[-1][:60])
+                continue
+            cells = [text.format(row[key]) if key in row else "" for key, (_, text) in _COLUMNS.items()]
+            table.add_row(name, *cells)
+        Console(width=120).print(table)
+
+
+def verdicts(results: dict[str, Any], starts: list[list[float]]) -> dict[str, dict[str, Any]]:
+    """The bars: what was reached, as the median of each repeat's own ratio, and whether that is enough.
+
+    Args:
+        results: {case: {loader: {figure: [one of each repeat]}}}.
+        starts: seconds to the first batch, of each repeat, over a small store and over a large one; or empty.
+    """
+    found: dict[str, dict[str, Any]] = {}
+
+    def ratio(
+        name: str, over: list[float], under: list[float], least: float = 0, most: float = float("inf")
+    ) -> None:
+        value = statistics.median(a / b for a, b in zip(over, under, strict=True))
+        bar = f">= {least:g}" if least else f"<= {most:g}"
+        found[name] = {"reached": round(value, 3), "bar": bar, "met": least <= value <= most}
+
+    for case, least in (("heavy", 1.15), ("light", 1.25), ("photos", 2.0)):
+        rows = results.get(case, {})
+        if "steady" not in rows.get(OURS, {}):
+            continue
+        ours = rows[OURS]
+        ratio(f"{case}: steady / ceiling", ours["steady"], rows["ceiling, exact"]["steady"], 0.95)
+        if others := peers(rows):
+            best = max(others, key=lambda name: statistics.median(rows[name]["steady"]))
+            ratio(f"{case}: steady / best peer ({best})", ours["steady"], rows[best]["steady"], least)
+            if case == "photos" and "steady" in (scaled := rows.get(f"{OURS}, crop_decode=scaled", {})):
+                ratio("photos: the same, crop_decode=scaled", scaled["steady"], rows[best]["steady"], least)
+        if "first_batch_s" in (plain := rows.get("Ray Data, as documented", {})):
+            ratio(f"{case}: first batch / Ray Data's", ours["first_batch_s"], plain["first_batch_s"], most=0.6)
+        ratio(f"{case}: epoch boundary / ordinary gap", ours["boundary"], [1.0] * len(ours["boundary"]), most=1.5)
+    if starts:
+        ratio("start over 10^9 samples / over 10^4", starts[1], starts[0], most=1.2)
+    table = Table(title="bars")
+    for column in ("", "reached", "bar", ""):
+        table.add_column(column)
+    for name, bar in found.items():
+        table.add_row(name, f"{bar['reached']:.2f}", bar["bar"], "met" if bar["met"] else "not met")
+    Console(width=120).print(table)
+    return found
+
+
+def draw(medians: dict[str, Any], path: str) -> None:
+    """Steady throughput of each loader, with the ceilings as lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(medians), figsize=(5.2 * len(medians), 4.2), squeeze=False)
+    for axis, (case, rows) in zip(axes[0], medians.items(), strict=True):
+        ran = [name for name in rows if "first_batch_s" in rows[name]]
+        ran.sort(key=lambda name: rows[name]["steady"])
+        steady = [rows[name]["steady"] for name in ran]
+        colours = ["#d1495b" if name.startswith(OURS) else "#8d99ae" for name in ran]
+        axis.barh(ran, steady, color=colours)
+        for y, value in enumerate(steady):
+            axis.text(value, y, f" {value:,.0f}", va="center", fontsize=8)
+        for mode, style in (("off", ":"), ("exact", "--")):
+            value = rows[f"ceiling, {mode}"]["steady"]
+            axis.axvline(value, color="black", linestyle=style, linewidth=1, label=f"ceiling, crop_decode={mode}")
+        axis.set(title=_TITLES[case], xlabel="images/s, steady", xlim=(0, 1.05 * max(1.15 * max(steady), value)))
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(fontsize=7, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

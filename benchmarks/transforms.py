@@ -1,0 +1,53 @@
+"""Decode and transform on one core, for each CPU transform: docs/transforms.md has a run.
+
+    OMP_NUM_THREADS=1 python benchmarks/transforms.py STORE [TRANSFORM …] [--samples 500] [--repeats 3]
+
+Every image goes through all transforms in turn, so that what else the machine does falls on all of them alike; the
+times are CPU seconds of the thread, which is why torch must have no other. The last line is JSON: images/s of one
+core, medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+
+import numpy as np
+from crop_decode import measure
+
+from raypipe import open_store
+from raypipe.jpeg_extension import why_no_extension
+from raypipe.presets import build_transform
+from raypipe.transform import MicroBatchTransform
+
+NAMES = ["light", "heavy", "tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("transforms", nargs="*", default=NAMES, help="presets, module:function, or files of steps")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--samples", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        parser.error("set OMP_NUM_THREADS=1: work of torch's other threads is not counted")
+    store = open_store(options.store)
+    images = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
+    modes = {name: MicroBatchTransform(build_transform(name, options.size)).one for name in options.transforms}
+    measure(images[:20], modes, 0)
+    repeats = [measure(images, modes, epoch) for epoch in range(1, options.repeats + 1)]
+    print(f"{len(images)} images to {options.size} px; extension: {why_no_extension() or 'used'}")
+    for name in modes:
+        ratio = statistics.median(repeat[name] / repeat[options.transforms[0]] for repeat in repeats)
+        all_of_it = ", ".join(f"{repeat[name]:.1f}" for repeat in repeats)
+        median = statistics.median(repeat[name] for repeat in repeats)
+        print(f"{name:16} {median:8.1f} images/s  x {ratio:.2f}  ({all_of_it})")
+    print(json.dumps({name: round(statistics.median(r[name] for r in repeats), 1) for name in modes}))
+
+
+if __name__ == "__main__":
+    main()

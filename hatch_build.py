@@ -1,0 +1,108 @@
+"""Builds the optional extension `_raypipe_jpeg` (raypipe/jpeg_extension.c) into the wheel.
+
+It needs a C compiler, Python's headers, and libjpeg-turbo 2.1 or later with its headers (Debian and Ubuntu:
+libjpeg-dev; Fedora: libjpeg-turbo-devel; Homebrew: jpeg-turbo). Where one of them is missing, the build warns and
+goes on: the wheel is then pure, and raypipe gives the same pixels without it, only slower. Editable installs get
+it as well. To build it later: `uv sync --reinstall-package raypipe`, or `pip install` again.
+
+RAYPIPE_EXTENSION=no leaves it out, and RAYPIPE_EXTENSION=yes makes a failure to build it an error.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import sys_tags
+
+SOURCE = "raypipe/jpeg_extension.c"
+# Beside the package, not in it: it is found as well where Ray puts a working_dir of raypipe's sources in front.
+# abi3: one file serves this and all later versions of Python.
+TARGET = "_raypipe_jpeg.abi3.so"
+
+
+class ExtensionHook(BuildHookInterface):
+    """Hatchling's build hook; see the module."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the extension to a wheel, and tag it for this platform."""
+        wanted = os.environ.get("RAYPIPE_EXTENSION", "auto")
+        if self.target_name != "wheel" or wanted == "no":
+            return
+        self._folder = tempfile.mkdtemp(prefix="raypipe-build-")
+        built = Path(self._folder) / TARGET
+        reason = compile_extension(Path(self.root) / SOURCE, built)
+        if reason:
+            if wanted == "yes":
+                raise RuntimeError(f"RAYPIPE_EXTENSION=yes, but {SOURCE} cannot be built: {reason}")
+            self.app.display_warning(f"raypipe is built without its optional JPEG extension: {reason}")
+            return
+        where = "force_include_editable" if version == "editable" else "force_include"
+        build_data[where][str(built)] = TARGET
+        build_data["pure_python"] = False
+        build_data["tag"] = wheel_tag()
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what was built outside of the wheel."""
+        if folder := getattr(self, "_folder", ""):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def compile_extension(source: Path, target: Path) -> str:
+    """Compile and try it; the reason why it cannot be done, or nothing."""
+    if sys.platform == "win32":
+        return "it is not built on Windows"
+    if not wheel_tag():
+        return f"{sys.implementation.name} {sysconfig.get_python_version()} has no stable ABI"
+    compiler = shlex.split(os.environ.get("CC") or "") or [shutil.which("cc") or shutil.which("gcc") or "cc"]
+    flags = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-DPy_LIMITED_API=0x030b0000"]
+    if sys.platform == "darwin":
+        flags += ["-undefined", "dynamic_lookup"]
+    include, libraries = libjpeg_flags()
+    python = [
+        f"-I{path}" for path in dict.fromkeys(sysconfig.get_paths()[at] for at in ("include", "platinclude"))
+    ]
+    command = [*compiler, *flags, *python, *include, str(source), "-o", str(target), *libraries]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no C compiler ({error})"
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()[-200:]]
+        return f"{shlex.join(compiler)} says: {errors[0].strip()}"
+    trial = [
+        sys.executable,
+        "-I",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(target.parent)!r}); import _raypipe_jpeg",
+    ]
+    done = subprocess.run(trial, capture_output=True, text=True, timeout=60)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
+def libjpeg_flags() -> tuple[list[str], list[str]]:
+    """Compiler and linker options of libjpeg, by pkg-config where there is one."""
+    try:
+        asked = [
+            subprocess.run(
+                ["pkg-config", option, "libjpeg"], capture_output=True, text=True, check=True, timeout=30
+            )
+            for option in ("--cflags", "--libs")
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return [], ["-ljpeg"]
+    return shlex.split(asked[0].stdout), shlex.split(asked[1].stdout)
+
+
+def wheel_tag() -> str:
+    """Of this platform, without a manylinux tag's promise to run on others; empty = pip has no such."""
+    tags = (tag for tag in sys_tags() if (tag.interpreter, tag.abi) == ("cp311", "abi3"))
+    return next((str(tag) for tag in tags if not tag.platform.startswith(("manylinux", "musllinux"))), "")

@@ -1,0 +1,340 @@
+/* A Huffman decoder of baseline JPEG that takes the place of libjpeg's own, for jpeg_extension.c.
+ *
+ * More than half of the time of a decode goes into entropy decoding, and a crop saves none of it above its last row:
+ * every code has to be read to know where the next begins. But of a block outside of the crop nothing is wanted
+ * except its length and its DC difference. So the AC codes of such blocks are skipped by a table that takes up to
+ * three codes, each with the bits of its value, at one look; and those inside are decoded by a table that gives run
+ * and value in one look, for all but long codes. libjpeg looks twice for every code and value.
+ *
+ * It is put into `decode_mcu`, which libjpeg's coefficient controller calls for the next MCU: with blocks to fill
+ * (zeroed), or NULL for what jpeg_skip_scanlines skips. All else stays libjpeg's. Coefficients are libjpeg's to the
+ * bit, in damaged data as well, as far as it accepts them; what it warns of, and whatever else is not quite as the
+ * standard has it, is refused, and the caller decodes the image by its usual way.
+ *
+ * Bytes are untrusted. Those between two markers are first copied without the zeros that are stuffed behind 0xFF,
+ * with PADDING zeros at the end, which is more than the longest MCU can be. So nothing is checked within an MCU, and
+ * after each one that it did not end behind the data. A table cannot lead out of a block: positions run to 127, and
+ * ORDER has an entry for each.
+ */
+#ifndef RAYPIPE_JPEG_HUFFMAN_H
+#define RAYPIPE_JPEG_HUFFMAN_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include <jpeglib.h>
+
+/* The beginning of libjpeg's struct of this name, the same in all versions; jpegint.h is seldom installed. */
+struct jpeg_entropy_decoder {
+    void (*start_pass)(j_decompress_ptr info);
+    boolean (*decode_mcu)(j_decompress_ptr info, JBLOCKROW *blocks);
+    boolean insufficient_data;
+};
+
+/* Bits of a look. Tables are built for every image, in 2^SKIP_BITS and 2^LOOK_BITS steps. */
+#define LOOK_BITS 10
+#define SKIP_BITS 11
+#define CODE_BITS 16  /* of the longest code */
+#define VALUE_BITS 15 /* of the longest value */
+#define MAX_JOINED 3  /* codes in a look that skips: 3 runs of 16 are still less than END_OF_BLOCK */
+#define END_OF_BLOCK 64
+
+/* Bytes of the longest MCU, and of a refill beyond it. */
+#define PADDING (D_MAX_BLOCKS_IN_MCU * DCTSIZE2 * (CODE_BITS + VALUE_BITS) / 8 + 32)
+
+typedef struct {
+    JHUFF_TBL source; /* what it was built of */
+    int is_dc, is_built;
+    /* By the next LOOK_BITS: value << 16 | advance << 8 | bits, with the bits of the value; 0 = they are not all in
+     * sight. The advance is that of the position in the block: run + 1, or END_OF_BLOCK. */
+    int32_t look[1 << LOOK_BITS];
+    /* By the next SKIP_BITS: advance << 8 | bits, of up to three codes and values; 0 = a longer code. */
+    uint16_t skip[1 << SKIP_BITS];
+    /* By the length of a code: the first 16 bits, as a number, of what is longer; and where its symbols begin. */
+    uint32_t limit[CODE_BITS + 1];
+    int32_t offset[CODE_BITS + 1];
+} Table;
+
+typedef struct {
+    const unsigned char *raw, *raw_end; /* not copied yet; at a marker, or at the end */
+    unsigned char *clean;               /* the bytes between two markers, without stuffing */
+    const unsigned char *next;          /* not in `bits` yet, in `clean` */
+    const unsigned char *end;           /* of `clean`, before the padding */
+    uint64_t bits;                      /* the next ones, at the top; zeros, or more of the next ones, below `count` */
+    int count;
+    JDIMENSION columns, column, first_column, last_column; /* MCUs: a row's, the next one, and those wanted */
+    unsigned long left;                                    /* MCUs of the scan */
+    unsigned int interval, until_restart, restarts;        /* MCUs between restarts, 0: there are none */
+    int num_blocks;
+    int component[D_MAX_BLOCKS_IN_MCU];
+    const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
+    uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
+} Entropy;
+
+/* Zigzag to natural order. Behind 63, as in libjpeg: damaged runs end there, and so do those of END_OF_BLOCK, which
+ * write a zero where there is one. */
+static const uint8_t ORDER[2 * DCTSIZE2] = {
+    0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,  12, 19, 26, 33, 40, 48, 41, 34, 27, 20,
+    13, 6,  7,  14, 21, 28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45,
+    38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63,
+    63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63,
+    63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63,
+};
+
+/* Figure F.12 of the standard: `size` > 0 bits as a signed value. */
+static inline int extend(uint32_t value, int size) { return (int)value - (value >> (size - 1) ? 0 : (1 << size) - 1); }
+
+static inline int advance_of(int symbol)
+{
+    return (symbol & 15) || symbol == 0xF0 ? (symbol >> 4) + 1 : END_OF_BLOCK;
+}
+
+/* Puts what follows a code into its entry, where all of that code is in sight, if not its value. */
+static void join_codes(Table *table, const uint8_t *lengths)
+{
+    uint16_t single[1 << SKIP_BITS];
+    memcpy(single, table->skip, sizeof single);
+    for (uint32_t at = 0; at < 1u << SKIP_BITS; at++) {
+        int bits = single[at] & 255, advance = single[at] >> 8;
+        for (int codes = 1; codes < MAX_JOINED && bits && bits < SKIP_BITS && advance < END_OF_BLOCK; codes++) {
+            const uint32_t then = at << bits & ((1u << SKIP_BITS) - 1);
+            if (!single[then] || lengths[then] > SKIP_BITS - bits)
+                break;
+            bits += single[then] & 255;
+            advance += single[then] >> 8;
+        }
+        table->skip[at] = (uint16_t)(advance << 8 | bits);
+    }
+}
+
+/* 0: not a table. */
+static int build(Table *table, const JHUFF_TBL *source, int is_dc)
+{
+    if (table->is_built && table->is_dc == is_dc && memcmp(table->source.bits, source->bits, 17) == 0 &&
+        memcmp(table->source.huffval, source->huffval, 256) == 0)
+        return 1;
+    table->source = *source;
+    table->is_dc = is_dc;
+    table->is_built = 0;
+    memset(table->look, 0, sizeof table->look);
+    memset(table->skip, 0, sizeof table->skip);
+    uint8_t lengths[1 << SKIP_BITS]; /* of the codes alone */
+    uint32_t code = 0;
+    int num = 0;
+    for (int length = 1; length <= CODE_BITS; length++, code <<= 1) {
+        table->offset[length] = num - (int)code;
+        for (int i = 0; i < source->bits[length]; i++, num++, code++) {
+            if (num >= 256 || code >> length)
+                return 0;
+            const int symbol = source->huffval[num], size = symbol & 15;
+            if (is_dc && symbol > VALUE_BITS)
+                return 0;
+            const int advance = is_dc ? 1 : advance_of(symbol), bits = length + size;
+            if (bits <= LOOK_BITS) {
+                const uint32_t first = code << (LOOK_BITS - length);
+                for (uint32_t at = first; at < first + (1u << (LOOK_BITS - length)); at++) {
+                    const uint32_t value = at >> (LOOK_BITS - bits) & ((1u << size) - 1);
+                    const int signed_value = size ? extend(value, size) : 0;
+                    table->look[at] = (int32_t)((uint32_t)signed_value << 16) | advance << 8 | bits;
+                }
+            }
+            if (length <= SKIP_BITS && !is_dc) {
+                const uint32_t first = code << (SKIP_BITS - length);
+                for (uint32_t at = first; at < first + (1u << (SKIP_BITS - length)); at++) {
+                    table->skip[at] = (uint16_t)(advance << 8 | bits);
+                    lengths[at] = (uint8_t)length;
+                }
+            }
+        }
+        table->limit[length] = code << (CODE_BITS - length);
+    }
+    if (!is_dc)
+        join_codes(table, lengths);
+    table->is_built = 1;
+    return 1;
+}
+
+/* Copies what comes before the next marker, and zeros behind it. */
+static void begin_segment(Entropy *e)
+{
+    unsigned char *to = e->clean;
+    while (e->raw < e->raw_end) {
+        const unsigned char *mark = memchr(e->raw, 0xFF, (size_t)(e->raw_end - e->raw));
+        const int is_stuffed = mark && e->raw_end - mark > 1 && mark[1] == 0;
+        const size_t num = (size_t)((mark ? mark + is_stuffed : e->raw_end) - e->raw);
+        memcpy(to, e->raw, num);
+        to += num;
+        e->raw += num + (size_t)is_stuffed;
+        if (!is_stuffed)
+            break;
+    }
+    memset(to, 0, PADDING);
+    e->next = e->clean;
+    e->end = to;
+    e->bits = 0;
+    e->count = 0;
+    memset(e->last_dc, 0, sizeof e->last_dc);
+}
+
+/* Bits that are left of the segment; negative: it was overrun. */
+static inline int64_t bits_left(const Entropy *e) { return (int64_t)(e->end - e->next) * 8 + e->count; }
+
+static int is_marker(const Entropy *e, int code)
+{
+    return bits_left(e) < 8 && e->raw_end - e->raw >= 2 && e->raw[0] == 0xFF && e->raw[1] == code;
+}
+
+static inline uint64_t load(const unsigned char *from)
+{
+    uint64_t word;
+    memcpy(&word, from, sizeof word);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    word = __builtin_bswap64(word);
+#endif
+    return word;
+}
+
+/* At least 56 bits. What is loaded again is what stands there already. */
+#define REFILL \
+    do { \
+        bits |= load(next) >> count; \
+        next += (63 - count) >> 3; \
+        count |= 56; \
+    } while (0)
+#define DROP(num) (bits <<= (num), count -= (num))
+
+/* A symbol and its value, however long; both were in `bits`. Returns 0 from where it is used: no such code. */
+#define LONG_SYMBOL(table, symbol, value) \
+    do { \
+        const uint32_t ahead = (uint32_t)(bits >> (64 - CODE_BITS)); \
+        int length = 1; \
+        while (length <= CODE_BITS && ahead >= (table)->limit[length]) \
+            length++; \
+        if (length > CODE_BITS) \
+            return 0; \
+        symbol = (table)->source.huffval[(int)(ahead >> (CODE_BITS - length)) + (table)->offset[length]]; \
+        DROP(length); \
+        const int size = symbol & 15; \
+        value = size ? extend((uint32_t)(bits >> (64 - size)), size) : 0; \
+        DROP(size); \
+    } while (0)
+
+/* The next MCU. blocks: filled, where they are wanted; NULL: none is. */
+static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
+{
+    const unsigned char *next = e->next;
+    uint64_t bits = e->bits;
+    int count = e->count;
+    for (int number = 0; number < e->num_blocks; number++) {
+        const Table *table = e->dc[number];
+        int symbol, value = 0;
+        REFILL;
+        int32_t entry = table->look[bits >> (64 - LOOK_BITS)];
+        if (entry) {
+            DROP(entry & 255);
+            value = entry >> 16;
+        } else {
+            LONG_SYMBOL(table, symbol, value);
+        }
+        const uint32_t dc = e->last_dc[e->component[number]] += (uint32_t)value;
+        table = e->ac[number];
+        if (blocks) {
+            JCOEF *block = *blocks[number];
+            block[0] = (JCOEF)dc;
+            for (int position = 1; position < DCTSIZE2;) {
+                if (count < CODE_BITS + VALUE_BITS)
+                    REFILL;
+                entry = table->look[bits >> (64 - LOOK_BITS)];
+                if (__builtin_expect(entry != 0, 1)) {
+                    position += entry >> 8 & 255;
+                    block[ORDER[position - 1]] = (JCOEF)(entry >> 16);
+                    DROP(entry & 255);
+                } else {
+                    LONG_SYMBOL(table, symbol, value);
+                    position += advance_of(symbol);
+                    block[ORDER[position - 1]] = (JCOEF)value;
+                }
+            }
+        } else {
+            for (int position = 1; position < DCTSIZE2;) {
+                if (count < CODE_BITS + VALUE_BITS)
+                    REFILL;
+                const int skip = table->skip[bits >> (64 - SKIP_BITS)], advance = skip >> 8;
+                /* All of several codes belong to this block if the last one does: it ends in it, or is its end. */
+                const int last = position + advance % END_OF_BLOCK + advance / END_OF_BLOCK;
+                if (__builtin_expect(skip && last <= DCTSIZE2, 1)) {
+                    position += advance;
+                    DROP(skip & 255);
+                } else {
+                    LONG_SYMBOL(table, symbol, value);
+                    position += advance_of(symbol);
+                }
+            }
+        }
+    }
+    e->next = next;
+    e->bits = bits;
+    e->count = count;
+    return bits_left(e) >= 0;
+}
+
+/* Takes the place of libjpeg's decoder, after jpeg_start_decompress, of a file of one baseline scan. The MCUs of
+ * other columns than these are skipped. 0: it cannot be. */
+static int begin_scan(Entropy *e, j_decompress_ptr info, JDIMENSION first_column, JDIMENSION last_column)
+{
+    static _Thread_local Table tables[2][NUM_HUFF_TBLS]; /* most files of a store have the same ones */
+    memset(e, 0, sizeof *e);
+    e->raw = info->src->next_input_byte;
+    e->raw_end = e->raw + info->src->bytes_in_buffer;
+    e->clean = (*info->mem->alloc_large)((j_common_ptr)info, JPOOL_IMAGE, info->src->bytes_in_buffer + PADDING);
+    e->first_column = first_column;
+    e->last_column = last_column;
+    e->columns = info->MCUs_per_row;
+    e->left = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
+    e->interval = e->until_restart = info->restart_interval;
+    e->num_blocks = info->blocks_in_MCU;
+    for (int number = 0; number < e->num_blocks; number++) {
+        const int at = info->MCU_membership[number];
+        const jpeg_component_info *component = info->cur_comp_info[at];
+        const JHUFF_TBL *dc = info->dc_huff_tbl_ptrs[component->dc_tbl_no];
+        const JHUFF_TBL *ac = info->ac_huff_tbl_ptrs[component->ac_tbl_no];
+        e->component[number] = at;
+        e->dc[number] = &tables[0][component->dc_tbl_no];
+        e->ac[number] = &tables[1][component->ac_tbl_no];
+        if (!dc || !ac || !build(&tables[0][component->dc_tbl_no], dc, 1) ||
+            !build(&tables[1][component->ac_tbl_no], ac, 0))
+            return 0;
+    }
+    begin_segment(e);
+    return 1;
+}
+
+/* 0: damage, or something unusual. */
+static int next_mcu(Entropy *e, JBLOCKROW *blocks)
+{
+    if (e->left == 0)
+        return 0;
+    if (e->interval && e->until_restart == 0) {
+        if (!is_marker(e, JPEG_RST0 + e->restarts % 8))
+            return 0;
+        e->raw += 2;
+        e->restarts++;
+        e->until_restart = e->interval;
+        begin_segment(e);
+    }
+    const int is_wanted = e->column >= e->first_column && e->column <= e->last_column;
+    e->until_restart--;
+    e->left--;
+    e->column = e->column + 1 < e->columns ? e->column + 1 : 0;
+    return decode_blocks(e, is_wanted ? blocks : NULL);
+}
+
+/* Reads what is left of the scan. 0: it does not end as it should, with the file. */
+static int end_scan(Entropy *e)
+{
+    while (e->left)
+        if (!next_mcu(e, NULL))
+            return 0;
+    return is_marker(e, JPEG_EOI);
+}
+#endif

@@ -1,0 +1,119 @@
+"""raypipe's own log lines: readable text, or one JSON object each, with the place in the run.
+
+    {"time": "2026-11-21T10:46:00.123Z", "level": "WARNING", "logger": "raypipe.supervisor", "message": "…",
+     "run": "resnet", "rank": 0, "split": "train", "epoch": 3, "step": 1250}
+
+`step` is counted through the run, as in metrics.jsonl; in a validation through the validation. What is not known
+in a process is left out. Lines of progress go to standard output, all others to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+
+_ROOT = logging.getLogger("raypipe")
+# They write to standard error by handlers of their own.
+_RAYS_OWN = ("ray.data", "ray.train")
+# (logger, handler of ours, handler of theirs that it stands in for)
+_replaced: list[tuple[logging.Logger, logging.Handler, logging.Handler]] = []
+# Of this process: it is at one place of one run.
+_place: dict[str, Any] = {}
+
+
+class JsonFormatter(logging.Formatter):
+    """A log record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_place,
+            **getattr(record, "values", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class _JsonHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what standard error is at the time, in place of the root logger's handlers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _json_handler() -> _JsonHandler | None:
+    return next((handler for handler in _ROOT.handlers if isinstance(handler, _JsonHandler)), None)
+
+
+def configure_logs(log: LogFormat, **place: Any) -> None:
+    """Set the format of this process's lines, and what is known of where it is: run, rank.
+
+    Text lines are left to the handlers of whoever owns the process, and have no place. With JSON, lines that Ray
+    Data and Ray Train write to this process's standard error are the same.
+    """
+    ours = _json_handler()
+    if log == "json" and ours is None:
+        _ROOT.addHandler(_JsonHandler())
+        _ROOT.setLevel(logging.INFO)
+        _ROOT.propagate = False
+    elif log == "text" and ours is not None:
+        _ROOT.removeHandler(ours)
+        _ROOT.setLevel(logging.NOTSET)
+        _ROOT.propagate = True
+        while _replaced:
+            owner, stand_in, theirs = _replaced.pop()
+            owner.removeHandler(stand_in)
+            owner.addHandler(theirs)
+    if log == "json":
+        _take_over_rays()
+    log_place(**place)
+
+
+def _take_over_rays() -> None:
+    """Ray Data sets up its handlers anew when it starts something: so does this, whenever it is called."""
+    for name in _RAYS_OWN:
+        owner = logging.getLogger(name)
+        for theirs in [*owner.handlers]:
+            console = isinstance(theirs, logging.StreamHandler) and not isinstance(theirs, logging.FileHandler)
+            if console and not isinstance(theirs, _JsonHandler):
+                ours = _JsonHandler()
+                ours.setLevel(theirs.level)
+                ours.filters = theirs.filters
+                owner.removeHandler(theirs)
+                owner.addHandler(ours)
+                _replaced.append((owner, ours, theirs))
+
+
+def log_place(**place: Any) -> None:
+    """From now on this process is at split, epoch, step, …; what is not named stays."""
+    _place.update(place)
+
+
+def progress(logger: logging.Logger, text: str, **values: Any) -> None:
+    """Print a line of progress, on standard output.
+
+    Args:
+        logger: of the module.
+        text: for people.
+        values: what it says, by names; for JSON.
+    """
+    handler = _json_handler()
+    if handler is not None:
+        record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values})
+        text = handler.format(record)
+    print(text, flush=True)

@@ -1,0 +1,87 @@
+"""How much memory a stream takes: the object store's, and that of this machine's Ray processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import ray
+from ray._private.internal_api import node_stats
+
+_PERIOD_S = 0.25
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LET_GO_S = 1.0
+"""Ray frees an object up to so long after the last one who held it has let go of it."""
+
+
+def object_store_bound(in_flight: int, ranks: int, per_s: float, micro_batch_bytes: int) -> int:
+    """The most bytes of micro-batches that a stream has in the object store.
+
+    Args:
+        in_flight: micro-batches that may be in flight, see `PoolConfig.in_flight`.
+        ranks: each holds one, and has asked for another.
+        per_s: micro-batches/s, the most of any second.
+        micro_batch_bytes: B·H·W·3.
+    """
+    return round((in_flight + 2 * ranks + per_s * LET_GO_S) * micro_batch_bytes)
+
+
+class MemoryWatch:
+    """Looks at the memory of the connected cluster four times a second, while it is entered.
+
+    Attributes:
+        object_store: most bytes that the object stores of all nodes have held.
+        spilled: bytes that they have written to disk, in all since the cluster was started.
+        private: most bytes of the pages that this process and its descendants shared with nobody: where the
+            cluster is one that this process has started, all of Ray's processes.
+    """
+
+    def __init__(self) -> None:
+        self.object_store = self.spilled = self.private = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="MemoryWatch", daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            stores = [
+                node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
+                for node in self._nodes
+            ]
+            self.object_store = max(self.object_store, sum(store.object_store_bytes_used for store in stores))
+            self.spilled = max(self.spilled, sum(store.spilled_bytes_total for store in stores))
+            self.private = max(self.private, private_bytes(os.getpid()))
+
+
+def private_bytes(root: int) -> int:
+    """Bytes of the pages that a process and its descendants share with nobody; shared memory is left out."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:  # it has ended
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found, tree = 0, [root]
+    while tree:
+        pid = tree.pop()
+        tree += children.get(pid, [])
+        try:
+            _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        except OSError:
+            continue
+        found += (resident - shared) * _PAGE_BYTES
+    return found

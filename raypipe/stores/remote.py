@@ -1,0 +1,168 @@
+"""The objects that make up a store in an object store.
+
+    s3://bucket/train.lmdb                one object, or a folder: all in it of the right suffix, sorted by name
+    s3://bucket/train-{0000..0099}.tar    a hundred
+    s3://bucket/data/train-*.parquet      those in the folder whose names fit
+
+A folder that `raypipe ingest` wrote has a manifest, `_raypipe.json`, which is written last and names its shards:
+
+    {"version": 1, "complete": true, "shards": [{"name": "…", "num_bytes": n, "digest": 32 hex digits}, …]}
+
+Until then it says that it is not complete, so that no half of a store is read. A store that is written over
+stays the old one until the manifest is another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import pyarrow.fs
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.filesystem import explained, join, open_filesystem, split
+from raypipe.whole_file import read_json, write_json
+
+MANIFEST = "_raypipe.json"
+VERSION = 1
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_SHARDS = 100_000
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One object of a store.
+
+    Attributes:
+        address: its URI.
+        num_bytes: its size, where a manifest tells; else -1.
+        digest: blake2b of its content, 32 hex digits, where a manifest tells; else "".
+    """
+
+    address: str
+    num_bytes: int = -1
+    digest: str = ""
+
+
+def expand(address: str) -> list[str]:
+    """The addresses that one with `{0000..0099}` stands for; any other stands for itself.
+
+    Raises:
+        StoreError: a range goes backwards, or all together make more than 100,000 shards.
+    """
+    num_shards = 1
+    for each in _RANGE.finditer(address):
+        num_shards *= max(0, int(each[2]) - int(each[1]) + 1)
+    if not 0 < num_shards <= _MAX_SHARDS:
+        raise StoreError(f"{address} stands for {num_shards:,} shards; a store has from 1 to {_MAX_SHARDS:,}")
+    found = [address]
+    while (match := _RANGE.search(found[0])) is not None:
+        numbers = range(int(match[1]), int(match[2]) + 1)
+        found = [_RANGE.sub(f"{n:0{len(match[1])}}", name, count=1) for name in found for n in numbers]
+    return found
+
+
+def list_shards(address: str, suffix: str) -> list[Listed]:
+    """The objects of the store at a remote address.
+
+    Args:
+        address: an object, several of them, or a folder.
+        suffix: of the objects in a folder, such as ".lmdb".
+
+    Raises:
+        StoreError: there is nothing, the store is not complete, or it cannot be reached.
+    """
+    expanded = expand(address)
+    if len(expanded) > 1 or expanded != [address]:
+        return [Listed(name) for name in expanded]
+    with explained(StoreError, f"{address} cannot be opened"):
+        folder, pattern = split(address)
+        if "*" in pattern:
+            found = names_in(*open_filesystem(folder))
+            shards = [Listed(join(folder, name)) for name in sorted(found) if fnmatchcase(name, pattern)]
+            if not shards:
+                raise StoreError(f"{address} finds no files")
+            return shards
+        filesystem, path = open_filesystem(address)
+        kind = filesystem.get_file_info(path).type
+        if kind == pyarrow.fs.FileType.File:
+            return [Listed(address)]
+        if kind == pyarrow.fs.FileType.NotFound:
+            raise StoreError(f"{address} does not exist, or its bucket does not")
+        names = names_in(filesystem, path)
+    if MANIFEST in names:
+        return _of_manifest(address)
+    shards = [Listed(join(address, name)) for name in sorted(names) if name.endswith(suffix)]
+    if not shards:
+        raise StoreError(f"{address} has no *{suffix} files")
+    return shards
+
+
+def kind_of_folder(address: str) -> str:
+    """The suffix of the shards in a remote folder, without its dot; "" where there is no one such.
+
+    Raises:
+        StoreError: it cannot be reached.
+    """
+    with explained(StoreError, f"{address} cannot be opened"):
+        filesystem, path = open_filesystem(address)
+        kind = filesystem.get_file_info(path).type
+        if kind == pyarrow.fs.FileType.NotFound:
+            raise StoreError(f"{address} does not exist, or its bucket does not")
+        if kind == pyarrow.fs.FileType.File:
+            return ""
+        suffixes = {name.rpartition(".")[2] for name in names_in(filesystem, path)} & {"lmdb", "parquet", "tar"}
+    return suffixes.pop() if len(suffixes) == 1 else ""
+
+
+def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
+    """Names of the files in a folder, without hidden ones."""
+    found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    names = {info.base_name for info in found if info.type == pyarrow.fs.FileType.File}
+    return {name for name in names if name == MANIFEST or name[0] not in "._"}
+
+
+def is_complete(address: str) -> bool:
+    """Whether the folder at an address, which has a manifest, is a whole store."""
+    try:
+        return read_json(join(address, MANIFEST))["complete"] is True
+    except (ConfigError, KeyError, TypeError):
+        return False
+
+
+def _of_manifest(address: str) -> list[Listed]:
+    where = join(address, MANIFEST)
+    try:
+        content = read_json(where)
+        if content["version"] != VERSION:
+            raise StoreError(f"{where} has version {content['version']}; this raypipe reads version {VERSION}")
+        if content["complete"] is not True:
+            raise StoreError(
+                f"{address} is not complete: it is being written, or its ingest was broken off. Wait for it, or "
+                "ingest it again with --overwrite"
+            )
+        return [
+            Listed(join(address, str(shard["name"])), int(shard["num_bytes"]), str(shard["digest"]))
+            for shard in content["shards"]
+        ]
+    except ConfigError as error:
+        raise StoreError(str(error)) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{where} is no manifest ({type(error).__name__}: {error}): ingest the store again"
+        ) from None
+
+
+def write_manifest(address: str, shards: Iterable[Listed], complete: bool) -> None:
+    """Write a folder's manifest over the one that is there.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    entries = [
+        {"name": split(shard.address)[1], "num_bytes": shard.num_bytes, "digest": shard.digest} for shard in shards
+    ]
+    write_json(join(address, MANIFEST), {"version": VERSION, "complete": complete, "shards": entries})

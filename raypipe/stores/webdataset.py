@@ -1,0 +1,311 @@
+"""The samples of a tar in the WebDataset layout: members in a row whose names are equal up to the first dot.
+
+    000123.jpg    the image: the first member whose suffix is that of an image
+    000123.cls    the label, an integer in ASCII; without it, the field `label` of 000123.json
+    000123.txt    a column `txt` of strings; so are text, transcript, html, htm, json and jsn
+    000123.npy    a column `npy` of bytes: any other suffix
+
+Suffixes are all that follows the first dot, in lower case, as WebDataset has them. A column is what all samples
+have. A key that comes again, behind another one, is another sample.
+
+A tar that raypipe wrote begins with a member `__raypipe__`, which WebDataset skips: JSON of version, count,
+columns with their types, classes and fingerprint. Only there may a sample lack a column: it is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.stores.checks import IMAGE_SUFFIXES, image_and_label_first
+from raypipe.stores.members import Index, is_visible, join_digests
+from raypipe.stores.record import check_column_types
+
+METADATA = "__raypipe__"
+VERSION = 1
+LABEL_SUFFIX = "cls"
+
+_TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
+_SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
+_WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
+_INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
+_MAX_LABEL_BYTES = 64
+_MAX_JSON_BYTES = 1 << 20  # a label is not looked for in a larger one
+_MAX_METADATA_BYTES = 64 << 20  # a million class names
+# What parsing damaged metadata raises, see `raypipe.stores.lmdb_shard`.
+_BAD_METADATA = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
+
+Place = tuple[int, int, float]  # position of the data, num_bytes, mtime
+
+
+@dataclass
+class Samples:
+    """The samples of one tar.
+
+    Attributes:
+        num: how many.
+        labels: int64 of shape (num,); None where there are none.
+        places: suffix → int64 of shape (num, 2): position and num_bytes, -1 where a sample has no such member;
+            "" is the image.
+        first_key: of the first sample, for errors; "" where there is none.
+        types: columns with their types, and classes, as the writer has noted them; None where it was another.
+        classes: see `types`.
+        digest: hash over the members' names, sizes and times of change, the labels, and what the writer has noted.
+    """
+
+    num: int
+    labels: np.ndarray | None
+    places: dict[str, np.ndarray]
+    first_key: str
+    types: dict[str, str] | None
+    classes: tuple[str, ...] | None
+    digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        labels = None if self.labels is None else self.labels.tolist()
+        places = {suffix: place.ravel().tolist() for suffix, place in self.places.items()}
+        return {**vars(self), "labels": labels, "places": places}
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Samples:
+        """Raises what damaged content leads to: KeyError, TypeError, ValueError …"""
+        labels, classes = content["labels"], content["classes"]
+        return cls(
+            **{
+                **content,
+                "labels": None if labels is None else np.array(labels, np.int64),
+                "places": {
+                    key: np.array(flat, np.int64).reshape(-1, 2) for key, flat in content["places"].items()
+                },
+                "classes": None if classes is None else tuple(classes),
+            }
+        )
+
+
+class Grouper:
+    """Makes samples of a tar's members, which it is given in their order.
+
+    Whether the tar has the WebDataset layout shows in the end: what is wrong is kept until then.
+
+    Args:
+        name: of the tar, for errors.
+        image_column: the suffix of the images; "image" = that of any image.
+        label_column: the suffix of the labels, or their field in the JSON; "label" = as above.
+        read: the num_bytes of the tar at a position.
+    """
+
+    def __init__(self, name: str, image_column: str, label_column: str, read: Callable[[int, int], bytes]) -> None:
+        self._name, self._read = name, read
+        self._image, self._label = image_column.lower(), label_column
+        self._types: dict[str, str] | None = None
+        self._classes: tuple[str, ...] | None = None
+        self._count, self._num = 0, 0
+        self._key, self._first_key = "", ""
+        self._members: dict[str, Place] = {}
+        self._places: dict[str, array[int]] = {}
+        self._labels: array[int] = array("q")
+        self._unlabelled = ""  # the first key without a label
+        self._num_labelled = self._num_images = self._num_accompanied = 0
+        self._problem = self._duplicate = ""
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def note(self, position: int, num_bytes: int) -> None:
+        """Take the tar's first member for what raypipe's writer has noted.
+
+        Raises:
+            StoreError: it is damaged, or of another version.
+        """
+        if num_bytes > _MAX_METADATA_BYTES:
+            raise StoreError(f"{self._name} has a {METADATA} member of {num_bytes} bytes: ingest it again")
+        try:
+            metadata = json.loads(self._read(position, num_bytes))
+            if metadata["version"] != VERSION:
+                raise StoreError(f"version {metadata['version']}; this raypipe reads version {VERSION}")
+            self._types = {str(column["name"]): str(column["type"]) for column in metadata["columns"]}
+            check_column_types(self._types)
+            classes = metadata["classes"]
+            self._classes = None if classes is None else tuple(str(name) for name in classes)
+            self._count = int(metadata["count"])
+            self._hash.update(str(metadata["fingerprint"]).encode())
+        except _BAD_METADATA as error:
+            raise StoreError(f"{self._name} has a bad {METADATA} member: {error!s:.500}") from error
+        extra = [name.lower() for name in self._types if name not in ("image", "label")]
+        self._places = {suffix: array("q") for suffix in ("", *extra)}
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the layout is WebDataset's for sure: raypipe wrote the tar, or there are labels."""
+        return self._types is not None or self._num_labelled > 0 or bool(self._problem)
+
+    def add(self, path: PurePosixPath, place: Place) -> None:
+        """Take the next member, a regular file."""
+        name = str(path)
+        folder, slash, file = name.rpartition("/")
+        stem, _, suffix = file.partition(".")
+        if not stem or not suffix or _WEBDATASET_SKIPS.match(name) or not is_visible(path):
+            return
+        key, suffix = folder + slash + stem, suffix.lower()
+        if key != self._key:
+            self._finish()
+            self._key = key
+        elif suffix in self._members:
+            self._members[suffix] = place  # in class folders the last of a name counts
+            self._duplicate = f"sample {key!r} has two members .{suffix}"
+            return
+        self._members[suffix] = place
+
+    def _finish(self) -> None:
+        """Make a sample of the members of one key."""
+        members, self._members = self._members, {}
+        if not members:
+            return
+        if not self._num:
+            self._first_key = self._key
+        image = self._image_of(members)
+        self._num_images += image is not None
+        self._num_accompanied += image is not None and not _TEXT_SUFFIXES.isdisjoint(members)
+        label = self._label_of(members)
+        if not self._num and self._types is None:
+            taken = {image, LABEL_SUFFIX if self._label == "label" else self._label.lower()}
+            names = [suffix for suffix in members if suffix not in taken | {"image", "label"}]
+            self._places = {suffix: array("q") for suffix in ("", *names)}
+        for suffix, places in list(self._places.items()):
+            place = members.get(suffix or image or "")
+            if place is None and suffix and self._types is None:
+                del self._places[suffix]  # no column, as not all samples have it
+                continue
+            places.extend(place[:2] if place else (-1, -1))
+        self._labels.append(label or 0)
+        self._num += 1
+        self._hash.update(f"{self._key}\0{label}".encode(errors="surrogateescape"))
+        for suffix, (_, num_bytes, mtime) in members.items():
+            self._hash.update(f"\0{suffix}\0{num_bytes}\0{mtime}".encode(errors="surrogateescape"))
+        self._hash.update(b"\n")
+        if label is None and not self._unlabelled:
+            self._unlabelled = self._key
+        self._num_labelled += label is not None
+
+    def _image_of(self, members: dict[str, Place]) -> str | None:
+        if self._image != "image":
+            return self._image if self._image in members else None
+        for suffix in members:  # `jpg` goes before `depth.png`
+            if suffix in _SIMPLE_IMAGES:
+                return suffix
+        return next((suffix for suffix in members if suffix.rpartition(".")[2] in _SIMPLE_IMAGES), None)
+
+    def _label_of(self, members: dict[str, Place]) -> int | None:
+        if self._types is not None and "label" not in self._types and self._label == "label":
+            return None
+        suffix = LABEL_SUFFIX if self._label == "label" else self._label.lower()
+        if suffix in members:
+            position, num_bytes, _ = members[suffix]
+            text = self._read(position, min(num_bytes, _MAX_LABEL_BYTES)).strip()
+            label = int(text) if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES else None
+            return self._checked(label, f"{self._key}.{suffix} is {text!r}")
+        if "json" not in members or members["json"][1] > _MAX_JSON_BYTES:
+            return None
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(self._read(*members["json"][:2]))
+            if isinstance(content, dict) and self._label in content:
+                label = content[self._label]
+                whole = isinstance(label, int) and not isinstance(label, bool)
+                return self._checked(label if whole else None, f"{self._label!r} of {self._key}.json is {label!r}")
+        return None
+
+    def _checked(self, label: int | None, what: str) -> int | None:
+        if label is not None and -(1 << 63) <= label < 1 << 63:
+            return label
+        self._problem = self._problem or f"the label {what:.300}, which is no integer of 64 bits"
+        return None
+
+    def result(self) -> Samples | None:
+        """The samples of the tar; None where its layout is not WebDataset's.
+
+        Raises:
+            StoreError: some samples have a label, and others none or a bad one; a member is there twice; raypipe
+                wrote another number of samples.
+        """
+        self._finish()
+        accompanied = 0 < self._num_images == self._num_accompanied
+        if not self.is_certain and not accompanied:
+            return None
+        if self._types is not None and self._num != self._count:
+            raise StoreError(
+                f"{self._name} holds {self._num} samples, but was written with {self._count}: ingest it again"
+            )
+        problem = self._problem or self._duplicate
+        needed = self._num_labelled or (self._types is not None and "label" in self._types)
+        if not problem and needed and self._unlabelled:
+            problem = f"sample {self._unlabelled!r} has no label, and others have one"
+        if problem:
+            raise StoreError(
+                f"{self._name}: {problem}. Each sample of a WebDataset tar has one .{LABEL_SUFFIX} or one field "
+                f"{self._label!r} in its .json, and its members stand one behind the other (tar --sort=name)"
+            )
+        return Samples(
+            num=self._num,
+            labels=np.array(self._labels, np.int64) if needed else None,
+            places={key: np.array(flat, np.int64).reshape(-1, 2) for key, flat in self._places.items()},
+            first_key=self._first_key,
+            types=self._types,
+            classes=self._classes,
+            digest=self._hash.hexdigest(),
+        )
+
+
+def index_samples(names: Sequence[str], shards: Sequence[Samples]) -> Index:
+    """The index of tars in the WebDataset layout: samples are in the order of the tars and of their members.
+
+    Args:
+        names: of the tars, for errors.
+        shards: their samples.
+
+    Raises:
+        StoreError: some have labels and others none, or they differ in what raypipe has noted of them.
+    """
+    for name, shard in zip(names, shards, strict=True):
+        if (shard.types, shard.classes) != (shards[0].types, shards[0].classes):
+            raise StoreError(
+                f"{name} and {names[0]} differ in columns or classes; all shards of one store have the same"
+            )
+    filled = [(name, shard) for name, shard in zip(names, shards, strict=True) if shard.num]
+    labelled = [shard.labels is not None for _, shard in filled]
+    if any(labelled) and not all(labelled):
+        name, shard = filled[labelled.index(False)]
+        raise StoreError(f"{name}: sample {shard.first_key!r} has no label, and those of other shards have one")
+    types = shards[0].types or _types([shard for _, shard in filled], any(labelled))
+    places = {}
+    for column in types:
+        if column != "label":
+            suffix = "" if column == "image" else column.lower()
+            places[column] = np.concatenate(
+                [shard.places[suffix] for _, shard in filled] or [np.empty((0, 2), int)]
+            )
+    labels = [np.empty(0, np.int64), *(shard.labels for _, shard in filled if shard.labels is not None)]
+    return Index(
+        types={name: types[name] for name in image_and_label_first(types)},
+        classes=shards[0].classes,
+        labels=np.concatenate(labels) if "label" in types else None,
+        places=places,
+        bounds=np.cumsum([0] + [shard.num for shard in shards]),
+        fingerprint=join_digests([shard.digest for shard in shards]),
+    )
+
+
+def _types(shards: Sequence[Samples], labelled: bool) -> dict[str, str]:
+    """The columns that all shards have."""
+    types = {"image": "binary", "label": "int64"} if labelled else {"image": "binary"}
+    for suffix in shards[0].places:
+        if suffix and all(suffix in shard.places for shard in shards):
+            types[suffix] = "string" if suffix in _TEXT_SUFFIXES else "binary"
+    return types

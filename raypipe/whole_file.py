@@ -1,0 +1,101 @@
+"""JSON and text files at a local path or a URI: read with one clear error, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+
+from raypipe.errors import ConfigError
+from raypipe.filesystem import explained, is_remote, open_filesystem
+
+
+def read_json(address: str | Path) -> Any:
+    """What a file holds.
+
+    Raises:
+        ConfigError: it cannot be read, or is no JSON.
+    """
+    with explained(ConfigError, f"{address} cannot be read"):
+        filesystem, path = _place(address, "read")
+        with filesystem.open_input_stream(path) as file:
+            content = file.read()
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ConfigError(f"{address} is no JSON: {error}") from error
+
+
+def read_text(address: str | Path, max_bytes: int) -> str:
+    """What a small file holds.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than `max_bytes`, or is no UTF-8.
+    """
+    with explained(ConfigError, f"{address} cannot be read"):
+        filesystem, path = _place(address, "read")
+        with filesystem.open_input_stream(path) as file:
+            content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ConfigError(f"{address} cannot be read: it has more than {max_bytes:,} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{address} is no text: {error}") from error
+
+
+def write_json(address: str | Path, content: dict[str, Any]) -> None:
+    """`write_text` of an object."""
+    write_text(address, json.dumps(content, indent=1))
+
+
+def write_text(address: str | Path, text: str) -> None:
+    """Write a file in place of one that is there; readers see the old or the new one.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    data = text.encode()
+    with explained(ConfigError, f"{address} cannot be written"):
+        filesystem, path = _place(address, "written")
+        if is_remote(address):  # an object is there once it is written whole
+            with filesystem.open_output_stream(path) as file:
+                file.write(data)
+            return
+        folder, _, name = path.rpartition("/")
+        partial = f"{folder}/.{name}.partial-{secrets.token_hex(4)}"
+        try:
+            with filesystem.open_output_stream(partial) as file:
+                file.write(data)
+            filesystem.move(partial, path)
+        except (pa.ArrowException, OSError):
+            with contextlib.suppress(pa.ArrowException, OSError):
+                filesystem.delete_file(partial)
+            raise
+
+
+def check_place(address: str | Path) -> None:
+    """Raise ConfigError where no file can be written, before the work of making its content."""
+    with explained(ConfigError, f"{address} cannot be written"):
+        filesystem, path = _place(address, "written")
+        if is_remote(address):
+            bucket = path.partition("/")[0]
+            if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:
+                raise ConfigError(f"{address} cannot be written: there is no bucket {bucket}: make it first")
+            return
+    folder = path.rpartition("/")[0]
+    if not Path(folder).is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{address} cannot be written: expected is a file in a folder that can be written to")
+
+
+def _place(address: str | Path, wanted: str) -> tuple[pyarrow.fs.FileSystem, str]:
+    try:
+        return open_filesystem(address)
+    except ConfigError as error:
+        raise ConfigError(f"{address} cannot be {wanted}: {error}") from error

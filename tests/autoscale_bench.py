@@ -1,0 +1,208 @@
+"""A cluster that starts without CPU nodes: what becomes of it around streams that starve, and that do not.
+
+    python tests/autoscale_bench.py --output timeline.json --picture docs/autoscale.png
+
+Nodes are processes on this machine, added and removed by Ray's own autoscaler. The transform sleeps, so that they
+may be more than its CPUs. The trainer takes micro-batches as fast as they come, then slowly, then (in a run of its
+own) slowly from the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from local_head import LocalHead
+
+NODE_CPUS, MOST_NODES = 2, 3
+B, SLEEP_S = 4, 0.05  # an actor makes 5 micro-batches a second
+SLOW_S = 1.0  # a trainer that one actor serves with ease
+
+
+def sleepy(image: np.ndarray) -> np.ndarray:
+    time.sleep(SLEEP_S)
+    return image
+
+
+class Watcher(threading.Thread):
+    """Writes down the nodes of the cluster, the actors of the pool and what the trainer got, twice a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.phase, self.taken = "", 0
+        self.timeline: list[dict[str, Any]] = []
+        self._since, self._over = time.monotonic(), threading.Event()
+
+    def run(self) -> None:
+        import ray
+
+        taken, at = 0, time.monotonic()
+        while not self._over.wait(0.5):
+            nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+            used = ray.cluster_resources().get("CPU", 0.0) - ray.available_resources().get("CPU", 0.0)
+            now = time.monotonic()
+            self.timeline.append(
+                {
+                    "s": round(now - self._since, 1),
+                    "phase": self.phase,
+                    "nodes": len(nodes),
+                    "actors": round(used),
+                    "micro_batches_per_s": round((self.taken - taken) / (now - at), 2),
+                }
+            )
+            taken, at = self.taken, now
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+    def until(self, phase: str, reached: Any, patience_s: float) -> bool:
+        """Wait for a moment of the timeline that `reached` says yes to."""
+        self.phase = phase
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if self.timeline and reached(self.timeline[-1]):
+                return True
+            time.sleep(0.2)
+        return False
+
+
+def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
+    """Run the phases on the connected cluster."""
+    import ray
+
+    from raypipe.config import PoolConfig
+    from raypipe.pipeline import StreamSpec
+    from raypipe.plan import PlanConfig
+    from raypipe.rank_stream import host_batches
+    from raypipe.supervisor import start_supervisor
+
+    spec = StreamSpec.of(
+        str(store),
+        plan=PlanConfig(epochs=1000, micro_batch=B),
+        pool=PoolConfig(max_actors=NODE_CPUS * MOST_NODES, grow_after_s=3.0, shrink_after_s=6.0),
+        train_transform=sleepy,
+    )
+    from raypipe.cluster import preflight
+
+    allocation = preflight(spec.pool)
+    watcher = Watcher()
+    watcher.start()
+    events: list[tuple[str, str]] = []
+    reached: dict[str, bool] = {}
+
+    def consume(phase: str, seconds: float, pause_s: float, batches: Any) -> None:
+        """For so long; a starving trainer, no longer than until the pool has grown, and some seconds."""
+        watcher.phase = phase
+        deadline, grown = time.monotonic() + seconds, False
+        while time.monotonic() < deadline:
+            next(batches)
+            watcher.taken += 1
+            time.sleep(pause_s)
+            if not pause_s and not grown and watcher.timeline[-1]["actors"] == allocation.max_actors:
+                deadline, grown = min(deadline, time.monotonic() + 8), True
+
+    for name, phases in (
+        ("fast", (("the trainer takes all", starving_s, 0.0), ("the trainer is slow", slow_s, SLOW_S))),
+        ("slow", (("slow from the start", slow_s, SLOW_S),)),
+    ):
+        reached[f"{name}: no nodes before"] = watcher.until("no stream", lambda seen: seen["nodes"] == 0, 90)
+        supervisor = start_supervisor(1)
+        (iterator,) = spec.splits(spec.plan.start(), max_actors=allocation.max_actors, supervisor=supervisor)
+        batches = host_batches(iterator)
+        watcher.phase = f"{name}: the pool starts"
+        next(batches)
+        for phase in phases:
+            consume(*phase, batches)
+        events += [(name, text) for _, text in ray.get(supervisor.events.remote(0))]
+        batches.close()
+        del batches, iterator
+    reached["no nodes after"] = watcher.until("no stream", lambda seen: seen["nodes"] == 0, 90)
+    watcher.stop()
+    return {
+        "max_actors": allocation.max_actors,
+        "reached": reached,
+        "events": events,
+        "timeline": watcher.timeline,
+    }
+
+
+def draw(found: dict[str, Any], path: str) -> None:
+    """The timeline as a picture: nodes, actors, and what the trainer got, over seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timeline = found["timeline"]
+    seconds = [seen["s"] for seen in timeline]
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(10, 5), sharex=True, height_ratios=[2, 1])
+    upper.step(seconds, [seen["actors"] for seen in timeline], where="post", label="transform actors with a CPU")
+    upper.step(seconds, [seen["nodes"] for seen in timeline], where="post", label="CPU nodes", linewidth=2.5)
+    upper.legend(loc="upper right")
+    upper.set_ylim(0, None)
+    lower.plot(seconds, [seen["micro_batches_per_s"] for seen in timeline], color="tab:green")
+    lower.set_ylabel("micro-batches/s")
+    lower.set_xlabel("seconds")
+    starts = [i for i, seen in enumerate(timeline) if i == 0 or seen["phase"] != timeline[i - 1]["phase"]]
+    for number, start in enumerate(starts):
+        end = starts[number + 1] if number + 1 < len(starts) else len(timeline) - 1
+        for axes in (upper, lower):
+            axes.axvspan(seconds[start], seconds[end], color="0.5", alpha=0.12 if number % 2 else 0.03)
+        middle = (seconds[start] + seconds[end]) / 2
+        upper.text(
+            middle, upper.get_ylim()[1] * 1.02, timeline[start]["phase"], ha="center", fontsize=8, rotation=12
+        )
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starving-s", type=float, default=45.0)
+    parser.add_argument("--slow-s", type=float, default=45.0)
+    parser.add_argument("--output", default="")
+    parser.add_argument("--picture", default="")
+    options = parser.parse_args()
+
+    resources = {"CPU": NODE_CPUS, "object_store_memory": 100 << 20}
+    node = {"resources": resources, "node_config": {}, "labels": {"raypipe": "transform"}}
+    node_types = {"cpu": {**node, "min_workers": 0, "max_workers": MOST_NODES}}
+    with tempfile.TemporaryDirectory() as folder, LocalHead(0, node_types=node_types, idle_timeout_s=5) as head:
+        # Ray reads these, the token among them, when it is imported.
+        os.environ.update({name: value for name, value in head.environment.items() if name.startswith("RAY")})
+        import ray
+        from conftest import samples
+
+        from raypipe.stores.atomic import write_atomically
+
+        store = Path(folder, "train.lmdb")
+        write_atomically(str(store), samples(40), tuple("abcde"))
+        ray.init(address=head.gcs_address, log_to_driver=False)
+        try:
+            found = observe(store, options.starving_s, options.slow_s)
+        finally:
+            ray.shutdown()  # before the head goes: Ray waits a minute for one that has gone
+    for seen in found["timeline"]:
+        counts = f"{seen['nodes']} nodes  {seen['actors']} actors  {seen['micro_batches_per_s']:5.1f}/s"
+        print(f"{seen['s']:6.1f} s  {counts}  {seen['phase']}")
+    for name, text in found["events"]:
+        print(f"{name}: {text}")
+    if options.output:
+        Path(options.output).write_text(json.dumps(found, indent=1))
+    if options.picture:
+        draw(found, options.picture)
+    print(
+        json.dumps({"reached": found["reached"], "most_nodes": max(seen["nodes"] for seen in found["timeline"])})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""A local cluster of real nodes in this process's hands, and the killing of its nodes and processes.
+
+Import it before anything that imports Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+# A cluster of its own, that no other process of this machine finds and takes for its own.
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
+
+import raypipe  # noqa: F401  # isort: skip  it sets what Ray and Albumentations read at import
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+
+class Nodes:
+    """A head without CPUs for actors, where the consumer is, and two CPU nodes."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "object_store_memory": 100 << 20,
+                "resources": {"head": 100},
+            },
+        )
+        self.nodes = [self._add(), self._add()]
+        ray.init(address=self.cluster.address, logging_level="ERROR")
+
+    def _add(self) -> Any:
+        return self.cluster.add_node(num_cpus=2, object_store_memory=100 << 20, resources={"trainer": 2})
+
+    def lose(self, choose: random.Random) -> None:
+        """A CPU node and all that runs on it, at once."""
+        node = self.nodes.pop(choose.randrange(len(self.nodes)))
+        raylet = node.all_processes["raylet"][0].process
+        for process in [*psutil.Process(raylet.pid).children(recursive=True), psutil.Process(raylet.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def mend(self) -> None:
+        while len(self.nodes) < 2:
+            self.nodes.append(self._add())
+
+    def close(self) -> None:
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+def workers(name: str) -> list[psutil.Process]:
+    """Ray's worker processes of this script's cluster that have `name` in their title."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
+            title = process.cmdline()[0]
+            if title.startswith("ray::") and name in title:
+                found.append(process)
+    return found
+
+
+def kill(name: str, choose: random.Random, all_of_them: bool = False) -> None:
+    deadline = time.monotonic() + 20
+    while not (found := sorted(workers(name), key=lambda p: p.pid)):
+        assert time.monotonic() < deadline, f"there is no {name} to kill"
+        time.sleep(0.05)
+    for process in found if all_of_them else [choose.choice(found)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Nodes]:
+    nodes = Nodes()
+    try:
+        yield nodes
+    finally:
+        nodes.close()

@@ -1,0 +1,79 @@
+"""What is kept of a scan of a local archive."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypipe.stores import archive
+from raypipe.stores.tar import TarStore
+from raypipe.stores.zip import ZipStore
+
+
+def make(path: Path, *names: str) -> TarStore:
+    with tarfile.open(path, "w") as tar:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = len(name)
+            tar.addfile(member, io.BytesIO(name.encode()))
+    return TarStore(path)
+
+
+@pytest.fixture
+def scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the archives that were scanned; all are large."""
+    monkeypatch.setattr(archive, "_SMALL_BYTES", 0)
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    names: list[str] = []
+    scan = TarStore._scan
+
+    def counted(self: TarStore, path: Path, name: str) -> object:
+        names.append(Path(name).name)
+        return scan(self, path, name)
+
+    monkeypatch.setattr(TarStore, "_scan", counted)
+    return names
+
+
+def test_a_large_one_is_scanned_once_by_all_processes_of_a_node(tmp_path: Path, scans: list[str]) -> None:
+    store = make(tmp_path / "a.tar", "x/1.jpg", "y/2.jpg")
+    assert len(store) == 2 and scans == ["a.tar"]
+    for other in (TarStore(tmp_path / "a.tar"), pickle.loads(pickle.dumps(store))):
+        assert other.fingerprint == store.fingerprint and other.classes == ("x", "y")
+        assert other.read(np.array([1]))["image"] == [b"y/2.jpg"]
+    assert scans == ["a.tar"]
+
+
+def test_one_that_has_changed_is_scanned_anew(tmp_path: Path, scans: list[str]) -> None:
+    path = tmp_path / "a.tar"
+    make(path, "x/1.jpg").close()
+    before = TarStore(path).fingerprint
+    make(path, "x/3.jpg")  # of the same size
+    os.utime(path, ns=(1, 1))
+    assert TarStore(path).fingerprint != before and len(scans) == 2
+    assert TarStore(path).read(np.array([0]))["image"] == [b"x/3.jpg"] and len(scans) == 2
+
+
+def test_damage_and_a_folder_that_cannot_be_made_cost_a_scan(tmp_path: Path, scans: list[str]) -> None:
+    store = make(tmp_path / "a.tar", "x/1.jpg")
+    assert len(store) == 1
+    (index,) = (tmp_path / "cache" / "scans").glob("*.json")
+    index.write_text(index.read_text()[:-9])
+    assert TarStore(tmp_path / "a.tar").fingerprint == store.fingerprint and len(scans) == 2
+    (tmp_path / "file").write_text("")
+    os.environ["RAYPIPE_CACHE"] = str(tmp_path / "file" / "cache")  # the fixture takes it back
+    assert TarStore(tmp_path / "a.tar").fingerprint == store.fingerprint and len(scans) == 3
+
+
+def test_a_small_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    assert len(make(tmp_path / "a.tar", "x/1.jpg")) == 1
+    with pytest.raises(Exception, match="zip"):
+        len(ZipStore(tmp_path / "a.tar"))
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,351 @@
+"""Stores in object storage: the same as on a disk, and opened without a download."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pyarrow.fs
+import pytest
+from s3_server import FaultyProxy
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.filesystem import join, open_filesystem
+from raypipe.stores import Store, open_store, open_writer
+from raypipe.stores import upload as upload_module
+from raypipe.stores.remote import MANIFEST, Listed, expand, list_shards, write_manifest
+from raypipe.stores.tar import TarStore
+from raypipe.stores.upload import new_remote
+from raypipe.whole_file import read_json
+
+CLASSES = ("ant", "bee", "cat")
+IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (9000 * i) for i in range(12)]
+LABELS = [0, 0, 0, 1, 1, 2, 2, 0, 1, 2, 2, 2]
+SHARDS = [(0, 4), (4, 5), (5, 12)]
+
+
+@pytest.fixture
+def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_endpoint) as made:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
+        yield made
+
+
+def write(path: Path, start: int = 0, end: int = len(IMAGES), first: bytes = b"") -> None:
+    with open_writer(path, classes=CLASSES) as writer:
+        for image, label in zip(IMAGES[start:end], LABELS[start:end], strict=True):
+            writer.append({"image": first + image, "label": label})
+
+
+def write_tar(path: Path, start: int, end: int) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number in range(start, end):
+            member = tarfile.TarInfo(f"{CLASSES[LABELS[number]]}/{number:03d}.png")
+            member.size = len(IMAGES[number])
+            tar.addfile(member, io.BytesIO(IMAGES[number]))
+
+
+def put(file: Path, address: str) -> None:
+    filesystem, path = open_filesystem(address)
+    with filesystem.open_output_stream(path) as target:
+        target.write(file.read_bytes())
+
+
+def one_lmdb(folder: Path, bucket: str) -> tuple[Path, str]:
+    write(folder / "a.lmdb")
+    put(folder / "a.lmdb", f"{bucket}/x/a.lmdb")
+    return folder / "a.lmdb", f"{bucket}/x/a.lmdb"
+
+
+def shards(suffix: str) -> Callable[[Path, str], tuple[Path, str]]:
+    def make(folder: Path, bucket: str) -> tuple[Path, str]:
+        (folder / "local").mkdir()
+        for number, (start, end) in enumerate(SHARDS):
+            file = folder / "local" / f"{number:03d} %41.{suffix}"
+            write(file, start, end)
+            put(file, join(f"{bucket}/train", file.name))
+        put(file, f"{bucket}/train/_hidden.{suffix}")
+        return folder / "local", f"{bucket}/train"
+
+    return make
+
+
+def one_tar(folder: Path, bucket: str) -> tuple[Path, str]:
+    write_tar(folder / "a.tar", 0, len(IMAGES))
+    put(folder / "a.tar", f"{bucket}/a.tar")
+    return folder / "a.tar", f"{bucket}/a.tar"
+
+
+def several_tars(folder: Path, bucket: str) -> tuple[Path, str]:
+    for number, (start, end) in enumerate(SHARDS):
+        write_tar(folder / f"t-{number:02d}.tar", start, end)
+        put(folder / f"t-{number:02d}.tar", f"{bucket}/t-{number:02d}.tar")
+    return folder / "t-{00..02}.tar", f"{bucket}/t-{{00..02}}.tar"
+
+
+def one_zip(folder: Path, bucket: str) -> tuple[Path, str]:
+    with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number, image in enumerate(IMAGES):
+            archive.writestr(f"{CLASSES[LABELS[number]]}/{number:03d}.png", image)
+    put(folder / "a.zip", f"{bucket}/a.zip")
+    return folder / "a.zip", f"{bucket}/a.zip"
+
+
+MAKERS = {
+    "one_lmdb": one_lmdb,
+    "lmdb_shards": shards("lmdb"),
+    "parquet_shards": shards("parquet"),
+    "one_tar": one_tar,
+    "several_tars": several_tars,
+    "webdataset_shards": shards("tar"),
+    "one_zip": one_zip,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_remote_store_is_the_local_one(kind: str, bucket: str, tmp_path: Path) -> None:
+    path, address = MAKERS[kind](tmp_path, bucket)
+    local, remote = open_store(path), open_store(address)
+    assert remote.address == address
+    for _ in range(2):
+        assert len(remote) == len(local) == len(IMAGES)
+        assert remote.fingerprint == local.fingerprint
+        assert (remote.columns, remote.classes) == (local.columns, local.classes)
+        for wanted in (np.arange(len(IMAGES)), np.array([11, 0, 5, 5, 3])):
+            expected, found = local.read(wanted), remote.read(wanted)
+            assert found["image"] == expected["image"] and found["label"].tolist() == expected["label"].tolist()
+        remote.close()
+        remote = pickle.loads(pickle.dumps(remote))
+
+
+def test_the_samples_of_several_tars_are_those_of_each_after_one_another(tmp_path: Path, bucket: str) -> None:
+    path, _ = several_tars(tmp_path, bucket)
+    store = open_store(path)
+    order = [n for start, end in SHARDS for n in sorted(range(start, end), key=lambda n: (LABELS[n], n))]
+    found = store.read(np.arange(len(IMAGES)))
+    assert isinstance(store, TarStore) and store.classes == CLASSES
+    assert found["image"] == [IMAGES[n] for n in order] and found["label"].tolist() == [LABELS[n] for n in order]
+    with pytest.raises(StoreError, match=r"t-03\.tar cannot be read as tar: .*No such file"):
+        len(open_store(tmp_path / "t-{00..03}.tar"))
+
+
+def test_what_a_driver_asks_of_an_lmdb_store_downloads_nothing(
+    bucket: str, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    _, address = MAKERS["lmdb_shards"](tmp_path, bucket)
+    store = open_store(address)
+    assert len(store) == len(IMAGES) and store.classes and store.columns and store.fingerprint
+    assert sum(proxy.sent.values()) < 40_000  # of 600,000
+    assert not (tmp_path / "cache").exists()
+    # Other processes are told what this one has found: a read costs them the shard and nothing else.
+    store = pickle.loads(pickle.dumps(store))
+    with proxy.lock:
+        proxy.requests.clear()
+        proxy.sent.clear()
+    assert len(store) == len(IMAGES) and not proxy.requests
+    assert store.read(np.array([4]))["image"] == [IMAGES[4]]
+    assert [path for path in proxy.sent if ".lmdb" in path] == [f"/{bucket[5:]}/train/001%20%2541.lmdb"]
+
+
+def test_the_index_of_a_tar_outlives_the_tar_in_the_cache(
+    bucket: str, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, address = several_tars(tmp_path, bucket)
+    largest = max(file.stat().st_size for file in tmp_path.glob("*.tar"))
+    monkeypatch.setenv("RAYPIPE_CACHE_BYTES", str(largest))
+    store = open_store(address)
+    monkeypatch.setattr("raypipe.stores.archive._NUM_FETCHES", 1)
+    assert len(store) == len(IMAGES)
+    store.close()
+    with proxy.lock:
+        proxy.sent.clear()
+    again = open_store(address)
+    assert again.fingerprint == store.fingerprint and not proxy.sent
+    index = next((tmp_path / "cache").glob("shards/*/tar-2.json"))
+    index.write_text("{")
+    assert open_store(address).fingerprint == store.fingerprint
+
+
+def test_a_shard_that_is_another_one_by_now_is_refused(bucket: str, tmp_path: Path) -> None:
+    _, address = MAKERS["lmdb_shards"](tmp_path, bucket)
+    store = open_store(address)
+    assert len(store) == len(IMAGES)
+    write(tmp_path / "other.lmdb", 4, 5, first=b"!")
+    put(tmp_path / "other.lmdb", join(address, "001 %41.lmdb"))
+    assert store.read(np.array([0]))["image"] == [IMAGES[0]]
+    with pytest.raises(StoreError, match=r"001%20%2541\.lmdb has changed since the store was opened"):
+        store.read(np.array([4]))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.lmdb", r"none\.lmdb does not exist, or its bucket does not"),
+        ("none.parquet", r"none\.parquet does not exist, or its bucket does not"),
+        ("none-{00..01}.tar", r"none-00\.tar does not exist, or its bucket does not"),
+        ("none", r"none does not exist, or its bucket does not"),
+        ("junk.lmdb", r"junk\.lmdb cannot be opened as LMDB: "),
+        ("junk.tar", r"junk\.tar cannot be read as tar: "),
+        ("junk.zip", r"junk\.zip cannot be read as zip: "),
+        ("junk.7z", r"junk\.7z is no folder of \*\.lmdb, \*\.parquet or \*\.tar files"),
+        ("folder.lmdb", r"folder\.lmdb has no \*\.lmdb files"),
+        ("x-{9..1}.tar", r"stands for 0 shards"),
+    ],
+)
+def test_what_is_no_store(name: str, message: str, bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "junk").write_bytes(b"junk" * 5000)
+    for there in ("junk.lmdb", "junk.tar", "junk.zip", "junk.7z", "folder.lmdb/x.txt"):
+        put(tmp_path / "junk", f"{bucket}/{there}")
+    with pytest.raises(StoreError, match=message):
+        len(open_store(f"{bucket}/{name}"))
+
+
+def test_ranges_stand_for_their_shards() -> None:
+    assert expand("a") == ["a"]
+    assert expand("s3://b/{08..11}.tar") == [f"s3://b/{n}.tar" for n in ("08", "09", "10", "11")]
+    assert expand("{0..1}-{0..1}") == ["0-0", "0-1", "1-0", "1-1"]
+    with pytest.raises(StoreError, match="stands for 1,000,000 shards; a store has from 1 to 100,000"):
+        expand("{0..999}{0..999}")
+
+
+# Writing
+
+
+def upload(folder: Path, address: str, first: bytes = b"", overwrite: bool = False) -> Store:
+    with new_remote(address, overwrite) as path:
+        path.mkdir()
+        for number, (start, end) in enumerate(SHARDS):
+            write(path / f"{number:05d}{path.suffix}", start, end, first)
+    return open_store(address)
+
+
+@pytest.mark.parametrize("name", ["x.lmdb", "x.parquet", "x.tar"])
+def test_an_uploaded_store_reads_back_and_leaves_nothing_here(name: str, bucket: str, tmp_path: Path) -> None:
+    store = upload(tmp_path, f"{bucket}/{name}")
+    assert store.read(np.arange(len(IMAGES)))["image"] == IMAGES and store.classes == CLASSES
+    assert not list((tmp_path / "cache").glob("ingest-*"))
+    manifest = read_json(f"{bucket}/{name}/{MANIFEST}")
+    assert manifest["complete"] and len(manifest["shards"]) == 3
+    with pytest.raises(StoreError, match=rf"{name} exists: choose another destination, or overwrite it"):
+        upload(tmp_path, f"{bucket}/{name}")
+
+
+def test_a_store_is_written_over_as_a_whole(bucket: str, tmp_path: Path) -> None:
+    address = f"{bucket}/x.lmdb"
+    old = upload(tmp_path, address)
+    assert len(old) == len(IMAGES)
+    with pytest.raises(ZeroDivisionError), new_remote(address, overwrite=True) as path:
+        write(path)
+        raise ZeroDivisionError
+    assert open_store(address).fingerprint == old.fingerprint
+    new = upload(tmp_path, address, b"new", overwrite=True)
+    assert new.read(np.array([3]))["image"] == [b"new" + IMAGES[3]]
+    assert len(list_shards(address, ".lmdb")) == 3
+    filesystem, path = open_filesystem(address)
+    assert len(filesystem.get_file_info(pyarrow.fs.FileSelector(path))) == 4
+    with pytest.raises(StoreError, match="does not exist"):  # it read the old one, and none of it is cached
+        old.read(np.array([3]))
+
+
+def test_an_upload_that_fails_leaves_the_old_store_or_none(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, copied = upload_module._copy, []
+
+    def fail_at_the_second(file: Path, shard: Listed) -> None:
+        copied.append(shard)
+        if len(copied) == 2:
+            raise OSError("the network is gone")
+        copy(file, shard)
+
+    upload(tmp_path, f"{bucket}/old.lmdb")
+    monkeypatch.setattr(upload_module, "_copy", fail_at_the_second)
+    for name, overwrite in (("new.lmdb", False), ("old.lmdb", True)):
+        copied.clear()
+        with pytest.raises(StoreError, match=rf"{name} cannot be written: the network is gone"):
+            upload(tmp_path, f"{bucket}/{name}", b"new", overwrite)
+    with pytest.raises(StoreError, match=r"new\.lmdb has no \*\.lmdb files"):
+        len(open_store(f"{bucket}/new.lmdb"))
+    store = open_store(f"{bucket}/old.lmdb")
+    assert store.read(np.arange(len(IMAGES)))["image"] == IMAGES
+
+
+def test_a_store_that_is_not_complete_is_neither_read_nor_written_over_unasked(
+    bucket: str, tmp_path: Path
+) -> None:
+    address = f"{bucket}/x.lmdb"
+    write_manifest(address, [], complete=False)
+    write(tmp_path / "a.lmdb")
+    put(tmp_path / "a.lmdb", f"{address}/00000-1.lmdb")
+    with pytest.raises(StoreError, match=r"x\.lmdb is not complete: it is being written, or its ingest was"):
+        len(open_store(address))
+    with pytest.raises(StoreError, match=r"x\.lmdb is not complete: another process is writing it"):
+        upload(tmp_path, address)
+    assert len(upload(tmp_path, address, overwrite=True)) == len(IMAGES)
+    assert len(list_shards(address, ".lmdb")) == 3
+
+
+@pytest.mark.parametrize("content", [{}, {"version": 2}, {"version": 1, "complete": True, "shards": [{}]}, []])
+def test_a_manifest_that_is_none(content: object, bucket: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    put(tmp_path / MANIFEST, f"{bucket}/x.lmdb/{MANIFEST}")
+    with pytest.raises(StoreError, match=r"_raypipe\.json (is no manifest|has version 2)"):
+        len(open_store(f"{bucket}/x.lmdb"))
+
+
+@pytest.mark.parametrize("layout", ["auto", "pickle"])
+def test_lmdb_that_others_wrote_is_downloaded_and_read_as_on_a_disk(
+    layout: str, bucket: str, tmp_path: Path
+) -> None:
+    for number, (start, end) in enumerate(SHARDS):
+        path = tmp_path / "local" / f"{number}.lmdb"
+        path.parent.mkdir(exist_ok=True)
+        with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
+            for i in range(start, end):
+                value = IMAGES[i] if layout == "auto" else pickle.dumps((IMAGES[i], LABELS[i]))
+                txn.put(b"%03d" % i, value)
+        put(path, f"{bucket}/train/{path.name}")
+    local = open_store(tmp_path / "local", layout=layout)
+    remote = open_store(f"{bucket}/train", layout=layout)
+    for store in (remote, pickle.loads(pickle.dumps(remote))):
+        assert (store.columns, store.fingerprint) == (local.columns, local.fingerprint)
+        found = store.read(np.array([11, 0, 5, 4, 4]), store.columns)
+        assert found["image"] == [IMAGES[i] for i in (11, 0, 5, 4, 4)]
+        if layout == "pickle":
+            assert found["label"].tolist() == [LABELS[i] for i in (11, 0, 5, 4, 4)]
+    if layout == "pickle":
+        with pytest.raises(StoreError, match="holds pickled values"):
+            len(open_store(f"{bucket}/train"))
+
+
+def test_a_pattern_of_remote_files(bucket: str, tmp_path: Path) -> None:
+    for split, count in (("train", 4), ("test", 3)):
+        write(tmp_path / f"{split}.parquet", 0, count)
+        put(tmp_path / f"{split}.parquet", f"{bucket}/data/{split}-00000-of-00001.parquet")
+    assert len(open_store(f"{bucket}/data/train-*.parquet")) == 4
+    with pytest.raises(StoreError, match=r"several splits: test \(1\), train \(1\)"):
+        len(open_store(f"{bucket}/data"))
+    with pytest.raises(StoreError, match=r"val-\*\.parquet finds no files"):
+        len(open_store(f"{bucket}/data/val-*.parquet"))
+
+
+def test_a_shard_of_another_size_than_it_was_written_with(bucket: str, tmp_path: Path) -> None:
+    address = f"{bucket}/x.lmdb"
+    upload(tmp_path, address)
+    shard = list_shards(address, ".lmdb")[0]
+    write(tmp_path / "a.lmdb")
+    put(tmp_path / "a.lmdb", shard.address)
+    with pytest.raises(StoreError, match=rf"has \d+ bytes, and was written with {shard.num_bytes}"):
+        len(open_store(address))
+
+
+def test_a_bucket_that_is_not_there_is_told_before_anything_is_written(bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no bucket no-such"), new_remote("s3://no-such/x.lmdb", False):
+        raise AssertionError

@@ -1,0 +1,56 @@
+"""The pages in a real browser, without a network. Skipped where there is none (apt-get install chromium)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from conftest import CLASSES, picture
+from test_report import make_run
+
+from raypipe.inspection import describe
+from raypipe.report import write_report
+from raypipe.store_page import write_page
+from raypipe.stores.memory import MemoryStore
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+
+
+def shown(page: Path, *, height: int = 2600) -> np.ndarray:
+    """What a browser draws of a page, uint8 BGR; anything that it has to say of the page is an error."""
+    assert CHROMIUM
+    screenshot = page.with_suffix(".png")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1040,{height}"]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", f"--screenshot={screenshot}"]
+    done = subprocess.run(
+        [CHROMIUM, *options, f"--user-data-dir={page.parent}/profile", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert screenshot.exists(), done.stderr
+    return cv2.imread(str(screenshot))
+
+
+def test_the_page_of_a_store_shows_its_pictures(tmp_path: Path) -> None:
+    red = cv2.imencode(".jpg", np.full((90, 120, 3), (20, 20, 220), np.uint8))[1].tobytes()
+    store = MemoryStore([red] * 12 + [picture(1)] * 12, [0, 1] * 12, CLASSES[:2])
+    write_page(store, describe(store), str(tmp_path / "store.html"))
+    seen = shown(tmp_path / "store.html").astype(int)
+    reds = (seen[..., 2] > 200) & (seen[..., 1] < 40) & (seen[..., 0] < 40)
+    # A page 1,000 pixels wide shows each of the twelve at 120 x 90 or a little more.
+    assert 0.9 * 12 * 120 * 90 < reds.sum() < 1.5 * 12 * 120 * 90
+
+
+def test_the_page_of_a_run_draws_its_charts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one")
+    write_report(str(run))
+    seen = shown(run / "report.html").astype(int)
+    blue = (abs(seen - (168, 99, 37)) < 12).all(2)  # of the first line of a chart
+    assert blue.sum() > 2000

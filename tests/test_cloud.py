@@ -1,0 +1,160 @@
+"""A training run whose store, lists and run folder are in object storage, through faults, is the run on a disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import pytest
+import torch
+from s3_server import FaultyProxy, environment
+
+from raypipe.bad_list import write_bad_list
+from raypipe.filesystem import open_filesystem
+from raypipe.ingest import ingest
+from raypipe.stores import open_store, open_writer
+from raypipe.stores.upload import new_remote
+
+from conftest import CLASSES, samples  # isort: skip
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+# What it does stands in another process: Ray's processes have the environment of who started them.
+RUNS = """
+import dataclasses, json, sys, threading, time
+import raypipe
+from raypipe.cluster import connect
+from raypipe.config import *
+from raypipe.filesystem import exists
+from raypipe.launch import train
+from raypipe.plan import PlanConfig
+from raypipe.runlog import request_stop
+
+local, remote, results = sys.argv[1:]
+
+def run(folder, name):
+    return RunConfig(
+        store=StoreConfig(f"{folder}/train.lmdb", f"{folder}/val.parquet", val_leave_out=f"{folder}/bad.json"),
+        plan=PlanConfig(epochs=2, micro_batch=6, per_step=2, seed=1),
+        transform=TransformConfig(train="small", val="resize", size=12),
+        pool=PoolConfig(max_actors=1),
+        train=TrainConfig(model="small", optimizer="adamw", lr=0.003, workers=1, cpus_per_worker=1.0, log_every=1,
+                          log_samples=True, checkpoint_every=5),
+        runs=f"{folder}/runs", name=name,
+    )
+
+def stop():
+    while not exists(f"{remote}/runs/mine/config.yaml"):
+        time.sleep(0.1)
+    request_stop(f"{remote}/runs/mine")
+
+connect(num_cpus=4, object_store_bytes=300 << 20)
+alone = train(run(local, "mine"))
+threading.Thread(target=stop).start()
+stopped = train(run(remote, "mine"))
+resumed = train(dataclasses.replace(run(remote, ""), resume=f"{remote}/runs/mine"))
+with open(results, "w") as file:
+    json.dump([alone, stopped, resumed], file)
+"""
+
+
+@pytest.fixture
+def places(bucket: str, tmp_path: Path) -> tuple[str, str]:
+    """A folder and a bucket with the same stores: training samples in three LMDB shards, one of them damaged."""
+    rows = samples(100)
+    rows[17]["image"] = b"no picture"
+    (tmp_path / "train.lmdb").mkdir()
+    with new_remote(f"{bucket}/train.lmdb", overwrite=False) as uploaded:
+        uploaded.mkdir()
+        for folder in (tmp_path / "train.lmdb", uploaded):
+            for number, (start, end) in enumerate([(0, 40), (40, 70), (70, 100)]):
+                with open_writer(folder / f"{number:05d}.lmdb", classes=CLASSES) as writer:
+                    for row in rows[start:end]:
+                        writer.append(row)
+    with open_writer(tmp_path / "val.parquet", classes=CLASSES, row_group_size=8) as writer:
+        for row in samples(22, first=1000):
+            writer.append(row)
+    pyarrow.fs.copy_files(
+        str(tmp_path / "val.parquet"),
+        f"{bucket[5:]}/val.parquet",
+        source_filesystem=pyarrow.fs.LocalFileSystem(),
+        destination_filesystem=open_filesystem(bucket)[0],
+    )
+    for address in (str(tmp_path), bucket):
+        write_bad_list(f"{address}/bad.json", open_store(f"{address}/val.parquet"), [{"index": 3, "error": "x"}])
+    return str(tmp_path), bucket
+
+
+def files(folder: str) -> dict[str, bytes]:
+    """What is in a folder, by path below it."""
+    filesystem, root = open_filesystem(folder)
+    found = filesystem.get_file_info(pyarrow.fs.FileSelector(root, recursive=True))
+    paths = [info.path for info in found if info.type == pyarrow.fs.FileType.File]
+    return {path.removeprefix(f"{root}/"): filesystem.open_input_stream(path).read() for path in paths}
+
+
+def final_state(run: dict[str, bytes]) -> dict[str, Any]:
+    last = max(name for name in run if name.endswith("/state.pt"))
+    return torch.load(io.BytesIO(run[last]), weights_only=True)
+
+
+def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on_a_disk(
+    places: tuple[str, str], s3_endpoint: str, tmp_path: Path
+) -> None:
+    local, remote = places
+    # Only answers with a body can be cut or slow: one in five.
+    rates = {"throttle": 0.03, "drop": 0.03, "cut": 0.08, "slow": 0.1}
+    with FaultyProxy(s3_endpoint, seed=1, rates=rates) as proxy:
+        process_environment = {
+            **os.environ,
+            **environment(proxy.endpoint),
+            "RAYPIPE_CACHE": str(tmp_path / "cache"),
+        }
+        process_environment.pop("RAY_ADDRESS", None)
+        done = subprocess.run(
+            [sys.executable, "-c", RUNS, local, remote, str(tmp_path / "results.json")],
+            capture_output=True,
+            text=True,
+            timeout=380,
+            env=process_environment,
+            check=False,
+        )
+        faults, requests = dict(proxy.faults), sum(proxy.requests.values())
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    alone, stopped, resumed = json.loads((tmp_path / "results.json").read_text())
+    assert faults.keys() == rates.keys() and requests > 100, (faults, requests)
+    print(f"{requests} requests, faults: {faults}")
+
+    assert stopped["stopped"] and 0 < stopped["steps"] < alone["steps"] == resumed["steps"] == 16
+    assert resumed["run_dir"] == f"{remote}/runs/mine"
+    assert resumed["val_accuracy"] == alone["val_accuracy"]
+    here, there = files(f"{local}/runs/mine"), files(f"{remote}/runs/mine")
+    assert there["samples.jsonl"] == here["samples.jsonl"] and here["samples.jsonl"].count(b"\n") == 32
+    expected, found = final_state(here)["model"], final_state(there)["model"]
+    assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    quarantined = {name: content for name, content in here.items() if name.startswith("quarantine/")}
+    assert quarantined
+    for name, content in quarantined.items():
+        assert there[name].replace(remote.encode(), local.encode()) == content
+    kinds = [json.loads(line)["kind"] for line in there["metrics.jsonl"].splitlines()]
+    assert kinds.count("train") == 16 and kinds.count("val") == 2 and kinds.count("start") == 2
+    assert "stop" not in there and any(name.startswith("tensorboard/") for name in there)
+    cached = list((tmp_path / "cache" / "shards").glob("*/data"))
+    assert len(cached) == 3  # the training shards; Parquet is read where it is
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("name", ["x.lmdb", "x.parquet"])
+def test_ingest_writes_to_a_bucket(name: str, bucket: str, stores: dict[str, Path]) -> None:
+    found = ingest(str(stores["train"]), f"{bucket}/{name}", shards=2, progress=False)
+    assert (found["samples"], found["classes"]) == (100, 5)
+    store, source = open_store(f"{bucket}/{name}"), open_store(stores["train"])
+    assert store.classes == source.classes and len(store) == 100
+    wanted = [0, 49, 50, 99]
+    assert store.read(wanted)["image"] == source.read(wanted)["image"]  # type: ignore[arg-type]

@@ -1,0 +1,298 @@
+"""Commands, settings, code and links of README.md and docs/: all are parsed, programs of some pages are run."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import raypipe
+from raypipe import cli
+from raypipe.config import RunConfig
+from raypipe.policies import TuneConfig
+from raypipe.presets import PRESETS, check_transform
+from raypipe.stores import Store
+from raypipe.stores.atomic import write_atomically
+from raypipe.worker import TransformWorker
+
+from conftest import CLASSES, samples  # isort: skip
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OURS = ("raypipe", "jobs/train.py", "jobs/tune.py")
+NOT_OURS = ("…", "MY-BUCKET", "gcloud", "kubectl")  # parts of lines that need more than there is
+
+
+def blocks(language: str, *pages: Path) -> list[str]:
+    found = (re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages or PAGES)
+    return [block for of_page in found for block in of_page]
+
+
+def commands(*pages: Path) -> list[list[str]]:
+    """Each command of ours, without what stands before it."""
+    found = []
+    for block in blocks("console", *pages):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            ours = [number for number, word in enumerate(words) if word in OURS]
+            if ours and not any(mark in line for mark in NOT_OURS):
+                found.append(words[ours[0] :])
+    return found
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    assert {words[0] for words in commands()} == {"raypipe", "jobs/train.py", "jobs/tune.py"}
+    assert {words[1] for words in commands() if words[0] == "raypipe"} >= {"ingest", "digest", "submit", "stop"}
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_is_understood(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if words[0] != "raypipe":
+        (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
+        args = [f"{tmp_path}/run.yaml" if word.endswith("best.yaml") else word for word in words[1:]]
+        args = [word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args]  # which is not asked for here
+        run, own = cli.parse_job(args, None, tune=TuneConfig)
+        assert isinstance(run, RunConfig) and own
+        return
+    called = []
+
+    def recorded(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def record(*_: Any, **__: Any) -> dict[str, Any]:
+            called.append(command)
+            return {}
+
+        return record
+
+    monkeypatch.setattr(cli, "COMMANDS", {name: recorded(command) for name, command in cli.COMMANDS.items()})
+    cli.main(words[1:])
+    assert len(called) == 1
+
+
+def test_all_settings_are_settings(tmp_path: Path) -> None:
+    for block in blocks("yaml"):
+        (tmp_path / "some.yaml").write_text(block)
+        run, _ = cli.parse_job([f"--config={tmp_path / 'some.yaml'}"], None)
+        assert set(yaml.safe_load(block)) <= set(vars(run))
+        for transform in (run.transform.train, run.transform.val):
+            check_transform(transform, run.transform.size)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_all_code_is_python_and_knows_what_there_is(code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "raypipe":
+            assert hasattr(raypipe, node.attr), node.attr
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may lead to within a page: its headings, as GitHub names them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_has_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.(?:md|ipynb))\)", (ROOT / "docs" / "README.md").read_text()))
+    there = {path.name for path in (ROOT / "docs").iterdir() if path.suffix in (".md", ".ipynb")}
+    assert linked == there - {"README.md"}
+
+
+def program(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """Run a page's blocks of Python one after another in an empty folder; what they have defined."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RAYPIPE_CACHE", str(folder / "cache"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for code in blocks("python", ROOT / "docs" / name):
+        exec(compile(code, name, "exec"), names)
+    return names
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = program("own-loop.md", monkeypatch, tmp_path)
+    assert names["metrics"]["began_at"] == 8 and names["metrics"]["steps"] == 22
+    assert names["metrics"]["accuracy"] > 0.5
+    assert names["segment"].split == "val" and sum(names["sizes"]) == 4 * 32
+    assert names["image"].shape == (128, 8, 8, 3) and names["place"] == (0, 10, 0)
+    assert sum(names["counts"]) == 1437 and all(names["counts"])
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_program_of_docs_own_store_streams_audits_and_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = program("own-store.md", monkeypatch, tmp_path)
+    assert isinstance(names["store"], Store) and isinstance(names["ChunkedStore"]("digits.sqlite"), Store)
+    assert names["num_bad"] == 1 and names["found"]["bad"] == 1
+    assert names["found"]["reasons"][0][:2] == (7, 1)
+    copy = raypipe.open_store("digits.lmdb")
+    assert len(copy) == 1437 and copy.classes == names["store"].classes
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_digests_of_docs_determinism_are_equal_and_differ_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "determinism.md"
+    (make,) = re.findall(r'python -c "(.*)"$', page.read_text(), re.M)
+    exec(make, {})
+    shown = []
+    *digests, diff = commands(page)
+    for words in digests:
+        cli.main(words[1:])
+        shown.append(capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(diff[1:])
+    shown.append(capsys.readouterr().out)
+    assert len(digests) == 3 and "equal over 16 micro-batches" in shown[1]
+    assert "44 of 44 micro-batches differ" in shown[3] and "train-e0000-s000000-m000" in shown[3]
+    assert json.loads(shown[3].splitlines()[-1])["settings"].keys() == {"plan", "plan.seed"}
+
+
+NOTEBOOK = ROOT / "docs" / "preview.ipynb"
+
+
+def cells() -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_is_small_and_shows_pictures() -> None:
+    assert NOTEBOOK.stat().st_size < 300 << 10
+    outputs = [output for cell in cells() for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "execute_result", "display_data"}
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+
+
+@pytest.mark.soak  # what it calls is called by the pages' programs too
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells():
+        exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
+        shown = ["".join(output["text"]) for output in cell["outputs"] if output.get("name") == "stdout"]
+        assert capsys.readouterr().out == "".join(shown)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_docs_moving_has_instead_of_other_loaders_runs(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import albumentations
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_AIR_LOCAL_CACHE_DIR", str(tmp_path))
+    shutil.copy(stores["train"], tmp_path / "train.lmdb")
+    for number in range(100):
+        write_atomically(str(tmp_path / f"train-{number:04d}.tar"), samples(1, first=number), CLASSES)
+    given = {
+        "pipeline": albumentations.Compose([albumentations.RandomResizedCrop((16, 16))]),
+        "model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 5)),
+        "criterion": torch.nn.CrossEntropyLoss(),
+        "use_gpu": False,
+    }
+    ours = [code for code in blocks("python", ROOT / "docs" / "moving.md") if "import raypipe" in code]
+    assert len(ours) == 3
+    for code in ours:
+        names = {"raypipe": raypipe, **given}
+        exec(compile(code, "moving.md", "exec"), names)
+        if "spec" in names:
+            assert len(names["spec"].stores["train"]) == 100
+        if "image" in names:
+            assert names["image"].shape == (16, 16, 16, 3) and names["label"].shape == (16,)
+
+
+def test_what_docs_transforms_has_makes_images(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = ROOT / "docs" / "transforms.md"
+    saving, own, given = blocks("python", page)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_transforms", raising=False)
+    shutil.copy(stores["train"], tmp_path / "train.lmdb")
+    (tmp_path / "my_transforms.py").write_text(own)
+    names: dict[str, Any] = {}
+    for code in (saving, given):
+        exec(compile(code, "transforms.md", "exec"), names)
+
+    def first(**changes: Any) -> np.ndarray:
+        made = raypipe.StreamSpec.of("train.lmdb", plan=names["spec"].plan.config, **changes)
+        return TransformWorker(made).run(next(made.plan.micro_batches(made.plan.start())))["image"]
+
+    (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])
+    saved, _ = cli.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
+    assert saved.transform.train == "policy.json"
+    image = first(transform=saved.transform)
+    assert image.shape == (1, 16, 32, 32, 3)
+    assert np.array_equal(image, first(train_transform=names["pipeline"]))
+    spec = names["spec"]
+    at = next(spec.plan.micro_batches(spec.plan.start()))
+    assert TransformWorker(spec).run(at)["image"].shape == (1, 16, 32, 32, 3)
+    (tmp_path / "run.yaml").write_text(blocks("yaml", page)[2])
+    mine, _ = cli.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
+    for name in (mine.transform.train, mine.transform.val, "my_transforms:turned"):
+        assert first(transform=mine.transform, train_transform=name).shape == (1, 16, 32, 32, 3), name
+
+
+def test_docs_transforms_has_every_preset() -> None:
+    named = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs" / "transforms.md").read_text(), re.M)
+    assert named == ["none", *PRESETS]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_docs_targets_trains_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    for code in blocks("python", ROOT / "docs" / "targets.md"):
+        exec(compile(code, "targets.md", "exec"), names)
+    losses, targets = names["losses"], names["targets"]
+    assert len(losses) == 64 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
+    assert len(targets) == 16 and {tuple(each["boxes"].shape) for each in targets} <= {(0, 4), (1, 4)}

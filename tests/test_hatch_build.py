@@ -1,0 +1,63 @@
+"""The build hook, by itself: wheels are built by hand (docs/decode.md)."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("hatchling", reason="hatchling is a build dependency; the dev group has it")
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_compiled_here_can_be_used_here(hook: ModuleType, tmp_path: Path) -> None:
+    reason = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
+    if reason:
+        pytest.skip(f"cannot be compiled here: {reason}")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from raypipe.jpeg_extension import extension\n"
+        "print(extension(), sys.modules['_raypipe_jpeg'].__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "built-in function decode_crop" in done.stdout and str(tmp_path) in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("no-such-compiler", "no C compiler"), (f"{sys.executable} -c 'raise SystemExit(1)'", "")],
+)
+def test_what_cannot_be_compiled_has_a_reason(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    found = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
+    assert found and reason in found
+
+
+def test_old_and_other_libjpegs_are_refused(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jpeglib.h").write_text("#define LIBJPEG_TURBO_VERSION_NUMBER 2000006\n")
+    (tmp_path / "jerror.h").write_text("")
+    monkeypatch.setattr(hook, "libjpeg_flags", lambda: ([f"-I{tmp_path}"], ["-ljpeg"]))
+    found = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
+    assert "libjpeg-turbo 2.1 or later" in found or "no C compiler" in found
+
+
+def test_the_tag_promises_this_platform_alone(hook: ModuleType) -> None:
+    tag = hook.wheel_tag()
+    assert tag == "" or (tag.startswith("cp311-abi3-") and "manylinux" not in tag)

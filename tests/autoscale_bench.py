@@ -121,6 +121,7 @@ def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
         next(batches)
         for phase in phases:
             consume(*phase, batches)
+        watcher.phase = "no stream"  # from here on its actors go
         events += [(name, text) for _, text in ray.get(supervisor.events.remote(0))]
         batches.close()
         del batches, iterator

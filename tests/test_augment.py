@@ -106,7 +106,8 @@ def test_the_host_never_waits_for_the_device(preset: Any, mixing: dict[str, floa
         expected, mixed = augment(image, target, ALL, seed=seed, strength=0.7)
         with pretended_device():
             found, found_mixed = there(pretend(image), pretend(target), ALL, seed=seed, strength=0.7)
-        assert torch.equal(found.held, expected)  # type: ignore[attr-defined]
+        # To rounding: on the pretended device some operations are taken apart into others.
+        assert torch.allclose(found.held, expected, rtol=0, atol=1e-4)  # type: ignore[attr-defined]
         assert (mixed is None) == (found_mixed is None)
 
 

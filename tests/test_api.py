@@ -25,7 +25,7 @@ MODULES = sorted(
 LAYERS = [
     {"errors", "order", "console", "logs", "jpeg_extension"},
     {"cursor", "filesystem", "file_lock", "rank_group"},
-    {"lookup", "stores.base", "stores.checks", "stores.record", "whole_file", "remote_file"},
+    {"lookup", "stores.base", "stores.checks", "stores.record", "stores.splits", "whole_file", "remote_file"},
     {"stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
     {"digest_file", "shard_folder", "stores.remote", "stores.members", "stores.example", "transform_steps"},
     {"stores.webdataset", "stores.zip_index", "stores.file_list"},
@@ -83,7 +83,7 @@ LAYERS = [
     {"trial"},
     {"trial_queue"},
     {"tune"},
-    {"cli_audit", "cli_capacity", "cli_cluster"},
+    {"cli_audit", "cli_bench", "cli_capacity", "cli_cluster"},
     {"cli"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}

@@ -23,6 +23,7 @@ from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices
 from raypipe.stores.members import Index
 from raypipe.stores.remote import expand, list_shards
+from raypipe.stores.splits import check_one_split
 from raypipe.whole_file import read_json, write_json
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
@@ -167,6 +168,7 @@ class ArchiveStore(ABC, Generic[S]):
             names = sorted(c.name for c in path.iterdir() if c.suffix == self.suffix and c.name[0] not in "._")
             if not names:
                 raise StoreError(f"{path} is no folder of *{self.suffix} files")
+            check_one_split(self.address, names)
             paths = [f"{path}/{name}" for name in names]
         return [_LocalArchive(each, self.suffix) for each in paths]
 

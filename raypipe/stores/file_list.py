@@ -1,27 +1,20 @@
 """Which local files an address means: one, those of a folder, or those that a pattern finds.
 
-    train.parquet                 itself
-    data                          all in it of the right names, sorted
-    data/train-*.parquet          those that the pattern finds; only the last part of a path is a pattern
-    train-{00000..01023}-of-01024.tfrecord
-
-Data sets come in files named by their split, `train-00000-of-00002.parquet`, which often lie in one folder. A
-folder is one store, so it must hold one split, whole.
+train.parquet                 itself
+data                          all in it of the right names, sorted
+data/train-*.parquet          those that the pattern finds; only the last part of a path is a pattern
+train-{00000..01023}-of-01024.tfrecord
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from raypipe.errors import StoreError
 from raypipe.stores.remote import expand
-
-PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.\-])")
-"""train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
-_SPLIT = re.compile(r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])", re.IGNORECASE)
+from raypipe.stores.splits import check_one_split
 
 
 def is_pattern(name: str) -> bool:
@@ -63,34 +56,3 @@ def _names_in(folder: Path) -> list[str]:
         return [child.name for child in folder.iterdir() if child.name[0] not in "._" and not child.is_dir()]
     except OSError as error:
         raise StoreError(f"{folder} cannot be listed: {error}") from error
-
-
-def check_one_split(address: str, names: Iterable[str]) -> None:
-    """Raise StoreError unless a folder's files are of one split, as far as their names tell, and all of it."""
-    splits: dict[str, list[str]] = {}
-    for name in names:
-        splits.setdefault(_split_of(name), []).append(name)
-    named = {split: sorted(files) for split, files in splits.items() if split}
-    if len(named) > 1:
-        found = ", ".join(f"{split} ({len(files)})" for split, files in sorted(named.items()))
-        example = sorted(named)[-1]
-        suffix = Path(named[example][0]).suffix
-        raise StoreError(
-            f"{address} holds files of several splits: {found}. A store is one of them: give "
-            f"{address.rstrip('/')}/{example}*{suffix}, in quotes"
-        )
-    for split, files in named.items():
-        parts = [match for name in files if (match := PART_OF.match(name))]
-        if parts and len({match["number"] for match in parts}) < int(parts[0]["num"]):
-            raise StoreError(
-                f"{address} holds {len(parts)} of the {int(parts[0]['num'])} files of {split}: fetch the others, "
-                "or say by a pattern, such as train-0*, that you mean those"
-            )
-
-
-def _split_of(name: str) -> str:
-    part = PART_OF.match(name)
-    if part:
-        return part["split"]
-    split = _SPLIT.match(name)
-    return split[1].lower() if split else ""

@@ -29,6 +29,7 @@ from raypipe.stores.lmdb_foreign import ForeignShard
 from raypipe.stores.lmdb_remote import RemoteShard, open_shards
 from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, VERSION, Shard, open_shard
 from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
+from raypipe.stores.splits import check_one_split
 
 _FLUSH_BYTES = 32 << 20  # a few hundred images per commit: the cost of a commit no longer shows
 
@@ -127,6 +128,7 @@ class LMDBStore:
         shards = sorted(c for c in path.iterdir() if c.suffix == ".lmdb" and not c.name.startswith("."))
         if not shards:
             raise StoreError(f"{path} is neither an LMDB environment nor a folder of *.lmdb shards")
+        check_one_split(self.address, [shard.name for shard in shards])
         return shards
 
 

@@ -14,8 +14,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.filesystem import explained, is_remote, open_filesystem, split
-from raypipe.stores.file_list import check_one_split, is_pattern, list_files
+from raypipe.filesystem import explained, is_remote, open_filesystem
+from raypipe.stores.file_list import is_pattern, list_files
 from raypipe.stores.remote import list_shards
 
 _MAGIC = b"PAR1"
@@ -64,10 +64,7 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
     with explained(StoreError, f"{address} cannot be opened"):
         filesystem, root = open_filesystem(address)
         if is_remote(address):
-            shards = [shard.address for shard in list_shards(address, ".parquet")]
-            if len(shards) > 1 and not is_pattern(split(address)[1]):
-                check_one_split(address, [split(shard)[1] for shard in shards])
-            paths = [open_filesystem(shard)[1] for shard in shards]
+            paths = [open_filesystem(shard.address)[1] for shard in list_shards(address, ".parquet")]
         else:
             if not is_pattern(Path(root).name) and not Path(root).exists():
                 raise FileNotFoundError("no such file or folder")

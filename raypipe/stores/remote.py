@@ -23,6 +23,7 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.filesystem import explained, join, open_filesystem, split
+from raypipe.stores.splits import check_one_split
 from raypipe.whole_file import read_json, write_json
 
 MANIFEST = "_raypipe.json"
@@ -73,7 +74,7 @@ def list_shards(address: str, suffix: str) -> list[Listed]:
         suffix: of the objects in a folder, such as ".lmdb".
 
     Raises:
-        StoreError: there is nothing, the store is not complete, or it cannot be reached.
+        StoreError: there is nothing, a folder is not complete or holds several splits, or it cannot be reached.
     """
     expanded = expand(address)
     if len(expanded) > 1 or expanded != [address]:
@@ -95,10 +96,11 @@ def list_shards(address: str, suffix: str) -> list[Listed]:
         names = names_in(filesystem, path)
     if MANIFEST in names:
         return _of_manifest(address)
-    shards = [Listed(join(address, name)) for name in sorted(names) if name.endswith(suffix)]
-    if not shards:
+    named = sorted(name for name in names if name.endswith(suffix))
+    if not named:
         raise StoreError(f"{address} has no *{suffix} files")
-    return shards
+    check_one_split(address, named)
+    return [Listed(join(address, name)) for name in named]
 
 
 def kind_of_folder(address: str) -> str:

@@ -23,6 +23,8 @@ def inspect(
     verify: bool = False,
     output: str = "",
     html: str = "",
+    mask_column: str = "",
+    boxes_column: str = "",
     image_column: str = "image",
     label_column: str = "label",
     layout: str = "auto",
@@ -38,6 +40,8 @@ def inspect(
         output: with --verify: where to write the list of bad samples, for --store.leave_out, a local path or
             a URI; empty = NAME.bad.json in this folder, if any are bad.
         html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
+        mask_column: column of masks to decode and check as well; empty = none.
+        boxes_column: the same, of boxes.
         image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
             the feature; of HDF5, the dataset.
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
@@ -45,21 +49,24 @@ def inspect(
     """
     from raypipe import inspection
     from raypipe.stores import open_store, store_options
+    from raypipe.targets import check_columns
 
     if output and not verify:
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
     if html and verify:
         raise ConfigError("--html shows what a store is, and --verify finds its bad samples: give one at a time")
     opened = open_store(store, **store_options(image_column, label_column, layout))
+    targets = TransformConfig(mask_column=mask_column, boxes_column=boxes_column).target_columns
+    check_columns(opened, targets, "--{}-column")
     if not verify:
-        found = inspection.describe(opened)
+        found = inspection.describe(opened, targets)
         if html:
             from raypipe import store_page
 
             found["html"] = store_page.write_page(opened, found, html)
         table(store, [(name.replace("_", " "), shown(value)) for name, value in found.items()])
         return found
-    found = inspection.verify(opened, output)
+    found = inspection.verify(opened, output, targets=targets)
     rows = [
         ("samples", f"{found['samples']:,}"),
         ("bad", f"{found['bad']:,}"),
@@ -97,6 +104,9 @@ def digest(
     boxes_column: str = "",
     leave_out: str = "",
     val_leave_out: str = "",
+    image_column: str = "image",
+    label_column: str = "label",
+    layout: str = "auto",
     output: str = "",
     compare: str = "",
 ) -> dict[str, Any]:
@@ -128,6 +138,9 @@ def digest(
         boxes_column: the same, of boxes.
         leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to do without.
         val_leave_out: the same, of the validation store.
+        image_column: of both stores, as `raypipe inspect` takes it.
+        label_column: likewise.
+        layout: likewise.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
     """
@@ -135,11 +148,13 @@ def digest(
     from raypipe.cluster import connect, preflight
     from raypipe.digest_file import Comparison, DigestFile, settings_of
     from raypipe.pipeline import StreamSpec
+    from raypipe.stores import open_store, store_options
     from raypipe.whole_file import check_place
 
+    options = store_options(image_column, label_column, layout)
     spec = StreamSpec.of(
-        store,
-        val or None,
+        open_store(store, **options),
+        open_store(val, **options) if val else None,
         plan=PlanConfig(epochs, micro_batch, per_step, seed, shuffle),
         transform=TransformConfig(
             train=transform, val=val_transform, size=size, mask_column=mask_column, boxes_column=boxes_column

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from raypipe.bad_list import write_bad_list
 from raypipe.cluster import connect
-from raypipe.sample_check import PART, check_range, check_samples, spread
+from raypipe.sample_check import NO_TARGETS, PART, check_range, check_samples, spread
 from raypipe.stores.base import Store
 from raypipe.tasks import Cpus, follow, stopped_on_error
 from raypipe.whole_file import check_place
@@ -28,8 +29,12 @@ _NUM_SAMPLED = 64
 _TASKS_PER_CPU = 2
 
 
-def describe(store: Store) -> dict[str, Any]:
+def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str, Any]:
     """What a store is.
+
+    Args:
+        store: to look at.
+        targets: columns of masks and boxes that are decoded with the images, see `TransformConfig.target_columns`.
 
     Returns:
         `store` (address), `kind`, `samples`, `bytes` (of the encoded images, by the mean of the sampled),
@@ -41,7 +46,7 @@ def describe(store: Store) -> dict[str, Any]:
         StoreError: it cannot be opened.
     """
     groups = store.groups
-    samples = list(check_samples(store, spread(store, _NUM_SAMPLED)))
+    samples = list(check_samples(store, spread(store, _NUM_SAMPLED), targets))
     good = [sample for sample in samples if not sample.error]
     mean_bytes = sum(sample.num_bytes for sample in samples) / max(1, len(samples))
     return {
@@ -66,7 +71,9 @@ def _range(values: list[int]) -> list[int] | None:
     return [min(values), int(np.median(values)), max(values)] if values else None
 
 
-def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str, Any]:
+def verify(
+    store: Store, output: str = "", *, targets: Mapping[str, str] = NO_TARGETS, progress: bool = True
+) -> dict[str, Any]:
     """Read and decode every sample of a store, on the connected Ray cluster or a local one that is started for it.
 
     A store on a local path is verified by this node, one at a URI by all nodes.
@@ -75,6 +82,7 @@ def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str
         store: to verify.
         output: where to write the list of bad samples, a local path or a URI, be it empty; "" = to
             `NAME.bad.json` in this folder, if any are bad.
+        targets: see `describe`.
         progress: show a progress bar on standard error.
 
     Returns:
@@ -105,7 +113,7 @@ def verify(store: Store, output: str = "", *, progress: bool = True) -> dict[str
         bounds = _bounds(store, cpus.number() * _TASKS_PER_CPU)
         reader = store.forwards() if isinstance(store, ParquetStore) else store
         tasks += [
-            check.remote(wanted, reader, num_samples, int(start), int(stop))
+            check.remote(wanted, reader, num_samples, int(start), int(stop), targets)
             for start, stop in itertools.pairwise(bounds)
         ]
         for _, part_bytes, found in follow(tasks, "verify", num_samples, lambda part: part[0], progress):

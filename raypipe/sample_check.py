@@ -12,7 +12,7 @@ images are the damaged part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,11 @@ import numpy as np
 from raypipe.decode import decode, image_kind
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.stores.base import Store
+from raypipe.targets import decode_boxes, decode_mask
 from raypipe.tasks import check_wanted
+
+NO_TARGETS: Mapping[str, str] = {}
+_DECODE = {"mask": decode_mask, "boxes": decode_boxes}
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
 READ = 16
@@ -41,7 +45,7 @@ class CheckedSample:
         index: of the sample.
         num_bytes: of the encoded image; 0 where there is none.
         kind: of the image, see `raypipe.decode.image_kind`.
-        height, width: pixels; 0 where it cannot be decoded.
+        height, width: pixels of the image; 0 where it cannot be decoded.
         error: why a run could not use it; "" = it could.
     """
 
@@ -66,26 +70,36 @@ def spread(store: Store, most: int) -> np.ndarray:
     return np.unique(near[near < ends[:, None]])
 
 
-def check_samples(store: Store, indices: np.ndarray) -> Iterator[CheckedSample]:
+def check_samples(
+    store: Store, indices: np.ndarray, targets: Mapping[str, str] = NO_TARGETS
+) -> Iterator[CheckedSample]:
     """Read the samples, image and label as a run does, and decode them in full, as a run does.
 
     Args:
+        store: of the samples.
         indices: int64 (n,), of any number: 16 encoded samples are held at a time.
+        targets: columns of masks and boxes to check as well, see `TransformConfig.target_columns`.
     """
     for first in range(0, len(indices), READ):
-        yield from _check_few(store, indices[first : first + READ])
+        yield from _check_few(store, indices[first : first + READ], targets)
 
 
-def _check_few(store: Store, indices: np.ndarray) -> Iterator[CheckedSample]:
+def _check_few(store: Store, indices: np.ndarray, targets: Mapping[str, str]) -> Iterator[CheckedSample]:
     images, errors = read_each(store, indices, "image")
     if "label" in store.columns:
         errors = read_each(store, indices, "label")[1] | errors
+    values: dict[str, list[Any]] = {}
+    for name, column in targets.items():
+        values[name], of_column = read_each(store, indices, column)
+        errors = of_column | errors
     for position, index in enumerate(indices.tolist()):
         image: bytes | None = images[position]
         height, width, reason = 0, 0, errors.get(position, "")
         if not reason:
             try:
                 height, width, _ = decode(image).shape
+                for name in targets:
+                    _DECODE[name](values[name][position], (height, width))
             except SampleError as error:
                 reason = str(error)
         kind = image_kind(image) if image else None
@@ -120,7 +134,7 @@ def _in_one_group(store: Store, indices: np.ndarray) -> bool:
 
 
 def check_range(
-    wanted: Path, store: Store, num_samples: int, start: int, stop: int
+    wanted: Path, store: Store, num_samples: int, start: int, stop: int, targets: Mapping[str, str] = NO_TARGETS
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
     """A task: checks samples start … stop - 1, and gives up as soon as the file `wanted` is gone.
 
@@ -140,7 +154,7 @@ def check_range(
     for first in range(start, stop, READ):
         check_wanted(wanted)
         indices = np.arange(first, min(stop, first + READ))
-        for sample in check_samples(store, indices):
+        for sample in check_samples(store, indices, targets):
             num_bytes += sample.num_bytes
             if sample.error:
                 bad.append({"index": sample.index, "error": sample.error})

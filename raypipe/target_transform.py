@@ -19,7 +19,7 @@ from raypipe.plan import Split
 from raypipe.presets import IGNORE, build_transform
 from raypipe.sample_transform import Key
 from raypipe.stores.base import Store
-from raypipe.targets import NO_BOX, EncodedSample, decode_boxes, decode_mask, target_pipeline
+from raypipe.targets import NO_BOX, EncodedSample, check_columns, decode_boxes, decode_mask, target_pipeline
 from raypipe.transform import MicroBatchTransform
 
 
@@ -108,12 +108,7 @@ class TargetMicroBatchTransform(MicroBatchTransform):
 def check_targets(config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]) -> None:
     """Raise ConfigError unless stores have the targets that are configured, and transforms can take them along."""
     for split, store in stores.items():
-        for name, column in config.target_columns.items():
-            if column not in store.columns:
-                raise ConfigError(
-                    f"{store.address} has no column {column!r} for transform.{name}_column, only: "
-                    f"{', '.join(store.columns)}"
-                )
+        check_columns(store, config.target_columns)
         if config.target_columns:
             transform = transforms[split]
             built = build_transform(transform, config.size) if isinstance(transform, str | list) else transform

@@ -55,6 +55,21 @@ def read_encoded(
     return samples, columns["label"] if label else np.zeros(len(indices), np.int64)
 
 
+def check_columns(store: Store, targets: Mapping[str, str], setting: str = "transform.{}_column") -> None:
+    """Raise ConfigError unless a store has the columns of masks and boxes, by "mask" and "boxes", that are named.
+
+    Args:
+        store, targets: see `read_encoded`.
+        setting: that names such a column, for the error.
+    """
+    for name, column in targets.items():
+        if column not in store.columns:
+            raise ConfigError(
+                f"{store.address} has no column {column!r} for {setting.format(name)}, only: "
+                f"{', '.join(store.columns)}"
+            )
+
+
 def as_bytes(value: Any) -> bytes | None:
     """A value of a mask's or boxes' column as bytes that mean the same, to travel in an Arrow column."""
     if value is None or isinstance(value, bytes):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -147,3 +149,20 @@ def test_samples_that_tell_of_a_store_are_spread_and_of_few_groups(num: int) -> 
     assert groups is not None
     assert grouped.min() >= 0 and grouped.max() < num and len(grouped) == len(np.unique(grouped)) <= 64
     assert len(np.unique(np.searchsorted(groups, grouped, side="right"))) <= 8
+
+
+def test_masks_and_boxes_are_checked_where_they_are_asked_for() -> None:
+    mask = cv2.imencode(".png", np.zeros((40, 48), np.uint8))[1].tobytes()
+    masks = [mask, mask, None, mask[:-30], picture(0), mask]
+    boxes = [[0, 0, 9, 9, 0], [], [], [], [], [0, 0, 90, 9, 0]]
+    store = MemoryStore(IMAGES[:6], None, columns={"seg": masks, "objects": [json.dumps(each) for each in boxes]})
+
+    def bad(**targets: str) -> dict[int, str]:
+        return {s.index: s.error for s in check_samples(store, np.arange(6), targets) if s.error}
+
+    assert bad() == {}
+    found = bad(mask="seg")
+    assert found.keys() == {2, 3, 4}
+    assert found[2] == "the mask has no value" and "damaged PNG" in found[3] and "no PNG" in found[4]
+    assert "reaches out of the image of 48x40 pixels" in bad(boxes="objects")[5]
+    assert bad(mask="seg", boxes="objects").keys() == {2, 3, 4, 5}

@@ -84,6 +84,11 @@ def as_uri(address: str) -> str:
     return address if "://" in address else Path(address).expanduser().resolve().as_uri()
 
 
+def absolute(address: str) -> str:
+    """A local path as one that a process in any folder understands; a URI, and what is empty, as it is."""
+    return str(Path(address).absolute()) if address and "://" not in address else address
+
+
 def join(address: str, *names: str) -> str:
     """The address of something in the folder at an address; what follows a `?` stays at the end."""
     if "://" not in address:

@@ -13,7 +13,7 @@ from typing import Any
 
 from raypipe.cluster import Resources
 from raypipe.config import RunConfig
-from raypipe.errors import ResourceError
+from raypipe.errors import RaypipeError, ResourceError
 from raypipe.filesystem import open_filesystem
 
 _ENV = {
@@ -209,5 +209,13 @@ def _outcome(result: Any, runs: list[RunConfig]) -> Outcome:
         done=epochs == runs[number].plan.epochs,  # Ray Tune calls those done as well that it has stopped
         accuracy=metrics.get("val_accuracy") or 0.0,
         loss=metrics.get("val_loss") or math.inf,
-        error=str(result.error).strip().splitlines()[-1] if result.error else "",
+        error=_reason(result.error) if result.error else "",
     )
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without the trace of how Ray came by it."""
+    cause = getattr(error, "cause", error)
+    if isinstance(cause, RaypipeError):
+        return f"{type(cause).__name__}: {cause}"
+    return str(error).strip().splitlines()[-1]

@@ -22,10 +22,10 @@ from typing import Any
 import yaml
 
 from raypipe.cluster import cluster_resources, connect, preflight
-from raypipe.config import RunConfig
+from raypipe.config import RunConfig, StoreConfig
 from raypipe.console import table
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
-from raypipe.filesystem import open_filesystem
+from raypipe.filesystem import absolute, open_filesystem
 from raypipe.launch import as_plain, check_augment, locate, num_classes_of, spec_of
 from raypipe.policies import Policy, TuneConfig, as_report, judge, policies, seeds, unlike
 from raypipe.presets import build_transform
@@ -62,7 +62,11 @@ def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
     _write(f"{folder}/config.yaml", yaml.safe_dump({**as_plain(run), "tune": asdict(tune)}, sort_keys=False))
     print(f"search     {folder}\ntrials     {len(chosen)} policies, {share}", flush=True)
     base = replace(
-        run, runs=f"{folder}/trials", train=alone, pool=replace(run.pool, cpus_per_actor=share.cpus_per_actor)
+        run,
+        store=_anywhere(run.store),
+        runs=f"{folder}/trials",
+        train=alone,
+        pool=replace(run.pool, cpus_per_actor=share.cpus_per_actor),
     )
     trials = _trained(
         f"{folder}/tune/search",
@@ -105,6 +109,12 @@ def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
     return result
 
 
+def _anywhere(store: StoreConfig) -> StoreConfig:
+    """The same for trials, whose processes have folders of their own."""
+    names = ("train", "val", "leave_out", "val_leave_out")
+    return replace(store, **{name: absolute(getattr(store, name)) for name in names})
+
+
 def _trained(folder: str, *arguments: Any) -> list[Outcome]:
     try:
         return train_all(folder, *arguments)
@@ -134,7 +144,7 @@ def final_runs(base: RunConfig, tune: TuneConfig, best: Policy) -> list[RunConfi
     epochs = tune.final_epochs or base.plan.epochs
     store = base.store
     if tune.final_val:
-        store = replace(store, val=tune.final_val, val_leave_out="")
+        store = replace(store, val=absolute(tune.final_val), val_leave_out="")
     return [
         replace(
             policy.applied(base),

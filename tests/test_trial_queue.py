@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from raypipe.cluster import Resources
 from raypipe.config import PoolConfig, RunConfig, TrainConfig
-from raypipe.errors import ResourceError
+from raypipe.errors import ResourceError, StoreError
 from raypipe.plan import PlanConfig
 from raypipe.trial_queue import Share, _outcome, share_out
 
@@ -73,3 +74,7 @@ def test_a_trial_that_was_stopped_early_is_not_done_whatever_ray_tune_calls_it()
     assert not outcome(2).done and outcome(5).done
     assert (outcome(2).number, outcome(2).accuracy, outcome(2).error) == (1, 0.5, "")
     assert outcome(2, ValueError("of\nno use")).error == "no use"
+    of_ray = RayTaskError(
+        "step", "a trace\nof many lines", StoreError("x.lmdb does not exist; understood are:\n  LMDB")
+    )
+    assert outcome(2, of_ray).error == "StoreError: x.lmdb does not exist; understood are:\n  LMDB"

@@ -18,7 +18,7 @@ from raypipe.errors import ConfigError, RaypipeError, ResourceError
 from raypipe.plan import PlanConfig
 from raypipe.policies import Policy, TuneConfig, policies, seeds
 from raypipe.trial_queue import Outcome
-from raypipe.tune import best_of, final_runs, milestones, search, search_runs
+from raypipe.tune import _anywhere, best_of, final_runs, milestones, search, search_runs
 
 TUNE = TuneConfig(trials=3, epochs=2, repeats=2, final_epochs=1, seed=1, max_concurrent=1)
 
@@ -71,9 +71,9 @@ def test_the_best_and_the_default_are_compared_with_the_same_new_seeds(run: RunC
 
 def test_they_are_compared_on_a_store_that_the_search_has_not_seen_where_there_is_one(run: RunConfig) -> None:
     store = dataclasses.replace(run.store, val_leave_out="bad.json")
-    unseen = dataclasses.replace(TUNE, final_val="test.lmdb")
+    unseen = dataclasses.replace(TUNE, final_val="/data/test.lmdb")
     finals = final_runs(dataclasses.replace(run, store=store), unseen, Policy.of(run))
-    assert {(final.store.val, final.store.val_leave_out) for final in finals} == {("test.lmdb", "")}
+    assert {(final.store.val, final.store.val_leave_out) for final in finals} == {("/data/test.lmdb", "")}
 
 
 def test_the_best_of_the_trials_went_all_the_way_and_is_not_the_default() -> None:
@@ -85,6 +85,17 @@ def test_the_best_of_the_trials_went_all_the_way_and_is_not_the_default() -> Non
 
 
 # What is wrong is told before anything starts
+
+
+def test_trials_find_stores_by_addresses_that_hold_in_any_folder(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = StoreConfig("train.lmdb", "s3://bucket/val.lmdb", leave_out="bad.json")
+    here = tmp_path.as_posix()
+    assert _anywhere(store) == StoreConfig(f"{here}/train.lmdb", store.val, leave_out=f"{here}/bad.json")
+    tune = dataclasses.replace(TUNE, final_val="test.lmdb")
+    assert {final.store.val for final in final_runs(run, tune, Policy.of(run))} == {f"{here}/test.lmdb"}
 
 
 def test_a_search_without_validation_is_an_error(run: RunConfig) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from raypipe.config import Cache, TransformConfig
 from raypipe.digest_file import PACKAGES, version_of
 from raypipe.errors import ConfigError, ResourceError
-from raypipe.stores import open_store
+from raypipe.stores import Store
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
@@ -99,7 +99,7 @@ def on_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def ceiling(store: str, transform: TransformConfig, processes: int, seconds: float) -> Ceiling:
+def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: float) -> Ceiling:
     """Measure decode and transform alone, `processes` processes side by side for `seconds`.
 
     They are processes of this machine without Ray; in a cluster, actors with a CPU each, where the pool would be.
@@ -112,7 +112,9 @@ def ceiling(store: str, transform: TransformConfig, processes: int, seconds: flo
     return Ceiling(**mean | {"images_per_s": mean["images_per_s"] * processes})
 
 
-def _ceiling_processes(store: str, transform: TransformConfig, num: int, seconds: float) -> list[dict[str, float]]:
+def _ceiling_processes(
+    store: Store, transform: TransformConfig, num: int, seconds: float
+) -> list[dict[str, float]]:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(num)
     results = context.SimpleQueue()
@@ -129,14 +131,14 @@ def _ceiling_processes(store: str, transform: TransformConfig, num: int, seconds
     return [results.get() for _ in workers]
 
 
-def _ceiling_process(address: str, transform: TransformConfig, seconds: float, barrier: Any, results: Any) -> None:
+def _ceiling_process(store: Store, transform: TransformConfig, seconds: float, barrier: Any, results: Any) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch, as Ray has it in an actor of one CPU
-    worker = CeilingWorker(address, transform)
+    worker = CeilingWorker(store, transform)
     barrier.wait(timeout=120)
     results.put(worker.measure(seconds))
 
 
-def _ceiling_actors(store: str, transform: TransformConfig, num: int, seconds: float) -> list[dict[str, float]]:
+def _ceiling_actors(store: Store, transform: TransformConfig, num: int, seconds: float) -> list[dict[str, float]]:
     import ray
 
     from raypipe.cluster import connect
@@ -159,11 +161,10 @@ def _ceiling_actors(store: str, transform: TransformConfig, num: int, seconds: f
 class CeilingWorker:
     """One process of the ceiling, with its images in memory and warmed up."""
 
-    def __init__(self, address: str, transform: TransformConfig) -> None:
+    def __init__(self, store: Store, transform: TransformConfig) -> None:
         from raypipe.presets import build_transform
         from raypipe.transform import MicroBatchTransform
 
-        store = open_store(address)
         store.read(np.arange(1), ("image",))  # opens it
         began_cpu = time.process_time()
         self._images = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
@@ -197,7 +198,7 @@ class CeilingWorker:
 
 
 def stream_once(
-    store: str,
+    store: Store,
     transform: TransformConfig,
     actors: int,
     micro_batch: int,
@@ -221,14 +222,13 @@ def stream_once(
     from raypipe.rank_group import EVERY_RANK
     from raypipe.rank_stream import host_batches
 
-    opened = open_store(store)
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
-    micro_batch = min(micro_batch, len(opened))
-    epochs = max(3, round(guess * seconds / (2 * len(opened))))
+    micro_batch = min(micro_batch, len(store))
+    epochs = max(3, round(guess * seconds / (2 * len(store))))
     spec = StreamSpec.of(
-        opened,
-        opened,
+        store,
+        store,
         plan=PlanConfig(epochs=epochs, micro_batch=micro_batch),
         transform=transform,
         pool=PoolConfig(min_actors=actors, max_actors=actors, cache=cache),
@@ -270,7 +270,7 @@ def _most_per_s(arrivals: np.ndarray) -> float:
 
 
 def bench(
-    store: str,
+    store: Store,
     *,
     transform: TransformConfig,
     actors: int,
@@ -310,23 +310,22 @@ def summary(measured: list[Measured]) -> dict[str, float]:
     }
 
 
-def settings_of(store: str, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:
+def settings_of(store: Store, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:
     """What was measured, and on what: the part of a report that is no measurement.
 
     Args:
-        store: its address.
+        store: the images.
         transform: with its size.
         actors: of the stream, and processes of the ceiling.
         micro_batch: B that was asked for; a store that is smaller gives less.
     """
-    opened = open_store(store)
     return {
-        "store": store,
+        "store": str(store.address),
         "transform": transform.train,
         "size": transform.size,
         "actors": actors,
-        "micro_batch": min(micro_batch, len(opened)),
-        "read": "actor" if opened.groups is None else "stage",
+        "micro_batch": min(micro_batch, len(store)),
+        "read": "actor" if store.groups is None else "stage",
         "cpus": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "versions": {name: version_of(name) for name in PACKAGES} | {"python": platform.python_version()},

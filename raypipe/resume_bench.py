@@ -11,7 +11,6 @@ import numpy as np
 
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.plan import PlanConfig
-from raypipe.stores import open_store
 from raypipe.stores.base import Columns, Store
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class RepeatedStore:
 
 
 def measure(
-    store: str, *, transform: TransformConfig, actors: int, micro_batch: int, repeats: int
+    store: Store, *, transform: TransformConfig, actors: int, micro_batch: int, repeats: int
 ) -> dict[str, Any]:
     """Resume the stream at the first and at the last step of an epoch, in turns, `repeats` times each.
 
@@ -51,7 +50,7 @@ def measure(
     from raypipe.pipeline import StreamSpec
 
     spec = StreamSpec.of(
-        RepeatedStore(open_store(store), NUM_SAMPLES),
+        RepeatedStore(store, NUM_SAMPLES),
         plan=PlanConfig(epochs=2, micro_batch=micro_batch),
         transform=transform,
         pool=PoolConfig(min_actors=actors, max_actors=actors),

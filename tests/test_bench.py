@@ -11,6 +11,7 @@ import pytest
 from raypipe.bench import Ceiling, Measured, Streamed, _most_per_s, ceiling, settings_of, summary
 from raypipe.config import TransformConfig
 from raypipe.measured import Report
+from raypipe.stores import open_store
 
 from conftest import samples  # isort: skip
 
@@ -77,14 +78,14 @@ def test_a_run_without_boundaries_says_so() -> None:
 
 def test_the_report_of_a_bench_is_what_a_cluster_is_sized_by(stores: dict[str, Path]) -> None:
     config = TransformConfig(train="light", size=32)
-    one = ceiling(str(stores["train"]), config, processes=1, seconds=0.5)
+    one = ceiling(open_store(stores["train"]), config, processes=1, seconds=0.5)
     # A process of its own: its CPU time cannot exceed the time that it took.
     assert 0 < one.transform_cpu_s <= 1.02 / one.images_per_s and 0 < one.read_cpu_s < one.transform_cpu_s
     assert one.encoded_bytes == sum(len(sample["image"]) for sample in samples(100)) / 100  # type: ignore[arg-type]
-    found = summary([Measured(one, STREAM, one)]) | settings_of(str(stores["parquet"]), config, 2, 256)
+    found = summary([Measured(one, STREAM, one)]) | settings_of(open_store(stores["parquet"]), config, 2, 256)
     report = Report.of(json.loads(json.dumps(found)), "report.json")
     assert (report.actors, report.micro_batch, report.read) == (2, 100, "stage")
-    assert found["versions"]["ray"] and settings_of(str(stores["train"]), config, 2, 8)["read"] == "actor"
+    assert found["versions"]["ray"] and settings_of(open_store(stores["train"]), config, 2, 8)["read"] == "actor"
 
 
 @pytest.mark.cluster
@@ -92,7 +93,9 @@ def test_in_a_cluster_the_ceiling_is_that_of_its_actors(
     ray_cluster: None, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "of the cluster that this process is connected to")
-    found = ceiling(str(stores["train"]), TransformConfig(train="center", size=16), processes=2, seconds=0.5)
+    found = ceiling(
+        open_store(stores["train"]), TransformConfig(train="center", size=16), processes=2, seconds=0.5
+    )
     assert found.images_per_s > 0 and found.transform_cpu_s > 0
     assert found.encoded_bytes == pytest.approx(np.mean([len(s["image"]) for s in samples(100)]))  # type: ignore[arg-type]
 

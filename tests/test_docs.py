@@ -6,7 +6,6 @@ import ast
 import functools
 import json
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from documented import PAGES, ROOT, blocks, commands
 
 import raypipe
 from raypipe import cli
@@ -27,28 +27,6 @@ from raypipe.stores.atomic import write_atomically
 from raypipe.worker import TransformWorker
 
 from conftest import CLASSES, samples  # isort: skip
-
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OURS = ("raypipe", "jobs/train.py", "jobs/tune.py")
-NOT_OURS = ("…", "MY-BUCKET", "gcloud", "kubectl")  # parts of lines that need more than there is
-
-
-def blocks(language: str, *pages: Path) -> list[str]:
-    found = (re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages or PAGES)
-    return [block for of_page in found for block in of_page]
-
-
-def commands(*pages: Path) -> list[list[str]]:
-    """Each command of ours, without what stands before it."""
-    found = []
-    for block in blocks("console", *pages):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            ours = [number for number, word in enumerate(words) if word in OURS]
-            if ours and not any(mark in line for mark in NOT_OURS):
-                found.append(words[ours[0] :])
-    return found
 
 
 def test_there_are_commands_of_every_kind() -> None:
@@ -286,7 +264,9 @@ def test_docs_transforms_has_every_preset() -> None:
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
-def test_what_docs_targets_trains_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_docs_targets_trains_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
 
     monkeypatch.chdir(tmp_path)
@@ -297,3 +277,10 @@ def test_what_docs_targets_trains_learns(tmp_path: Path, monkeypatch: pytest.Mon
     losses, targets = names["losses"], names["targets"]
     assert len(losses) == 64 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
     assert len(targets) == 16 and {tuple(each["boxes"].shape) for each in targets} <= {(0, 4), (1, 4)}
+    verify, *others = commands(ROOT / "docs" / "targets.md")
+    cli.main(verify[1:])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["samples"], found["bad"]) == (256, 0)
+    for words in others:
+        cli.main([*words[1:], *(["--actors=1"] if words[1] == "digest" else [])])
+    assert Path("grid.png").stat().st_size > 10_000

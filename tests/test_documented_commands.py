@@ -1,0 +1,382 @@
+"""Every command that README.md and docs/ show is run, as it stands there, in a folder that has what it names.
+
+Streams are made small by further options behind those of the page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import albumentations
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import tfrecords
+import yaml
+from documented import PAGES, ROOT, blocks, commands
+
+from raypipe import cli
+from raypipe.filesystem import open_filesystem
+from raypipe.stores import open_store
+from raypipe.stores.atomic import write_atomically
+
+from conftest import CLASSES, picture, samples  # isort: skip
+from s3_server import environment, make_bucket, s3_server  # isort: skip
+from test_ingest_sources import write_lmdb  # isort: skip
+from test_measured import CONTENT  # isort: skip
+from test_report import make_run  # isort: skip
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SMALL = {
+    "bench": ["--seconds=1", "--repeats=1", "--actors=1", "--size=32", "--micro-batch=16"],
+    "digest": ["--size=32", "--actors=1"],
+}
+ONE_EPOCH = ["--plan.epochs=1", "--plan.micro_batch=8", "--plan.per_step=2", "--transform.size=32"]
+ONE_CPU = ["--pool.max_actors=1", "--train.workers=1", "--train.cpus_per_worker=1"]
+JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
+TUNE = ["--tune.trials=2", "--tune.repeats=2", "--tune.epochs=2", "--runs=runs"]
+ELSEWHERE = {
+    ("README.md", "submit"): "test_jobs.py",
+    **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
+    **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
+}
+
+
+def of(page: str, *names: str) -> list[list[str]]:
+    """The commands of a page, of these names. docs/README.md has none."""
+    path = next(path for path in PAGES if path.name == page)
+    return [words for words in commands(path) if words[1 if words[0] == "raypipe" else 0] in names]
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What a command's last line says."""
+    assert words[0] == "raypipe"
+    cli.main([*words[1:], *SMALL.get(words[1], [])])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def run_alone(words: list[str], **variables: str) -> dict[str, Any]:
+    """The same in a process of its own, which starts a cluster of its own."""
+    program = ["-m", "raypipe.cli"] if words[0] == "raypipe" else [str(ROOT / words[0])]
+    command = [sys.executable, *program, *words[1:], *SMALL.get(words[1], [])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | variables, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, and this process in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def s3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The buckets of the pages, on a server of their own."""
+    with s3_server() as endpoint:
+        for name, value in environment(endpoint).items():
+            monkeypatch.setenv(name, value)
+        for name in ("bucket", "my-bucket"):
+            make_bucket(endpoint, name)
+        yield
+
+
+def write_folder(path: Path, num: int = 40) -> None:
+    for i in range(num):
+        place = path / CLASSES[i % 5] / f"{i}.jpg"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(picture(i))
+
+
+TESTED: set[tuple[str, str]] = set(ELSEWHERE)
+
+
+def runs(*what: tuple[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Say which commands a test runs: pages and names."""
+    TESTED.update(what)
+    return lambda test: test
+
+
+@runs(("README.md", "ingest"), ("README.md", "inspect"), ("README.md", "digest"))
+@pytest.mark.usefixtures("ray_cluster", "s3")
+def test_readme_ingests_verifies_and_audits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = samples(64)
+    write_atomically("photos.tar", (few[i % 64] for i in range(6400)), CLASSES)
+    here, there = of("README.md", "ingest")
+    assert run(here, capsys)["samples"] == 6400
+    (verify,) = of("README.md", "inspect")
+    assert run(verify, capsys)["bad"] == 0 and Path("bad.json").exists()
+    whole, part = of("README.md", "digest")
+    assert run(whole, capsys)["micro_batches"] == 200
+    found = run([*part, "--unbroken=false"], capsys)
+    assert found["equal"] and found["compared"] == 40
+    Path("photos.tar").unlink()
+    write_atomically("photos.tar", few, CLASSES)
+    assert run(there, capsys)["samples"] == 64 == len(open_store(there[-1]))
+
+
+@runs(("README.md", "stop"))
+@pytest.mark.usefixtures("s3")
+def test_readme_stops_a_run_in_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = of("README.md", "stop")
+    filesystem, path = open_filesystem(words[2])
+    with filesystem.open_output_stream(f"{path}/config.yaml") as file:
+        file.write(b"{}")
+    assert run(words, capsys)["stop_requested"]
+    filesystem.open_input_stream(f"{path}/stop").close()
+
+
+@runs(("README.md", "bench"), ("README.md", "plan-capacity"))
+def test_readme_sizes_a_cluster_by_what_it_has_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_atomically("imagenet.lmdb", samples(100), CLASSES)
+    (bench,), (plan,) = of("README.md", "bench"), of("README.md", "plan-capacity")
+    assert run_alone(bench)["stream_images_per_s"] > 0
+    assert run(plan, capsys)["images_per_s"] == 16 * 2800
+
+
+@runs(("cache.md", "digest"))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    write_atomically("train.lmdb", samples(200), CLASSES)
+    off, memory = of("cache.md", "digest")
+    assert run(off, capsys)["samples"] == 2 * 192
+    assert run(memory, capsys)["equal"]
+
+
+@runs(("cloud.md", "ingest"), ("costs.md", "bench"), ("costs.md", "plan-capacity"))
+@pytest.mark.usefixtures("s3")
+def test_docs_cloud_ingests_into_a_bucket_and_docs_costs_sizes_a_cluster_for_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_atomically("photos.tar", samples(100), CLASSES)
+    (ingest,), (bench,), (plan,) = (
+        of("cloud.md", "ingest"),
+        of("costs.md", "bench"),
+        of("costs.md", "plan-capacity"),
+    )
+    assert run_alone(ingest)["samples"] == 100
+    assert run_alone(["raypipe", "ingest", "photos.tar", bench[2]])["samples"] == 100
+    assert run_alone(bench)["store"] == bench[2]
+    assert run(plan, capsys)["images_per_s"] == 8 * 2500
+
+
+@runs(("tuning.md", "report"), ("tuning.md", "plan-capacity"))
+@pytest.mark.usefixtures("folder")
+def test_docs_tuning_compares_runs_and_sizes_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("before", "after"):
+        make_run(Path("runs", name), name=name)
+    Path("report.json").write_text(json.dumps(CONTENT))
+    (report,), (plan,) = of("tuning.md", "report"), of("tuning.md", "plan-capacity")
+    found = run(report, capsys)
+    assert Path("runs/after/report.html").exists() and found["against"]["steps"] == 30
+    assert run(plan, capsys)["images_per_s"] > 0
+
+
+@runs(("tuning.md", "bench"))
+@pytest.mark.soak  # the same command as the README's
+@pytest.mark.usefixtures("folder")
+def test_docs_tuning_measures() -> None:
+    for name in ("train.lmdb", "train-256.lmdb"):
+        write_atomically(name, samples(100), CLASSES)
+    for words in of("tuning.md", "bench"):
+        assert run_alone(words)["ratio"] > 0
+
+
+@runs(("moving.md", "ingest"))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+def test_docs_moving_ingests_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(Path("train"))
+    for words in of("moving.md", "ingest"):
+        assert run(words, capsys)["samples"] == 40 == len(open_store(words[3]))
+    assert len(list(Path("train.tar").iterdir())) == 8
+
+
+@runs(("transforms.md", "preview"), ("transforms.md", "digest"))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+def test_docs_transforms_draws_steps_and_hashes_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    write_atomically("train.lmdb", samples(64), CLASSES)
+    crop = albumentations.RandomResizedCrop((32, 32))
+    albumentations.save(albumentations.Compose([crop, albumentations.HorizontalFlip()]), "policy.json")
+    for words in of("transforms.md", "preview", "digest"):
+        assert run(words, capsys)["samples"] in (6, 64)
+    assert Path("grid.png").stat().st_size > 1000
+
+
+# What others wrote
+
+
+def write_lsun(name: str) -> None:
+    """As LSUN's own tool: keys of 40 hex digits, and the folder of an environment."""
+    Path(name).mkdir()
+    entries = {hashlib.sha1(picture(i)).hexdigest().encode(): picture(i) for i in range(30)}
+    write_lmdb(Path(name, "data.mdb"), entries)
+
+
+def write_pickles() -> None:
+    entries = {b"%d" % i: pickle.dumps((picture(i), i % 5)) for i in range(30)}
+    write_lmdb(Path("train.lmdb"), entries | {b"__len__": pickle.dumps(30)})
+
+
+def write_layout() -> None:
+    Path("my_layout.py").write_text(blocks("python", ROOT / "docs" / "formats.md")[0])
+    write_lmdb(Path("other.lmdb"), {b"%d" % i: bytes([i % 5, 0]) + picture(i) for i in range(30)})
+
+
+def write_imagenet() -> None:
+    Path("imagenet").mkdir()
+    for number in range(1024):
+        one = [{"image/encoded": picture(number), "image/class/label": number % 5}] if number < 30 else []
+        tfrecords.write(Path("imagenet", f"train-{number:05d}-of-01024"), one)
+
+
+def write_flowers() -> None:
+    Path("flowers").mkdir()
+    for number in range(3):
+        rows = ({"jpg": picture(10 * number + i), "cls": i % 5} for i in range(10))
+        tfrecords.write(Path("flowers", f"{number}.tfrecord"), rows)
+
+
+def write_hdf5(name: str, images: str, labels: str) -> None:
+    with h5py.File(name, "w") as file:
+        file[images] = np.random.default_rng(0).integers(0, 256, (30, 8, 8, 3), np.uint8)
+        file[labels] = np.arange(30) % 5
+
+
+def write_hugging_face(image: str = "image", label: str = "label") -> None:
+    Path("data").mkdir(exist_ok=True)
+    images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
+    for split in ("train", "validation"):
+        table = pa.table({image: images, label: pa.array([i % 5 for i in range(30)], pa.int64())})
+        pa.parquet.write_table(table, f"data/{split}-00000-of-00001.parquet")
+
+
+GIVEN: dict[str, Callable[[], None]] = {
+    "church_outdoor_train_lmdb": lambda: write_lsun("church_outdoor_train_lmdb"),
+    "bedroom_train_lmdb": lambda: write_lsun("bedroom_train_lmdb"),
+    "train.lmdb": write_pickles,
+    "other.lmdb": write_layout,
+    "imagenet/train-*-of-01024": write_imagenet,
+    "flowers/*.tfrecord": write_flowers,
+    "train.h5": lambda: write_hdf5("train.h5", "images", "labels"),
+    "camelyon.h5": lambda: write_hdf5("camelyon.h5", "x", "y"),
+    "data/train-*.parquet": write_hugging_face,
+}
+
+
+@runs(("formats.md", "ingest"), ("formats.md", "inspect"), ("formats.md", "preview"))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+@pytest.mark.parametrize("words", of("formats.md", "ingest", "inspect", "preview"), ids=" ".join)
+def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if "fine_label" in words:
+        write_hugging_face("img", "fine_label")
+    else:
+        GIVEN[words[2]]()
+    own = "my_layout:sample" in words
+    found = run_alone(words, PYTHONPATH=f"{Path.cwd()}:{ROOT}") if own else run(words, capsys)
+    assert found["samples"] == (6 if words[1] == "preview" else 30)
+    if words[1] != "ingest":
+        assert "--html" not in words or Path(words[-1]).stat().st_size > 10_000
+        return
+    store = open_store(words[3])
+    assert len(store) == 30 and ("label" in store.columns) == ("bedroom" not in words[2])
+    if own:
+        found = store.read(np.arange(30), store.columns)
+        assert found["key"] == sorted(str(i) for i in range(30))
+        assert found["image"] == [picture(int(key)) for key in found["key"]]
+
+
+# Jobs: all that they do is done by shorter tests too
+
+RUN_ID = "20261121-104600"
+
+
+def write_stores(*names: str) -> None:
+    for i, name in enumerate(names):
+        write_atomically(name, samples(160, first=1000 * i), CLASSES)
+
+
+def job(words: list[str], *options: str) -> dict[str, Any]:
+    """What the last line of a small run says; the folder is where its modules are."""
+    return run_alone([*words, *JOB, *options], PYTHONPATH=f"{Path.cwd()}:{ROOT}")
+
+
+@runs(("README.md", "jobs/train.py"), ("README.md", "jobs/tune.py"))
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("s3")
+def test_the_jobs_of_readme_run() -> None:
+    """The first, on the digits, is that of test_jobs.py."""
+    _, first, resume, submitted, without_bad, in_bucket, best = of("README.md", "jobs/train.py")
+    write_stores("train.lmdb", "val.lmdb")
+    assert job(first, f"--name={RUN_ID}")["steps"] == 10
+    assert run_alone(resume)["run_dir"].endswith(RUN_ID)
+    (verify,) = of("README.md", "inspect")
+    run_alone(verify)
+    assert job(without_bad)["steps"] == 10
+    run_alone(["raypipe", "ingest", "train.lmdb", in_bucket[2]])
+    assert job(in_bucket)["run_dir"].startswith("s3://bucket/runs/")
+    Path("my_package").mkdir()
+    Path("my_package", "__init__.py").touch()
+    Path("my_package", "transforms.py").write_text(blocks("python", ROOT / "docs" / "transforms.md")[1])
+    Path("run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
+    assert job(submitted)["run_dir"].startswith("s3://my-bucket/runs/")
+    (tune,) = of("README.md", "jobs/tune.py")
+    found = job(tune, *TUNE)
+    assert found["config"].endswith("best.yaml")
+    Path(found["config"]).parent.rename(Path(best[2]).parent)
+    assert run_alone([*best, "--plan.epochs=1", "--name=best"])["steps"] == 10
+
+
+@runs(("cloud.md", "jobs/train.py"), ("cluster.md", "jobs/train.py"))
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("folder", "s3")
+def test_the_jobs_of_docs_cloud_and_docs_cluster_run() -> None:
+    first, resume = of("cloud.md", "jobs/train.py")
+    write_stores("train.lmdb", "val.parquet")
+    for name in ("train.lmdb", "val.parquet"):
+        run_alone(["raypipe", "ingest", name, f"s3://bucket/{name}"])
+    assert job(first, f"--name={RUN_ID}")["steps"] == 10
+    assert run_alone(resume)["run_dir"] == f"s3://bucket/runs/{RUN_ID}"
+    for name in ("train", "val"):
+        run_alone(["raypipe", "ingest", "val.parquet", f"s3://my-bucket/{name}.parquet"])
+    (words,) = of("cluster.md", "jobs/train.py")
+    assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
+
+
+@runs(("formats.md", "jobs/train.py"), ("transforms.md", "jobs/train.py"))
+@pytest.mark.soak
+@pytest.mark.usefixtures("folder")
+def test_the_jobs_of_docs_formats_and_transforms_run() -> None:
+    write_hugging_face()
+    (words,) = of("formats.md", "jobs/train.py")
+    assert job(words)["steps"] == 1
+    write_stores("train.lmdb")
+    settings = yaml.safe_load(blocks("yaml", ROOT / "docs" / "transforms.md")[0])
+    Path("run.yaml").write_text(
+        yaml.safe_dump({"store": {"train": "train.lmdb", "val": "train.lmdb"}, **settings})
+    )
+    (words,) = of("transforms.md", "jobs/train.py")
+    assert job(words, "--transform.val=none")["steps"] == 10
+
+
+def test_every_command_has_a_test() -> None:
+    shown = {
+        (page.name, words[1] if words[0] == "raypipe" else words[0]) for page in PAGES for words in commands(page)
+    }
+    assert shown == TESTED

@@ -159,9 +159,9 @@ def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @runs(("cloud.md", "ingest"), ("costs.md", "bench"), ("costs.md", "plan-capacity"))
-@pytest.mark.usefixtures("s3")
+@pytest.mark.usefixtures("ray_cluster", "folder", "s3")
 def test_docs_cloud_ingests_into_a_bucket_and_docs_costs_sizes_a_cluster_for_it(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_atomically("photos.tar", samples(100), CLASSES)
     (ingest,), (bench,), (plan,) = (
@@ -169,8 +169,8 @@ def test_docs_cloud_ingests_into_a_bucket_and_docs_costs_sizes_a_cluster_for_it(
         of("costs.md", "bench"),
         of("costs.md", "plan-capacity"),
     )
-    assert run_alone(ingest)["samples"] == 100
-    assert run_alone(["raypipe", "ingest", "photos.tar", bench[2]])["samples"] == 100
+    assert run(ingest, capsys)["samples"] == 100
+    assert run(["raypipe", "ingest", "photos.tar", bench[2]], capsys)["samples"] == 100
     assert run_alone(bench)["store"] == bench[2]
     assert run(plan, capsys)["images_per_s"] == 8 * 2500
 

@@ -63,6 +63,7 @@ def test_all_256_values_stay_as_they_are() -> None:
     every = np.arange(256, dtype=np.uint8).reshape(8, 32)
     np.testing.assert_array_equal(decode_mask(png(every), (8, 32)), every)
     np.testing.assert_array_equal(decode_mask(png(every, "P"), (8, 32)), every)
+    np.testing.assert_array_equal(decode_mask(png(every, dpi=(72, 72)), (8, 32)), every)
 
 
 def grey_of_bits(bits: int) -> bytes:
@@ -104,8 +105,9 @@ def test_greyscale_of_a_few_bits_has_no_plain_meaning(bits: int) -> None:
         decode_mask(grey_of_bits(bits), (1, 8))
 
 
-def test_any_damage_is_a_sample_error_and_no_other() -> None:
-    rng, good = np.random.default_rng(5), png(CLASSES, "P")
+@pytest.mark.parametrize("mode", ["P", "L"])
+def test_any_damage_is_a_sample_error_and_no_other(mode: str) -> None:
+    rng, good = np.random.default_rng(5), png(CLASSES, mode)
     for _ in range(300):
         data = bytearray(good[: rng.integers(8, len(good) + 1)])
         for at in rng.integers(8, len(data) + 1, 3):

@@ -11,6 +11,9 @@ import numpy as np
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.order import Kept
 
+CURSOR_FILE = "cursor.json"
+"""The file of a checkpoint that holds the cursor."""
+
 
 @dataclass(frozen=True)
 class Cursor:

@@ -21,7 +21,7 @@ import torch
 
 from raypipe.cluster import largest_divisor, preflight
 from raypipe.config import AugmentConfig
-from raypipe.plan import Cursor
+from raypipe.cursor import CURSOR_FILE, Cursor
 from raypipe.rank_stream import Feed
 from raypipe.supervisor import start_supervisor
 
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from raypipe.pipeline import StreamSpec
 
 logger = logging.getLogger(__name__)
-
-CURSOR_FILE = "cursor.json"
-"""The file of a checkpoint that holds the cursor."""
 
 
 def feed(

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raypipe.checkpoints import remove_unfinished
+from raypipe.checkpoints import newest_cursor, remove_unfinished
 from raypipe.cluster import Allocation, connect, preflight
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.digits import digits_stores
@@ -47,6 +47,8 @@ def train(run: RunConfig) -> dict[str, Any]:
     remove_stop(run_uri)  # of a run that was stopped, and now goes on
     for name in remove_unfinished(run_uri):
         progress(logger, f"removed {run_uri}/{name}: it was cut off while it was written")
+    if run.resume and (cursor := newest_cursor(run_uri)):
+        spec.plan.check(cursor)  # before its configuration is written over, and a cluster starts trainers
     connect(log=run.log)
     allocation = preflight(run.pool, run.train, run.plan.per_step)
     spec.plan.check_workers(allocation.workers)

@@ -26,8 +26,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig
+from raypipe.cursor import CURSOR_FILE
 from raypipe.errors import ConfigError
-from raypipe.handover import CURSOR_FILE, feed
+from raypipe.handover import feed
 from raypipe.logs import progress
 from raypipe.metrics import StageTimes, diagnose
 from raypipe.mixing import mixed_cross_entropy

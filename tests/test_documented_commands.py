@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from test_report import make_run  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
+COMMAND = Path(sys.executable).parent / "raypipe"
 SMALL = {
     "bench": ["--seconds=1", "--repeats=1", "--actors=1", "--size=32", "--micro-batch=16"],
     "digest": ["--size=32", "--actors=1"],
@@ -66,13 +66,11 @@ def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def run_alone(words: list[str], **variables: str) -> dict[str, Any]:
+def run_alone(words: list[str]) -> dict[str, Any]:
     """The same in a process of its own, which starts a cluster of its own."""
-    program = ["-m", "raypipe.cli"] if words[0] == "raypipe" else [str(ROOT / words[0])]
-    command = [sys.executable, *program, *words[1:], *SMALL.get(words[1], [])]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | variables, timeout=280, check=False
-    )
+    program = [str(COMMAND)] if words[0] == "raypipe" else [sys.executable, str(ROOT / words[0])]
+    command = [*program, *words[1:], *SMALL.get(words[1], [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -287,7 +285,7 @@ def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.C
     else:
         GIVEN[words[2]]()
     own = "my_layout:sample" in words
-    found = run_alone(words, PYTHONPATH=f"{Path.cwd()}:{ROOT}") if own else run(words, capsys)
+    found = run_alone(words) if own else run(words, capsys)
     assert found["samples"] == (6 if words[1] == "preview" else 30)
     if words[1] != "ingest":
         assert "--html" not in words or Path(words[-1]).stat().st_size > 10_000
@@ -311,8 +309,8 @@ def write_stores(*names: str) -> None:
 
 
 def job(words: list[str], *options: str) -> dict[str, Any]:
-    """What the last line of a small run says; the folder is where its modules are."""
-    return run_alone([*words, *JOB, *options], PYTHONPATH=f"{Path.cwd()}:{ROOT}")
+    """What the last line of a small run says."""
+    return run_alone([*words, *JOB, *options])
 
 
 @runs(("README.md", "jobs/train.py"), ("README.md", "jobs/tune.py"))

@@ -212,8 +212,10 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
         plan=dataclasses.replace(run.plan, seed=2),
         train=dataclasses.replace(run.train, max_failures=0),
     )
+    before = (Path(stopped["run_dir"]) / "config.yaml").read_text()
     with pytest.raises(CursorError, match="made under plan"):
         train(other)
+    assert (Path(stopped["run_dir"]) / "config.yaml").read_text() == before
 
 
 def test_a_label_outside_of_the_classes_is_named(run: RunConfig) -> None:

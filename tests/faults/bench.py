@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.config import PoolConfig, TransformConfig
+from raypipe.cursor import CURSOR_FILE
 from raypipe.digest import batch_digest, combine
-from raypipe.handover import CURSOR_FILE, feed
+from raypipe.handover import feed
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig, rank_of
 from raypipe.prefetcher import Batch, HostBatch

@@ -263,9 +263,7 @@ def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: typ
 
 
 def _import_from_here() -> None:
-    """Code of the user's, `--transform my_transforms:train`, lies where the command is run; Ray's workers look there
-    of themselves.
-    """
+    """Code of the user, as `--layout my_layout:sample`, lies where the command is run; workers look there too."""
     here = str(Path.cwd())
     if here not in sys.path and not sys.flags.safe_path:
         sys.path.append(here)

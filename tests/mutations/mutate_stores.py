@@ -19,7 +19,7 @@ from mutate import EDGES, Mutation, flip, flip_front, flip_within, number, numbe
 
 from raypipe.stores import open_writer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import tfrecords
 
 NUM_SAMPLES = 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import json
 import re
@@ -108,6 +109,41 @@ def program(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[st
     for code in blocks("python", ROOT / "docs" / name):
         exec(compile(code, name, "exec"), names)
     return names
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import albumentations
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "val"):
+        shutil.copy(stores[name], tmp_path / f"{name}.lmdb")
+    loop, plain = blocks("python", ROOT / "README.md")
+    loop = loop.replace("epochs=90, micro_batch=128, per_step=8", "epochs=2, micro_batch=8, per_step=2")
+    seen: list[int] = []
+
+    def criterion(logits: torch.Tensor, target: torch.Tensor) -> None:
+        seen.append(len(logits))
+
+    names: dict[str, Any] = {
+        "albumentations_pipeline": albumentations.Compose([albumentations.RandomResizedCrop((16, 16))]),
+        "model": torch.nn.Flatten(),
+        "normalize": lambda image: image.float() / 255,
+        "criterion": criterion,
+    }
+    exec(compile(loop, "README.md", "exec"), names)
+    names["spec"] = dataclasses.replace(
+        names["spec"], transforms={**names["spec"].transforms, "val": names["albumentations_pipeline"]}
+    )
+    names["train_fn"]({})
+    assert sum(seen) == 2 * (96 + 32)  # with the rows that pad the last step of a validation
+    names["loader"] = [(torch.ones(4, 3, 8, 8), torch.zeros(4))] * 3
+    exec(compile(plain.replace('"cuda"', '"cpu"'), "README.md", "exec"), names)
+    assert names["image"].shape == (4, 3, 8, 8)
 
 
 @pytest.mark.cluster

@@ -26,7 +26,7 @@ LAYERS = [
     {"errors", "order", "console", "logs", "jpeg_extension"},
     {"cursor", "filesystem", "file_lock", "rank_group"},
     {"lookup", "stores.base", "stores.checks", "stores.record", "stores.splits", "whole_file", "remote_file"},
-    {"stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
+    {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
     {"digest_file", "shard_folder", "stores.remote", "stores.members", "stores.example", "transform_steps"},
     {"stores.webdataset", "stores.zip_index", "stores.file_list"},
     {"stores.tar_index", "stores.tar_writer"},

@@ -10,7 +10,6 @@ The lmdb library writes; `raypipe.stores.lmdb_pages` reads, since the library tr
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices, image_and_label_first
 from raypipe.stores.lmdb_foreign import ForeignShard
 from raypipe.stores.lmdb_remote import RemoteShard, open_shards
-from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, VERSION, Shard, open_shard
+from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, Shard, open_shard
+from raypipe.stores.metadata import Metadata
 from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
 from raypipe.stores.splits import check_one_split
 
@@ -169,7 +169,7 @@ class LMDBWriter:
     ) -> None:
         self._path = Path(path)
         self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
-        self._classes = None if classes is None else list(classes)
+        self._classes = None if classes is None else tuple(classes)
         self._map_bytes = map_bytes
         self._count = 0
         self._pending: list[tuple[bytes, bytes]] = []
@@ -211,14 +211,8 @@ class LMDBWriter:
                 self._path.unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        metadata = {
-            "version": VERSION,
-            "count": self._count,
-            "columns": [{"name": name, "type": kind} for name, kind in self._layout.types.items()],
-            "classes": self._classes,
-            "fingerprint": self._fingerprint.hexdigest(),
-        }
-        self._put(METADATA_KEY, json.dumps(metadata).encode())
+        metadata = Metadata(self._count, self._layout.types, self._classes, self._fingerprint.hexdigest())
+        self._put(METADATA_KEY, metadata.to_json())
         self._flush()
         # LMDB may count a page at the end that it then had no need to write; readers take a file that is
         # shorter than its pages for truncated.

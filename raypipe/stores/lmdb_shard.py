@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.stores.lmdb_pages import LMDBFile, RandomAccess
+from raypipe.stores.metadata import NAME, Metadata
 from raypipe.stores.record import RecordLayout
 
-METADATA_KEY = b"__raypipe__"
-VERSION = 1
+METADATA_KEY = NAME.encode()
 KEY = struct.Struct(">Q")
-
-# What parsing damaged metadata raises: OverflowError for a count of 1e999, RecursionError for a thousand brackets.
-_BAD_METADATA = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
 
 
 def open_shard(path: Path | str, source: RandomAccess | None = None) -> Shard | None:
@@ -68,23 +64,13 @@ class Shard:
 
     def __init__(self, path: Path | str, file: LMDBFile, metadata: memoryview) -> None:
         self.path, self._file = path, file
-        try:
-            self._parse(json.loads(bytes(metadata)))
-        except _BAD_METADATA as error:
-            raise StoreError(f"{path} has a bad {METADATA_KEY.decode()} record: {error}") from error
+        found = Metadata.from_json(bytes(metadata), f"{path} has a bad {NAME} record")
+        self.layout = RecordLayout(found.types)
+        self.count, self.classes, self.fingerprint = found.count, found.classes, found.fingerprint
         if file.num_entries != self.count + 1:
             raise StoreError(
                 f"{path} holds {file.num_entries - 1} samples, but was written with {self.count}; ingest it again"
             )
-
-    def _parse(self, metadata: dict[str, Any]) -> None:
-        if metadata["version"] != VERSION:
-            raise StoreError(f"version {metadata['version']}; this raypipe reads version {VERSION}")
-        self.count = int(metadata["count"])
-        self.layout = RecordLayout({str(column["name"]): column["type"] for column in metadata["columns"]})
-        classes = metadata["classes"]
-        self.classes = None if classes is None else tuple(str(name) for name in classes)
-        self.fingerprint = str(metadata["fingerprint"])
 
     @property
     def types(self) -> dict[str, str]:

@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
 from raypipe.stores.members import Members, is_image
-from raypipe.stores.webdataset import METADATA, Grouper, Samples
+from raypipe.stores.metadata import NAME
+from raypipe.stores.webdataset import Grouper, Samples
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
@@ -75,7 +76,7 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Member
                 raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
             is_first, start = start < 0, tar.offset
             path_in_tar, is_file = PurePosixPath(member.name), member.isreg() and not member.issparse()
-            if is_first and is_file and member.name == METADATA:
+            if is_first and is_file and member.name == NAME:
                 grouper.note(member.offset_data, member.size)
                 continue
             if is_file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,9 @@ from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.stores.checks import IMAGE_SUFFIXES
+from raypipe.stores.metadata import NAME, Metadata
 from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
-from raypipe.stores.webdataset import LABEL_SUFFIX, METADATA, VERSION
+from raypipe.stores.webdataset import LABEL_SUFFIX
 
 # What an image's bytes start with → its suffix.
 _MAGIC = {
@@ -55,7 +55,7 @@ class TarWriter:
     ) -> None:
         self._path = Path(path)
         self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
-        self._classes = None if classes is None else list(classes)
+        self._classes = None if classes is None else tuple(classes)
         self._fingerprint = Fingerprint(self._layout.types, classes)
         self._first_key, self._count = first_key, 0
         self._suffixes = _suffixes(self._layout.types)
@@ -68,7 +68,7 @@ class TarWriter:
         self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)
         # Room for what it will say in the end, a longer count.
         self._metadata_bytes = len(self._metadata()) + 20
-        self._add(METADATA, self._metadata().ljust(self._metadata_bytes))
+        self._add(NAME, self._metadata().ljust(self._metadata_bytes))
         return self
 
     def append(self, sample: Mapping[str, Any]) -> None:
@@ -107,14 +107,7 @@ class TarWriter:
         os.fsync(self._file.fileno())
 
     def _metadata(self) -> bytes:
-        metadata = {
-            "version": VERSION,
-            "count": self._count,
-            "columns": [{"name": name, "type": kind} for name, kind in self._layout.types.items()],
-            "classes": self._classes,
-            "fingerprint": self._fingerprint.hexdigest(),
-        }
-        return json.dumps(metadata).encode()
+        return Metadata(self._count, self._layout.types, self._classes, self._fingerprint.hexdigest()).to_json()
 
     def _add(self, name: str, content: bytes) -> None:
         member = tarfile.TarInfo(name)

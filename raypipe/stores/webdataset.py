@@ -29,10 +29,8 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.stores.checks import IMAGE_SUFFIXES, image_and_label_first
 from raypipe.stores.members import Index, is_visible, join_digests
-from raypipe.stores.record import check_column_types
+from raypipe.stores.metadata import NAME, Metadata
 
-METADATA = "__raypipe__"
-VERSION = 1
 LABEL_SUFFIX = "cls"
 
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
@@ -42,8 +40,6 @@ _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _MAX_LABEL_BYTES = 64
 _MAX_JSON_BYTES = 1 << 20  # a label is not looked for in a larger one
 _MAX_METADATA_BYTES = 64 << 20  # a million class names
-# What parsing damaged metadata raises, see `raypipe.stores.lmdb_shard`.
-_BAD_METADATA = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
 
 Place = tuple[int, int, float]  # position of the data, num_bytes, mtime
 
@@ -126,19 +122,10 @@ class Grouper:
             StoreError: it is damaged, or of another version.
         """
         if num_bytes > _MAX_METADATA_BYTES:
-            raise StoreError(f"{self._name} has a {METADATA} member of {num_bytes} bytes: ingest it again")
-        try:
-            metadata = json.loads(self._read(position, num_bytes))
-            if metadata["version"] != VERSION:
-                raise StoreError(f"version {metadata['version']}; this raypipe reads version {VERSION}")
-            self._types = {str(column["name"]): str(column["type"]) for column in metadata["columns"]}
-            check_column_types(self._types)
-            classes = metadata["classes"]
-            self._classes = None if classes is None else tuple(str(name) for name in classes)
-            self._count = int(metadata["count"])
-            self._hash.update(str(metadata["fingerprint"]).encode())
-        except _BAD_METADATA as error:
-            raise StoreError(f"{self._name} has a bad {METADATA} member: {error!s:.500}") from error
+            raise StoreError(f"{self._name} has a {NAME} member of {num_bytes} bytes: ingest it again")
+        found = Metadata.from_json(self._read(position, num_bytes), f"{self._name} has a bad {NAME} member")
+        self._types, self._classes, self._count = found.types, found.classes, found.count
+        self._hash.update(found.fingerprint.encode())
         extra = [name.lower() for name in self._types if name not in ("image", "label")]
         self._places = {suffix: array("q") for suffix in ("", *extra)}
 

@@ -15,8 +15,8 @@ import webdataset
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store, open_writer
+from raypipe.stores.metadata import NAME
 from raypipe.stores.tar import TarStore, TarWriter
-from raypipe.stores.webdataset import METADATA
 
 IMAGES = [cv2.imencode(".png", np.full((4, 5, 3), i, np.uint8))[1].tobytes() for i in range(6)]
 TYPES = {"image": "binary", "label": "int64", "Caption": "string", "width": "int64", "score": "float64"}
@@ -112,7 +112,7 @@ def test_a_tar_depends_on_its_samples_alone(tmp_path: Path) -> None:
         members = tar.getmembers()
     assert {(member.mtime, member.uid, member.uname) for member in members} == {(0, 0, "")}
     assert [member.name for member in members[:6]] == [
-        METADATA,
+        NAME,
         *(f"000000000.{suffix}" for suffix in ("caption", "cls", "png", "score", "width")),
     ]
 

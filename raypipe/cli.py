@@ -175,9 +175,7 @@ _FLAGS = {
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
-    if args is None:
-        args = sys.argv[1:]
-        _import_from_here()
+    args = sys.argv[1:] if args is None else args
     if "--" in args:  # what follows is a command to submit
         at = args.index("--")
         args = [*args[:at], json.dumps(args[at + 1 :])]
@@ -253,20 +251,11 @@ def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: typ
         sections: classes of the job's own settings.
     """
 
-    _import_from_here()
-
     def parsed() -> dict[str, Any]:
         run, own = parse_job(None, doc, **sections)
         return job(run, **own)
 
     _finish(parsed)
-
-
-def _import_from_here() -> None:
-    """Code of the user, as `--layout my_layout:sample`, lies where the command is run; workers look there too."""
-    here = str(Path.cwd())
-    if here not in sys.path and not sys.flags.safe_path:
-        sys.path.append(here)
 
 
 def _finish(command: Callable[[], dict[str, Any]]) -> None:

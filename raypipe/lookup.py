@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 from raypipe.errors import ConfigError
@@ -10,6 +12,9 @@ from raypipe.errors import ConfigError
 
 def import_name(address: str, setting: str) -> Any:
     """What `module:name` names; the name may have dots.
+
+    The module is looked for where Python looks, and then in the current folder, as Ray's workers do of themselves:
+    a script's own folder, or that of a command, is where Python begins, and not where the user is.
 
     Args:
         address: `module:name`.
@@ -19,6 +24,9 @@ def import_name(address: str, setting: str) -> Any:
         ConfigError: there is no such thing.
     """
     module_name, _, name = address.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path and not sys.flags.safe_path:
+        sys.path.append(here)
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):

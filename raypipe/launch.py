@@ -21,6 +21,7 @@ from raypipe.pipeline import StreamSpec
 from raypipe.report import write_report
 from raypipe.runlog import remove_stop, request_stop
 from raypipe.stores import open_store, store_options
+from raypipe.whole_file import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +171,16 @@ def require_run(run_uri: str) -> None:
         raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")
 
 
-def store_config(run: RunConfig, run_uri: str) -> None:
+def make_folder(run_uri: str) -> None:
+    """Make the folder of a run, if it is not there."""
     with explained(ConfigError, f"{run_uri} cannot be written to"):
         filesystem, path = open_filesystem(run_uri)
         filesystem.create_dir(path, recursive=True)
-        with filesystem.open_output_stream(f"{path}/config.yaml") as file:
-            file.write(yaml.safe_dump(as_plain(run), sort_keys=False).encode())
+
+
+def store_config(run: RunConfig, run_uri: str) -> None:
+    make_folder(run_uri)
+    write_text(join(run_uri, "config.yaml"), yaml.safe_dump(as_plain(run), sort_keys=False))
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:

@@ -13,7 +13,6 @@ and so is the run's own policy, and the two are compared seed by seed.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, replace
 from statistics import mean
@@ -25,12 +24,12 @@ from raypipe.cluster import cluster_resources, connect, preflight
 from raypipe.config import RunConfig, StoreConfig
 from raypipe.console import table
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
-from raypipe.filesystem import absolute, open_filesystem
-from raypipe.launch import as_plain, check_augment, locate, num_classes_of, spec_of
+from raypipe.filesystem import absolute
+from raypipe.launch import as_plain, check_augment, locate, make_folder, num_classes_of, spec_of
 from raypipe.policies import Policy, TuneConfig, as_report, judge, policies, seeds, unlike
 from raypipe.presets import build_transform
 from raypipe.trial_queue import Outcome, Share, share_out, train_all
-from raypipe.whole_file import read_json, write_json
+from raypipe.whole_file import read_json, write_json, write_text
 
 
 def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
@@ -57,9 +56,10 @@ def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
     connect()
     alone = replace(run.train, workers=1, min_workers=0, num_classes=num_classes)
     preflight(run.pool, alone, run.plan.per_step)
+    make_folder(folder)
     share = _share(run, tune, folder)
     spec_of(run, folder).check_memory(share.actors, 1, share.concurrent)
-    _write(f"{folder}/config.yaml", yaml.safe_dump({**as_plain(run), "tune": asdict(tune)}, sort_keys=False))
+    write_text(f"{folder}/config.yaml", yaml.safe_dump({**as_plain(run), "tune": asdict(tune)}, sort_keys=False))
     print(f"search     {folder}\ntrials     {len(chosen)} policies, {share}", flush=True)
     base = replace(
         run,
@@ -88,7 +88,7 @@ def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
     kept = chosen[best] if verdict.better else chosen[0]
     print(f"{verdict.text}\nkept: {kept}", flush=True)
     plain = yaml.safe_dump(as_plain(replace(kept.applied(run), name="")), sort_keys=False)
-    _write(f"{folder}/best.yaml", f"# {verdict.text}.\n{plain}")
+    write_text(f"{folder}/best.yaml", f"# {verdict.text}.\n{plain}")
     result = {
         "better": verdict.better,
         "val_accuracy": mean(first if verdict.better else second),
@@ -188,7 +188,7 @@ def _share(run: RunConfig, tune: TuneConfig, folder: str) -> Share:
     offer = cluster_resources()
     if not run.resume:
         share = share_out(offer, run, min(tune.max_concurrent or tune.trials, tune.trials))
-        _write(f"{folder}/share.json", json.dumps(asdict(share)))
+        write_json(f"{folder}/share.json", asdict(share))
         return share
     share = Share(**read_json(f"{folder}/share.json"))
     needed = share.concurrent * (share.cpus + share.actors * share.cpus_per_actor)
@@ -210,10 +210,3 @@ def _show(chosen: list[Policy], trials: list[Outcome]) -> None:
         for trial in order
     ]
     table(f"{len(trials)} trials: validation accuracy", rows)
-
-
-def _write(uri: str, text: str) -> None:
-    filesystem, path = open_filesystem(uri)
-    filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-    with filesystem.open_output_stream(path) as file:
-        file.write(text.encode())

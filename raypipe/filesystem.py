@@ -58,6 +58,8 @@ _ENVIRONMENT = (
     "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_SAS_TOKEN",
 )
+# In the path of Ray's copies of working directories (ray._private.runtime_env).
+_RAYS_COPIES = "/runtime_resources/working_dir_files/"
 # Part of an error's text → what to do about it.
 _ADVICE = {
     "NO_SUCH_BUCKET": "there is no such bucket: make it, or mend the address",
@@ -281,3 +283,13 @@ def check_bucket(address: str) -> None:
             bucket = path.partition("/")[0]
             if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:
                 raise ConfigError(f"{address} cannot be used: there is no bucket {bucket}: make it first")
+
+
+def check_lasting(address: str, setting: str) -> None:
+    """Raise ConfigError for a place in Ray's copy of a job's working directory, which Ray removes with the job."""
+    filesystem, path = open_filesystem(address)
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem) and _RAYS_COPIES in f"{path}/":
+        raise ConfigError(
+            f"{setting} leads to {path}, Ray's temporary copy of the job's working directory, which goes with the "
+            f"job: set {setting} to an absolute path that all nodes share, or to a bucket (s3://bucket/runs)"
+        )

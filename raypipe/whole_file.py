@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.fs
@@ -61,23 +62,46 @@ def write_text(address: str | Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    data = text.encode()
     with explained(ConfigError, f"{address} cannot be written"):
         filesystem, path = _place(address, "written")
         if is_remote(address):  # an object is there once it is written whole
-            with filesystem.open_output_stream(path) as file:
-                file.write(data)
+            with synced_output(filesystem, path) as file:
+                file.write(text.encode())
             return
         folder, _, name = path.rpartition("/")
         partial = f"{folder}/.{name}.partial-{secrets.token_hex(4)}"
         try:
-            with filesystem.open_output_stream(partial) as file:
-                file.write(data)
+            with synced_output(filesystem, partial) as file:
+                file.write(text.encode())
             filesystem.move(partial, path)
+            sync_folder(filesystem, folder)
         except (pa.ArrowException, OSError):
             with contextlib.suppress(pa.ArrowException, OSError):
                 filesystem.delete_file(partial)
             raise
+
+
+@contextlib.contextmanager
+def synced_output(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[IO[bytes]]:
+    """A new file to write to. At the end its content is on the disk, and not in the machine's memory alone."""
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        with filesystem.open_output_stream(path) as stream:
+            yield stream
+        return
+    with Path(path).open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Put on the disk which files a folder has; object storage has done so already."""
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def check_place(address: str | Path) -> None:

@@ -25,6 +25,7 @@ from raypipe.config import (
 from raypipe.errors import ConfigError, CursorError
 from raypipe.launch import train
 from raypipe.plan import PlanConfig
+from raypipe.records import SAMPLES, read_records
 from raypipe.runlog import request_stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(240)]
@@ -65,12 +66,15 @@ def alone(run: RunConfig) -> dict[str, Any]:
 
 
 def records(result: dict[str, Any], kind: str, *fields: str) -> list[tuple[Any, ...]]:
-    lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    return [tuple(r[f] for f in fields) for r in map(json.loads, lines) if r["kind"] == kind]
+    found = read_records(Path(result["run_dir"]).as_uri())
+    assert found is not None and not found.unreadable
+    return [tuple(r[f] for f in fields) for r in found.kept if r["kind"] == kind]
 
 
-def sample_log(result: dict[str, Any]) -> str:
-    return (Path(result["run_dir"]) / "samples.jsonl").read_text()
+def sample_log(result: dict[str, Any]) -> list[dict[str, Any]]:
+    found = read_records(Path(result["run_dir"]).as_uri(), SAMPLES)
+    assert found is not None
+    return [record for record in found.kept if "indices" in record]
 
 
 def final_state(result: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +95,8 @@ def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[st
     assert ["CPU actor" in text for (text,) in records(alone, "diagnosis", "text")] == [True] * 3
     assert list((folder / "tensorboard").glob("events*"))
     assert "micro_batch: 6" in (folder / "config.yaml").read_text()
-    assert len(sample_log(alone).splitlines()) == 12 * 4
+    assert len(sample_log(alone)) == 12 * 4
+    assert not (folder / "lease").exists() and not (folder / "stop").exists()
 
 
 @pytest.mark.soak  # the run that is killed goes on with two, one and four

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.filesystem import explained, is_remote, open_filesystem
+from raypipe.filesystem import check_lasting, explained, is_remote, open_filesystem
 
 
 def read_json(address: str | Path) -> Any:
@@ -106,6 +106,7 @@ def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 
 def check_place(address: str | Path) -> None:
     """Raise ConfigError where no file can be written, before the work of making its content."""
+    check_lasting(str(address), "the file to write")
     with explained(ConfigError, f"{address} cannot be written"):
         filesystem, path = _place(address, "written")
         if is_remote(address):

@@ -13,6 +13,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.filesystem import (
     as_uri,
     check_bucket,
+    check_lasting,
     exists,
     explained,
     is_remote,
@@ -20,6 +21,7 @@ from raypipe.filesystem import (
     open_filesystem,
     split,
 )
+from raypipe.whole_file import check_place
 
 
 @pytest.fixture(autouse=True)
@@ -240,3 +242,17 @@ def test_an_option_of_the_address_leads_to_a_server(
     with filesystem.open_output_stream(path) as file:
         file.write(b"1")
     assert exists(join(address, "x"))
+
+
+def test_a_place_in_rays_copy_of_a_jobs_folder_is_none_that_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    check_lasting(str(tmp_path), "runs")
+    monkeypatch.chdir(copy)
+    for address in ("runs", "./runs/x", copy.as_uri(), str(copy)):
+        with pytest.raises(ConfigError, match=r"^runs leads to .*_ray_pkg_1.*, Ray's temporary copy"):
+            check_lasting(address, "runs")
+    with pytest.raises(ConfigError, match="^the file to write leads to"):
+        check_place("found.json")

@@ -254,5 +254,5 @@ def test_a_place_in_rays_copy_of_a_jobs_folder_is_none_that_lasts(
     for address in ("runs", "./runs/x", copy.as_uri(), str(copy)):
         with pytest.raises(ConfigError, match=r"^runs leads to .*_ray_pkg_1.*, Ray's temporary copy"):
             check_lasting(address, "runs")
-    with pytest.raises(ConfigError, match="^the file to write leads to"):
+    with pytest.raises(ConfigError, match=r"^the file to write leads to"):
         check_place("found.json")

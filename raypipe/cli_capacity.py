@@ -10,7 +10,7 @@ import pyarrow as pa
 from raypipe.capacity import EXECUTION_MICRO_BATCHES_PER_S, Capacity, Nodes, Target, plan, verdict
 from raypipe.console import table
 from raypipe.errors import ConfigError
-from raypipe.filesystem import open_filesystem
+from raypipe.filesystem import open_filesystem, open_input
 from raypipe.measured import Report, trainer_images_per_s
 from raypipe.whole_file import read_json
 
@@ -130,7 +130,7 @@ def _records(run: str) -> list[dict[str, Any]]:
     address = f"{run.rstrip('/')}/metrics.jsonl"
     try:
         filesystem, path = open_filesystem(address)
-        with filesystem.open_input_stream(path) as file:
+        with open_input(filesystem, path) as file:
             lines = file.read().decode().split("\n")[:-1]
         return [json.loads(line) for line in lines if line]
     except (pa.ArrowException, OSError) as error:

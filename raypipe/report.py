@@ -21,7 +21,7 @@ import yaml
 
 from raypipe import page
 from raypipe.errors import ConfigError
-from raypipe.filesystem import as_uri, explained, join, open_filesystem
+from raypipe.filesystem import as_uri, explained, join, open_filesystem, open_input
 from raypipe.page import Form, Series, number
 from raypipe.whole_file import write_text
 
@@ -89,7 +89,7 @@ def read_run(run: str) -> Recorded:
 
 def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> str | None:
     try:
-        with filesystem.open_input_stream(path) as file:
+        with open_input(filesystem, path) as file:
             return file.read().decode(errors="replace")
     except FileNotFoundError:
         return None

@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser, auto_cli, auto_parser
 
 from raypipe import cli_audit, cli_bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, RunConfig, TransformConfig
+from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan import PlanConfig
 
@@ -286,7 +287,7 @@ def _finish(command: Callable[[], dict[str, Any]]) -> None:
             sys.exit(1)
     except RaypipeError as error:
         _shutdown()
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -32,9 +32,10 @@ def _linked(path: Path, make: Callable[[Path], object]) -> None:
 
 # Each request is tried in a child: a read that waits ends with it, and so does one that takes all memory.
 SERVER = """
-import json, os, resource, signal, sys, traceback
+import io, json, os, resource, signal, sys
 import h5py, numpy as np
-from raypipe.cli import parse_run
+import raypipe.ingest, raypipe.inspection
+from raypipe.cli import main, parse_run
 from raypipe.bad_list import read_bad_list
 from raypipe.digest_file import DigestFile
 from raypipe.stores import open_store
@@ -45,12 +46,24 @@ def store(path):
     opened = open_store(path)
     opened.read(np.arange(len(opened)), ("image",))
 
+def command(*args):
+    sys.stderr = io.StringIO()
+    try:
+        main(list(args))
+    except SystemExit:
+        raise Told(sys.stderr.getvalue().strip())
+
+class Told(Exception):
+    pass
+
 empty = memory.MemoryStore([b"x"], [0])
 READERS = {
     "store": store,
     "bad list": lambda path: read_bad_list(path, empty, "store.leave_out"),
     "digests": DigestFile.read,
     "transform": read_steps,
+    "inspect": lambda path: command("inspect", path),
+    "ingest": lambda path: command("ingest", path, path + ".lmdb"),
     "settings": lambda path: parse_run(["--config", path], "doc"),
 }
 for line in sys.stdin:
@@ -60,10 +73,11 @@ for line in sys.stdin:
     if not child:
         signal.alarm(5)
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-        sys.stderr = open(os.devnull, "w")
         try:
             READERS[reader](path)
             outcome = "nothing is wrong"
+        except Told as error:
+            outcome = str(error)
         except BaseException as error:
             outcome = f"{type(error).__name__}: {error}"
         os.write(sending, outcome.encode()[:4000])
@@ -110,6 +124,19 @@ def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
         assert read("store", path).startswith(f"StoreError: {path} holds no store")
     else:
         check_refused(read("store", path), f"train.{suffix}", kind)
+
+
+@pytest.mark.parametrize("reader", ["inspect", "ingest"])
+@pytest.mark.parametrize("suffix", ["tar", "parquet", "h5"])
+def test_a_command(suffix: str, reader: str, read: Read, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"train.{suffix}")
+    check_refused(read(reader, tmp_path / f"train.{suffix}"), f"train.{suffix}", "FIFO")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_file_of_an_lmdb_environment(kind: str, read: Read, tmp_path: Path) -> None:
+    KINDS[kind][0](tmp_path / "data.mdb")
+    check_refused(read("store", tmp_path), "data.mdb", kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])

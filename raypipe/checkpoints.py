@@ -27,7 +27,7 @@ import pyarrow.fs
 
 from raypipe.cursor import CURSOR_FILE, Cursor
 from raypipe.errors import ConfigError, CursorError
-from raypipe.filesystem import explained, one_line, open_filesystem
+from raypipe.filesystem import explained, one_line, open_filesystem, open_input
 from raypipe.whole_file import sync_folder, synced_output
 
 STATE_FILE = "state.pt"
@@ -280,7 +280,7 @@ def _json(content: bytes, name: str) -> Any:
 
 
 def _content(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
-    with filesystem.open_input_stream(path) as file:
+    with open_input(filesystem, path) as file:
         return file.read(_MAX_JSON)
 
 
@@ -292,7 +292,7 @@ def _check_file(filesystem: pyarrow.fs.FileSystem, path: str, name: str, expecte
     if info.size != wanted:
         raise _DamageError(f"its {name} has {info.size} bytes instead of {wanted}")
     digest = hashlib.blake2b(digest_size=16)
-    with filesystem.open_input_stream(path) as file:
+    with open_input(filesystem, path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     if digest.hexdigest() != expected.get("blake2b"):

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.filesystem import explained, join, open_filesystem
+from raypipe.filesystem import explained, join, open_filesystem, open_input
 from raypipe.logs import progress
 from raypipe.whole_file import synced_output
 
@@ -127,7 +127,7 @@ class Lease:
         return found
 
     def _owner_in(self, path: str) -> _Owner | None:
-        with self._filesystem.open_input_stream(path) as file:
+        with open_input(self._filesystem, path) as file:
             content = file.read(1 << 16)
         try:
             return _Owner(**json.loads(content))

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.filesystem import explained, join, open_filesystem
+from raypipe.filesystem import explained, join, open_filesystem, open_input
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,11 @@ def read_records(run_uri: str, name: str = METRICS) -> Records | None:
 
 def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
     """What a file holds; None where there is none."""
-    if filesystem.get_file_info(path).type != pyarrow.fs.FileType.File:
+    try:
+        with open_input(filesystem, path) as file:
+            return file.read()
+    except FileNotFoundError:
         return None
-    with filesystem.open_input_stream(path) as file:
-        return file.read()
 
 
 def parse(content: bytes) -> Records:

@@ -23,7 +23,7 @@ MODULES = sorted(
 
 # A module imports from earlier lines only.
 LAYERS = [
-    {"errors", "order", "console", "logs", "jpeg_extension"},
+    {"errors", "order", "console", "logs", "jpeg_extension", "local_file"},
     {"cursor", "filesystem", "file_lock", "rank_group"},
     {"lookup", "stores.base", "stores.checks", "stores.record", "stores.splits", "whole_file", "remote_file"},
     {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
@@ -101,6 +101,7 @@ NEITHER_RAY_NOR_TORCH = {
     "whole_file",
     "logs",
     "file_lock",
+    "local_file",
     "local_cache",
     "pool_size",
     "remote_file",

@@ -32,7 +32,7 @@ from raypipe.handover import feed
 from raypipe.logs import progress
 from raypipe.metrics import StageTimes, diagnose
 from raypipe.mixing import mixed_cross_entropy
-from raypipe.models import Ema, build_model, build_optimizer, learning_rate
+from raypipe.models import Ema, build_model, build_optimizer, learning_rate, restore_optimizer
 from raypipe.ordered_sum import OrderedGradients, StepBatchNorm
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import MicroBatchId
@@ -346,8 +346,7 @@ class Trainer:
         with checkpoint.as_directory() as folder:
             state = torch.load(Path(folder) / _STATE_FILE, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        restore_optimizer(self.optimizer, self.scaler, state["optimizer"], state["scaler"])
         if self.ema:
             self.ema.model.load_state_dict(state["ema"] or state["model"])
         self.metrics = state["metrics"]

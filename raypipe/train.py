@@ -248,6 +248,7 @@ class Trainer:
             self.global_step,
             **values,
             transfer_s=times.transfer_s,
+            decode_s=times.decode_s,
             augment_s=times.augment_s,
             compute_s=times.compute_s,
             strength=self.feed.strength(segment.epoch, step - 1),

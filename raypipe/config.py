@@ -326,7 +326,8 @@ class TrainConfig:
         weight_decay: not applied to biases and normalisation layers.
         warmup_epochs: linear warm-up, in epochs; then cosine to zero.
         label_smoothing: in [0, 1).
-        workers: W, training processes, one per GPU; 0 = one per GPU of the cluster, 1 without GPUs.
+        workers: W, training processes, one per GPU; 0 = one per GPU of the cluster as far as W divides
+            plan.per_step, 1 without GPUs.
         min_workers: elastic training, with as many workers as the cluster has room for, from this number up to
             `workers`, and that divide plan.per_step; 0 = always `workers`.
         resize_every_s: seconds between two looks for room, where training is elastic.

@@ -243,6 +243,13 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
     if allocation.min_workers:
         trainers = f"{allocation.min_workers} to {trainers}"
+    if allocation.idle_gpus:
+        all_gpus = allocation.workers + allocation.idle_gpus
+        trainers += (
+            f"; {allocation.idle_gpus} of {all_gpus} GPUs STAY IDLE, since workers must divide the "
+            f"{plan.config.per_step} micro-batches of a step: set plan.per_step={all_gpus}, and plan.micro_batch "
+            f"for the global batch that you want, or train.workers={allocation.workers} if this is meant"
+        )
     return (
         f"{yaml.safe_dump(as_plain(run), sort_keys=False)}\n"
         f"run        {run_uri}\n"

@@ -27,7 +27,7 @@ from raypipe.records import METRICS, parse, read_records, read_whole, told
 from raypipe.whole_file import write_text
 
 FILE_NAME = "report.html"
-_STAGES = ("wait", "transfer", "augment", "compute")
+_STAGES = ("wait", "transfer", "decode", "augment", "compute")
 _MAX_ROWS = 50  # of a table; the files have the rest
 _POOL_SIZE = re.compile(r"→ (\d+) transform actors")  # `raypipe.autoscaler` tells of its decisions so
 

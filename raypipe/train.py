@@ -32,7 +32,7 @@ from raypipe.lease import is_held
 from raypipe.logs import progress
 from raypipe.metrics import StageTimes, diagnose
 from raypipe.mixing import mixed_cross_entropy
-from raypipe.models import Ema, build_model, build_optimizer, learning_rate
+from raypipe.models import Ema, build_model, build_optimizer, learning_rate, restore_optimizer
 from raypipe.ordered_sum import OrderedGradients, StepBatchNorm
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import MicroBatchId
@@ -268,6 +268,7 @@ class Trainer:
             self.global_step,
             **values,
             transfer_s=times.transfer_s,
+            decode_s=times.decode_s,
             augment_s=times.augment_s,
             compute_s=times.compute_s,
             strength=self.feed.strength(segment.epoch, step - 1),
@@ -380,12 +381,9 @@ class Trainer:
             state = torch.load(file, map_location=self.device, weights_only=True)
         try:
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.scaler.load_state_dict(state["scaler"])
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"checkpoint {checkpoint.name} does not fit the model or the optimizer of this run: {error}"
-            ) from error
+        except RuntimeError as error:
+            raise ConfigError(f"checkpoint {checkpoint.name} is of another model: {error}") from error
+        restore_optimizer(self.optimizer, self.scaler, state["optimizer"], state["scaler"])
         if self.ema:
             self.ema.model.load_state_dict(state["ema"] or state["model"])
         self.metrics = state["metrics"]

@@ -60,7 +60,7 @@ LAYERS = [
     {"encoded_transform", "target_transform", "tasks"},
     {"bad_list", "measured", "report", "runlog"},
     {"capacity"},
-    {"metrics", "mixing", "kornia_ops", "node_limits", "telemetry", "memory_watch"},
+    {"metrics", "mixing", "kornia_ops", "node_limits", "telemetry", "memory_watch", "streams"},
     {"augment", "device_decode", "ordered_sum", "models", "ring", "policies"},
     {"prefetcher"},
     {
@@ -144,6 +144,7 @@ TORCH_BUT_NOT_RAY = {
     "models",
     "ring",
     "prefetcher",
+    "streams",
 }
 BOTH = {"handover", "rank_stream", "train"}
 

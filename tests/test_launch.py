@@ -78,8 +78,15 @@ def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
         "(4 train, 3 val)",
     ):
         assert part in shown
-    assert "trainers   2 x GPU" in shown
+    assert "trainers   2 x GPU\n" in shown
     assert "transform  1 to 5 actors" in shown
+
+
+def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
+    allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
+    shown = describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
+    assert "trainers   1 x GPU; 7 of 8 GPUs STAY IDLE" in shown
+    assert "set plan.per_step=8" in shown and "train.workers=1 if this is meant" in shown
 
 
 def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, Path], tmp_path: Path) -> None:

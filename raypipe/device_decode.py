@@ -29,8 +29,9 @@ import torch
 from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from raypipe.decode import MAX_PIXELS, decode, encode_jpeg, jpeg_orientation
+from raypipe.decode import decode, encode_jpeg, jpeg_orientation
 from raypipe.errors import ConfigError, SampleError
+from raypipe.image_header import MAX_PIXELS
 
 CHUNK_PIXELS = 128 << 20
 """Decoded pixels per call of nvJPEG, at most, unless one image alone has more: 384 MiB of RGB on the device, which

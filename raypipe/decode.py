@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import zlib
 from typing import Any
 
 import cv2
@@ -28,7 +27,7 @@ import numpy as np
 import simplejpeg
 
 from raypipe.errors import SampleError
-from raypipe.image_header import MAX_PIXELS, check_size, image_kind, jpeg_size, open_pillow, webp_size
+from raypipe.image_header import MAX_PIXELS, image_kind, jpeg_size, open_pillow, plain_size
 from raypipe.jpeg_extension import decode_all
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
@@ -74,10 +73,7 @@ def decode(
         raise SampleError(f"not an image: starts with {data[:3].hex(' ')}{_guess(data)}")
     if kind == "JPEG":
         return _decode_jpeg(data, min_side, max_pixels, exif)
-    size = webp_size(data, max_pixels) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
-    if size is not None:
-        height, width = size
-        check_size(width, height, max_pixels)
+    if plain_size(data, kind, max_pixels) is not None:
         with contextlib.suppress(Exception):  # of a side over 2^20 pixels, which Pillow takes
             image = cv2.imdecode(np.frombuffer(data, np.uint8), _CV2_FLAGS)
             if image is not None:
@@ -181,27 +177,6 @@ def _rgb(image: Any) -> np.ndarray:
         else:
             pixels[top : top + rows] = np.asarray(part.convert("RGB"))
     return pixels
-
-
-def _plain_png_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) of an undamaged PNG that cv2 reads as Pillow does: 8-bit grey or RGB, no extras.
-
-    The checksums are compared here because libpng would write its complaint to stderr, and because cv2
-    returns what it has when the rest is missing.
-    """
-    if data[12:16] != b"IHDR" or data[24:26] not in (b"\x08\x00", b"\x08\x02"):
-        return None
-    at, kind = 8, b""
-    while kind != b"IEND":
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        end = at + 8 + length
-        if kind not in (b"IHDR", b"IDAT", b"IEND") or end + 4 > len(data):
-            return None
-        if zlib.crc32(memoryview(data)[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
-            return None
-        at = end + 4
-    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-    return (height, width) if width and height else None
 
 
 def jpeg_orientation(data: bytes) -> int:

@@ -29,7 +29,7 @@ import numpy as np
 from raypipe.crop_first import Box
 from raypipe.decode import decode, jpeg_orientation
 from raypipe.errors import ConfigError, SampleError
-from raypipe.image_header import image_kind, jpeg_size, open_pillow
+from raypipe.image_header import image_kind, jpeg_size, open_pillow, plain_size
 from raypipe.sample_transform import Key
 
 EncodedSample = tuple[bytes, Box, bool]
@@ -183,6 +183,9 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
         return height, width
     if exif and kind in ("PNG", "WebP"):  # their orientation may stand behind the pixels
         return _decoded_size(encoded, exif)
+    size = plain_size(encoded, kind)
+    if size is not None:
+        return size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd metadata
         try:

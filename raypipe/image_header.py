@@ -1,8 +1,8 @@
 """What encoded images declare, held against the limits before a decoder allocates or works for it.
 
     jpeg_size      JPEG, of which libjpeg-turbo reads the header     scans, and coefficients that are kept for them
-    webp_size      WebP                                              canvases of an animation
-    open_pillow    whatever Pillow is to decode                      its own pixels, strips and tiles of a TIFF
+    plain_size     PNG and WebP without extras, which cv2 decodes
+    open_pillow    whatever Pillow is to decode                      canvases, strips and tiles, copies
 
 All that decodes, or asks for a size, comes by one of the three. None of them allocates pixels.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import io
 import re
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,8 +123,41 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
             at = end
 
 
-def webp_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
-    """(height, width) of a lossy WebP without extras, which cv2 reads as Pillow does; None for any other.
+def plain_size(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
+    """(height, width) of a PNG or WebP that cv2 reads as Pillow does; None for any other, and other kinds.
+
+    Raises:
+        SampleError: it is over a limit.
+    """
+    size = _webp_size(data, max_pixels) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
+    if size is not None:
+        check_size(size[1], size[0], max_pixels)
+    return size
+
+
+def _plain_png_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of an undamaged PNG that cv2 reads as Pillow does: 8-bit grey or RGB, no extras.
+
+    The checksums are compared here because libpng would write its complaint to stderr, and because cv2
+    returns what it has when the rest is missing.
+    """
+    if data[12:16] != b"IHDR" or data[24:26] not in (b"\x08\x00", b"\x08\x02"):
+        return None
+    at, kind = 8, b""
+    while kind != b"IEND":
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        end = at + 8 + length
+        if kind not in (b"IHDR", b"IDAT", b"IEND") or end + 4 > len(data):
+            return None
+        if zlib.crc32(memoryview(data)[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            return None
+        at = end + 4
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    return (height, width) if width and height else None
+
+
+def _webp_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
+    """(height, width) of a complete lossy WebP without extras; None for any other.
 
     Raises:
         SampleError: it, or any other, is over a limit: Pillow allocates the canvas before it tells its size.
@@ -152,7 +186,7 @@ def open_pillow(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> Any:
         Exception: Pillow's plugins raise a dozen types on bad bytes.
     """
     if kind == "WebP":
-        webp_size(data, max_pixels)
+        _webp_size(data, max_pixels)
     if kind == "TIFF":
         _check_tags(data)
     name = kind if kind == "WebP" else kind.capitalize()

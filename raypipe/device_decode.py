@@ -30,8 +30,9 @@ import torch
 from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from raypipe.decode import MAX_PIXELS, decode, encode_jpeg, jpeg_orientation
+from raypipe.decode import decode, encode_jpeg, jpeg_orientation
 from raypipe.errors import ConfigError, SampleError
+from raypipe.image_header import MAX_PIXELS
 from raypipe.streams import hand_over, new_event, new_stream, numbered
 
 CHUNK_PIXELS = 128 << 20

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 
+import bombs
 import cv2
 import numpy as np
 import pytest
@@ -77,6 +78,7 @@ FALLBACKS: dict[str, Callable[[], bytes]] = {
     "CMYK": lambda: saved("JPEG", "CMYK"),
     "RGB in JPEG": lambda: saved("JPEG", keep_rgb=True),  # Adobe's marker, transform 0
     "bytes behind the end": lambda: picture(0, 90, 120) + b"\0",
+    "4:4:1": lambda: bombs.rare_jpeg(),
 }
 
 

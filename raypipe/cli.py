@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, auto_cli, auto_parser
 
 from raypipe import cli_audit, cli_bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, RunConfig, TransformConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.plan import PlanConfig
 
 
@@ -173,6 +173,13 @@ _FLAGS = {
 }
 
 
+class _Parser(ArgumentParser):
+    """jsonargparse's, whose errors show a wrong value, but no credentials in it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(without_credentials(message), ex)
+
+
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     args = sys.argv[1:] if args is None else args
@@ -181,7 +188,14 @@ def main(args: list[str] | None = None) -> None:
         args = [*args[:at], json.dumps(args[at + 1 :])]
     args = [_normalized(arg) for arg in args]
     _finish(
-        lambda: auto_cli(COMMANDS, args=args, as_positional=True, prog="raypipe", allow_abbrev=False)  # type: ignore[arg-type]
+        lambda: auto_cli(
+            COMMANDS,  # type: ignore[arg-type]
+            args=args,
+            as_positional=True,
+            prog="raypipe",
+            allow_abbrev=False,
+            parser_class=_Parser,
+        )
     )
 
 
@@ -210,7 +224,7 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
     Unknown keys, in the file or on the command line, end the program with exit code 2.
     """
     args = sys.argv[1:] if args is None else args
-    parser = ArgumentParser(description=doc, allow_abbrev=False)
+    parser = _Parser(description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_class_arguments(RunConfig, as_group=False)
     for name, section in sections.items():

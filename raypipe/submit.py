@@ -29,45 +29,17 @@ EXCLUDES = (
     *("runs/", "*.lmdb", "*.parquet", "*.tar", "*.pt", "*.safetensors"),
     *(".git/", ".venv/", "venv/", "__pycache__/", ".*_cache/", ".hypothesis/"),
 )
-# Names that programs give to files and folders of credentials. .rayignore has them too, for `ray job submit` and `ray up`.
-SECRETS = (
-    *(
-        ".env",
-        ".env.*",
-        ".envrc",
-        ".netrc",
-        "_netrc",
-        ".git-credentials",
-        ".pgpass",
-        ".pypirc",
-        ".npmrc",
-        ".htpasswd",
-    ),
-    *(".ssh", ".aws", ".azure", ".boto", ".s3cfg", ".config", ".docker", ".gnupg", ".kube", "kubeconfig", ".ray"),
-    *(
-        "id_rsa*",
-        "id_dsa*",
-        "id_ecdsa*",
-        "id_ed25519*",
-        "*.pem",
-        "*.key",
-        "*.ppk",
-        "*.p12",
-        "*.pfx",
-        "*.jks",
-        "*.kdbx",
-    ),
-    *(
-        "credentials",
-        "credentials.csv",
-        "*_accessKeys.csv",
-        "*credentials.json",
-        "service-account*.json",
-        "service_account*.json",
-    ),
-    *("secrets.y*ml", "secrets.json", "secrets.toml", "*.tfstate", "*.tfvars"),
+# Names of credentials, files and folders. .rayignore has them too, for `ray job submit` and `ray up`.
+SECRETS = tuple(
+    """
+    .env .env.* .envrc .netrc _netrc .git-credentials .pgpass .pypirc .npmrc .htpasswd
+    .ssh .aws .azure .boto .s3cfg .config .docker .gnupg .kube kubeconfig .ray
+    id_rsa* id_dsa* id_ecdsa* id_ed25519* *.pem *.key *.ppk *.p12 *.pfx *.jks *.kdbx
+    credentials credentials.csv *_accessKeys.csv *credentials.json service-account*.json service_account*.json
+    secrets.y*ml secrets.json secrets.toml *.tfstate *.tfvars
+    """.split()
 )
-# What makes a secret of a file of any name, at the start of one of its first lines: keys of SSH, TLS, Google and AWS.
+# What makes a secret of a file of any name: a line that begins like this, of SSH, TLS, Google or AWS.
 _SECRET_LINE = re.compile(
     rb'^(-----BEGIN [A-Z ]*PRIVATE KEY-----|\s*"private_key"\s*:|aws_secret_access_key\s*=)', re.MULTILINE
 )
@@ -169,7 +141,7 @@ def survey(folder: Path) -> tuple[Counter[str], dict[str, str]]:
 
 
 def _why_unsafe(path: Path, folder: Path, is_left_out: Callable[[Path], bool]) -> str:
-    """Why a path must not be uploaded; empty = it may. Ray itself follows every link, and opens whatever there is."""
+    """Why a path must not be uploaded; empty = it may. Ray follows every link, and opens whatever there is."""
     if is_left_out(path):
         return "its name is that of a secret"
     if path.is_symlink():
@@ -192,7 +164,7 @@ def _why_unsafe(path: Path, folder: Path, is_left_out: Callable[[Path], bool]) -
 
 
 def check_upload(folder: Path, max_mib: float) -> dict[str, str]:
-    """What `survey` finds unsafe; raises ConfigError, which names the largest files, unless the rest is small enough."""
+    """What `survey` finds unsafe; ConfigError, which names the largest files, unless the rest is small enough."""
     if not folder.is_dir():
         raise ConfigError(f"--working-dir {folder} is no folder")
     found, unsafe = survey(folder)

@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser, auto_cli, auto_parser
 from raypipe import cli_audit, cli_bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, RunConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.owner import check_owner
 from raypipe.plan import PlanConfig
 
 
@@ -231,6 +232,7 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
         parser.add_class_arguments(section, name)
     given = parser.parse_args(args)
     if given.resume:
+        check_owner(given.resume, given.trust)
         base = _stored_config(given.resume)
     elif not given.store.train:
         base = (files("raypipe") / "digits.yaml").read_text()
@@ -239,6 +241,7 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
     # Settings that come first give way to later ones.
     values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
     values.pop("config", None)
+    values["trust"] = given.trust  # whatever the stored configuration says
     own = {name: values.pop(name) for name in sections}
     return RunConfig(**values), own
 

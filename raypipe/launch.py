@@ -17,6 +17,7 @@ from raypipe.digits import digits_stores
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.filesystem import as_uri, check_bucket, exists, explained, join, open_filesystem, split
 from raypipe.logs import configure_logs, progress
+from raypipe.owner import check_owner
 from raypipe.pipeline import StreamSpec
 from raypipe.report import write_report
 from raypipe.runlog import remove_stop, request_stop
@@ -92,6 +93,7 @@ def locate(run: RunConfig, prefix: str = "") -> tuple[RunConfig, str]:
             of steps cannot be read.
     """
     if run.resume:
+        check_owner(run.resume, run.trust)
         runs, name = split(run.resume)
         run = dataclasses.replace(run, runs=runs or ".", name=name)
     elif not run.name:
@@ -184,9 +186,9 @@ def store_config(run: RunConfig, run_uri: str) -> None:
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:
-    """A configuration as dicts, lists and scalars, as YAML has it; `resume` left out."""
+    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust` left out."""
     plain = dataclasses.asdict(run)
-    del plain["resume"]
+    del plain["resume"], plain["trust"]
     return json.loads(json.dumps(plain))  # tuples become lists
 
 

@@ -30,15 +30,16 @@ EXCLUDES = (
     *(".git/", ".venv/", "venv/", "__pycache__/", ".*_cache/", ".hypothesis/"),
 )
 # Names of credentials, files and folders. .rayignore has them too, for `ray job submit` and `ray up`.
-SECRETS = tuple(
-    """
-    .env .env.* .envrc .netrc _netrc .git-credentials .pgpass .pypirc .npmrc .htpasswd
-    .ssh .aws .azure .boto .s3cfg .config .docker .gnupg .kube kubeconfig .ray
-    id_rsa* id_dsa* id_ecdsa* id_ed25519* *.pem *.key *.ppk *.p12 *.pfx *.jks *.kdbx
-    credentials credentials.csv *_accessKeys.csv *credentials.json service-account*.json service_account*.json
-    secrets.y*ml secrets.json secrets.toml *.tfstate *.tfvars
-    """.split()
+# fmt: off
+SECRETS = (
+    ".env", ".env.*", ".envrc", ".netrc", "_netrc", ".git-credentials", ".pgpass", ".pypirc", ".npmrc",
+    ".htpasswd", ".ssh", ".aws", ".azure", ".boto", ".s3cfg", ".config", ".docker", ".gnupg", ".kube",
+    "kubeconfig", ".ray", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.ppk", "*.p12",
+    "*.pfx", "*.jks", "*.kdbx", "credentials", "credentials.csv", "*_accessKeys.csv", "*credentials.json",
+    "service-account*.json", "service_account*.json", "secrets.y*ml", "secrets.json", "secrets.toml",
+    "*.tfstate", "*.tfvars",
 )
+# fmt: on
 # What makes a secret of a file of any name: a line that begins like this, of SSH, TLS, Google or AWS.
 _SECRET_LINE = re.compile(
     rb'^(-----BEGIN [A-Z ]*PRIVATE KEY-----|\s*"private_key"\s*:|aws_secret_access_key\s*=)', re.MULTILINE

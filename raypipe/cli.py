@@ -13,14 +13,15 @@ import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, auto_cli, auto_parser
 
 from raypipe import cli_audit, cli_bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, RunConfig, TransformConfig
 from raypipe.console import printable
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.owner import check_owner
 from raypipe.plan import PlanConfig
 
 
@@ -175,6 +176,13 @@ _FLAGS = {
 }
 
 
+class _Parser(ArgumentParser):
+    """jsonargparse's, whose errors show a wrong value, but no credentials in it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(without_credentials(message), ex)
+
+
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     args = sys.argv[1:] if args is None else args
@@ -185,7 +193,14 @@ def main(args: list[str] | None = None) -> None:
 
     def parsed() -> dict[str, Any]:
         _check_no_pipe(args)
-        return auto_cli(COMMANDS, args=args, as_positional=True, prog="raypipe", allow_abbrev=False)  # type: ignore[arg-type]
+        return auto_cli(
+            COMMANDS,  # type: ignore[arg-type]
+            args=args,
+            as_positional=True,
+            prog="raypipe",
+            allow_abbrev=False,
+            parser_class=_Parser,
+        )
 
     _finish(parsed)
 
@@ -226,13 +241,14 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
     """
     args = sys.argv[1:] if args is None else args
     _check_no_pipe(args)
-    parser = ArgumentParser(description=doc, allow_abbrev=False)
+    parser = _Parser(description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_class_arguments(RunConfig, as_group=False)
     for name, section in sections.items():
         parser.add_class_arguments(section, name)
     given = parser.parse_args(args)
     if given.resume:
+        check_owner(given.resume, given.trust)
         base = _stored_config(given.resume)
     elif not given.store.train:
         base = (files("raypipe") / "digits.yaml").read_text()
@@ -241,6 +257,7 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
     # Settings that come first give way to later ones.
     values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
     values.pop("config", None)
+    values["trust"] = given.trust  # whatever the stored configuration says
     own = {name: values.pop(name) for name in sections}
     return RunConfig(**values), own
 

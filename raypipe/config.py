@@ -414,6 +414,8 @@ class RunConfig:
         runs: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
         name: the run's name; empty = made from the date.
         resume: folder or URI of a run to go on with, from its latest checkpoint.
+        trust: go on with a run in a folder that another user owns, and so run the code that it names; the
+            configuration that is stored there cannot say so.
         log: lines of progress and of logs as readable "text", or each as a "json" object with time, level, logger,
             message, run, rank, epoch and step, as far as they are known.
     """
@@ -427,6 +429,7 @@ class RunConfig:
     runs: str = "runs"
     name: str = ""
     resume: str = ""
+    trust: bool = False
     log: LogFormat = "text"
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from raypipe.filesystem import (
 )
 from raypipe.lease import RunExistsError, taken
 from raypipe.logs import configure_logs, progress
+from raypipe.owner import check_owner
 from raypipe.pipeline import StreamSpec
 from raypipe.report import write_report
 from raypipe.runlog import remove_stop, request_stop, stop_requested
@@ -139,6 +140,7 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
 def locate(run: RunConfig) -> tuple[RunConfig, str]:
     """A run with its name, its stores and its transforms' steps, and the URI of its folder; see `located`."""
     if run.resume:
+        check_owner(run.resume, run.trust)
         runs, name = split(run.resume)
         run = dataclasses.replace(run, runs=runs or ".", name=name)
     run_uri = join(as_uri(run.runs), run.name)
@@ -230,9 +232,9 @@ def store_config(run: RunConfig, run_uri: str) -> None:
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:
-    """A configuration as dicts, lists and scalars, as YAML has it; `resume` left out."""
+    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust` left out."""
     plain = dataclasses.asdict(run)
-    del plain["resume"]
+    del plain["resume"], plain["trust"]
     return json.loads(json.dumps(plain))  # tuples become lists
 
 

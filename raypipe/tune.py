@@ -2,7 +2,8 @@
 
     FOLDER/config.yaml     settings of the run and of the search
     FOLDER/trials/NAME/    what each training leaves behind, see runlog.py
-    FOLDER/tune/           Ray Tune's records and the checkpoints of the trials: all that a resume needs
+    FOLDER/tune/           Ray Tune's records and the checkpoints of the trials: all that a resume needs. It
+                           unpickles them, and a pickle runs code: see owner.py
     FOLDER/best.yaml       the winner, for `jobs/train.py --config`
     FOLDER/report.json     the result, with every trial
 

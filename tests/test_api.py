@@ -25,7 +25,16 @@ MODULES = sorted(
 LAYERS = [
     {"errors", "order", "console", "logs", "jpeg_extension", "local_file"},
     {"cursor", "filesystem", "file_lock", "rank_group"},
-    {"lookup", "stores.base", "stores.checks", "stores.record", "stores.splits", "whole_file", "remote_file"},
+    {
+        "lookup",
+        "stores.base",
+        "stores.checks",
+        "stores.record",
+        "stores.splits",
+        "whole_file",
+        "remote_file",
+        "owner",
+    },
     {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
     {"digest_file", "shard_folder", "stores.remote", "stores.members", "stores.example", "transform_steps"},
     {"stores.webdataset", "stores.zip_index", "stores.file_list"},

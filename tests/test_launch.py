@@ -12,7 +12,7 @@ from full_disk import fill, make_room
 
 from raypipe.bad_list import write_bad_list
 from raypipe.checkpoints import write_checkpoint
-from raypipe.cli import parse_run
+from raypipe.cli import _finish, parse_run
 from raypipe.cluster import Allocation
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 from raypipe.cursor import Cursor
@@ -52,6 +52,37 @@ def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
     return StreamSpec.of(train, val, plan=RUN.plan)
 
 
+# Credentials
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "store.train",
+        "store.val",
+        "store.leave_out",
+        "store.val_leave_out",
+        "transform.val",
+        "runs",
+        "resume",
+        "plan",
+    ],
+)
+def test_a_run_with_credentials_in_an_address_ends_without_showing_or_keeping_them(
+    setting: str, stores: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"store: {{train: {stores['train']}, val: {stores['val']}}}\nruns: {tmp_path}/runs\n")
+    given = [f"--config={config}", f"--{setting}=s3://AKIA:SE/CRET@bucket/a.yaml"]
+    with pytest.raises(SystemExit):
+        _finish(lambda: train(parse_run(given, None)))
+    shown = "".join(capfd.readouterr())
+    assert "s3://…@bucket/a.yaml" in shown and "CRET@" not in shown
+    assert setting == "plan" or "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment" in shown
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and "CRET@" in path.read_text()]
+    assert not kept
+
+
 # The stored configuration
 
 
@@ -59,8 +90,7 @@ def test_as_plain_is_safe_yaml_without_the_resume() -> None:
     plain = as_plain(RUN)
     assert yaml.safe_load(yaml.safe_dump(plain)) == plain
     assert plain["augment"]["mean"] == [0.1, 0.2, 0.3]
-    assert "resume" not in plain
-    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {"resume"}
+    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {"resume", "trust"}
 
 
 def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path) -> None:

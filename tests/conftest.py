@@ -17,6 +17,7 @@ import cv2
 import numpy as np
 import pytest
 import s3_server
+from full_disk import small_disk
 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
 from raypipe.stores.atomic import write_atomically
@@ -77,6 +78,13 @@ def all_cpus_held(ray_cluster: None) -> Iterator[None]:
 def cluster_outlives_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command ends its own local cluster; run in this process, it would end that of all tests."""
     monkeypatch.setattr("raypipe.cli._shutdown", lambda: None)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 64 KiB, empty as yet: `full_disk.fill` fills it."""
+    with small_disk(tmp_path / "disk") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

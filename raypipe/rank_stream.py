@@ -30,6 +30,7 @@ from raypipe.plan import Cursor, MicroBatchId, Segment, Split
 from raypipe.prefetcher import Batch, DecodingPrefetcher, DevicePrefetcher, HostBatch
 from raypipe.quarantine import record_bad
 from raypipe.source import place_of
+from raypipe.stores.base import name_of, title_of
 from raypipe.supervisor import News
 from raypipe.telemetry import TrainerMetrics
 from raypipe.transform import BadSampleBudget
@@ -154,7 +155,7 @@ class Feed:
         self._computing: tuple[Split, Any] | None = None
         self._config, self._quarantine = spec.transform, spec.quarantine
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self._addresses = {split: store.address for split, store in spec.stores.items()}
+        self._stores = spec.stores
         on_copied = functools.partial(self._clocks["train"].add, "transfer")
         self._source = source = host_batches(iterator)
         seed_of = self.plan.micro_batch_seed
@@ -299,10 +300,12 @@ class Feed:
 
     def _judge(self, batch: Batch) -> None:
         """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
+        store = self._stores[batch.at.split]
         bad = [
             {
-                "store": self._addresses[batch.at.split],
+                "store": store.address,
                 "index": int(batch.index[row]),
+                "name": name_of(store, int(batch.index[row])),
                 "substitute": None,
                 "error": error,
             }
@@ -311,7 +314,8 @@ class Feed:
         if bad:
             record_bad(self._quarantine, batch.at, bad, by="device")
             if self._config.on_bad_sample == "raise":
-                raise SampleError("{store} sample {index}: {error}".format(**bad[0]))
+                title = title_of(store.address, bad[0]["index"], bad[0]["name"])
+                raise SampleError(f"{title}: {bad[0]['error']}")
         self._budget.spend(len(bad), len(batch.index), bad[-1] if bad else None)
 
     def _augmented(self, batch: Batch, augment: DeviceAugment) -> Batch:

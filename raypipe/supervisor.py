@@ -9,6 +9,9 @@ a supervisor what they begin, and ask it, once restarted, what is known of it:
     or more bad samples than that      the run ends with one error
 
 Deaths by other causes (a lost node, a kill) cost an attempt, and change nothing in the result.
+
+A reader that was restarted tells what it is about to read, too. There is no substitute for a row group, so
+`max_attempts` deaths at one place of its share end the run, with the file and the row group in the error.
 """
 
 from __future__ import annotations
@@ -35,17 +38,19 @@ _MAX_EVENTS = 10_000
 
 @dataclass(frozen=True)
 class Orders:
-    """How an actor is to go about a micro-batch.
+    """How an actor is to go about a micro-batch, or a reader about its share.
 
     Attributes:
-        careful: announce each sample before it is touched.
+        careful: announce each sample, or row group, before it is touched.
         bad: indices of samples of this split that have killed their process.
         error: why the run must end; empty = it need not.
+        place: of a reader: where it is to raise that error.
     """
 
     careful: bool = False
     bad: tuple[int, ...] = ()
     error: str = ""
+    place: int = 0
 
 
 @dataclass
@@ -56,6 +61,16 @@ class _History:
     all_deaths: int = 0
     at_sample: Counter[int] = field(default_factory=Counter)
     num_bad: int = 0
+
+
+@dataclass
+class _Reader:
+    """Of a share of the schedule: where its reader is, and at what, as far as it tells; deaths at one place."""
+
+    place: int | None = None
+    what: str = ""
+    died_at: int | None = None
+    deaths: int = 0
 
 
 class Supervisor:
@@ -81,7 +96,7 @@ class Supervisor:
         self._bad: dict[str, set[int]] = {}  # split → indices
         self._histories: dict[str, _History] = {}
         self._leaving: set[str] = set()
-        self._readers: set[str] = set()
+        self._readers: dict[str, _Reader] = {}  # task → what it reads
         self._events: list[tuple[str, str]] = []
 
     def arrived(self, actor: str, home: str) -> bool:
@@ -150,11 +165,47 @@ class Supervisor:
         self._leaving.add(actor)
         self.ended(actor)
 
-    def reads(self, share: str) -> None:
-        """A reader begins its share of the schedule."""
-        if share in self._readers:
-            self.note(f"the reader of {share} was restarted", "reader_restarted")
-        self._readers.add(share)
+    def reads(self, task: str, share: str) -> Orders:
+        """A reader begins its share of the schedule.
+
+        Args:
+            task: its id, the same when it is restarted.
+            share: for people.
+        """
+        reader = self._readers.get(task)
+        if reader is None:
+            self._readers[task] = _Reader()
+            return Orders()
+        # Where it died first, it has not told.
+        reader.deaths = reader.deaths + 1 if reader.died_at in (None, reader.place) else 1
+        work = f" while it read {reader.what}" if reader.what else ""
+        self.note(f"the reader of {share} died{work}, and was restarted", "reader_restarted")
+        error = ""
+        if reader.place is not None and reader.deaths >= self._max_attempts:
+            error = (
+                f"a reader has died {reader.deaths} times, the last time{work}: look for `out of memory` or a "
+                "crash in the logs of Ray's workers (`ray logs`); check the file by `raypipe inspect --verify`, "
+                "ingest it again with smaller row groups, or raise pool.max_attempts"
+            )
+        orders = Orders(careful=True, error=error, place=reader.place or 0)
+        reader.died_at, reader.place, reader.what = reader.place, None, ""
+        return orders
+
+    def reading(self, task: str, place: int, what: str) -> None:
+        """A careful reader is about to read something.
+
+        Args:
+            task: see `reads`.
+            place: how far it is in its share.
+            what: for people: the file and the row group.
+        """
+        reader = self._readers.get(task)
+        if reader is not None:
+            reader.place, reader.what = place, what
+
+    def has_read(self, task: str) -> None:
+        """A reader has come through its share; if it runs again, its results were lost."""
+        self._readers.pop(task, None)
 
     def note(self, event: str, kind: Fault = "other") -> None:
         """Record what went wrong, or was mended, for the log and the metrics."""

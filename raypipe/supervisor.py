@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +36,8 @@ _DEATHS_AT_A_SAMPLE = 2
 # An execution passes on some 60 micro-batches/s, and each is announced to its Supervisor, which takes some 500/s.
 _EXECUTIONS_EACH = 4
 _MAX_EVENTS = 10_000
+_PERIOD_S = 1.0
+_PATIENCE_S = 5.0  # for the last events, at a run's end
 
 
 @dataclass(frozen=True)
@@ -264,12 +268,21 @@ class News:
         self._num_read = 0
         self._asked: Any = None
 
-    def read(self) -> list[tuple[str, str]]:
-        """Kind and text of the events since the last call, as far as the supervisor has answered; never waits."""
+    def read(self, wait_s: float = 0.0) -> list[tuple[str, str]]:
+        """Kind and text of the events since the last call, as far as the supervisor has answered.
+
+        Args:
+            wait_s: to wait for the answer to a question of now; 0 = never wait.
+        """
         if self._supervisor is None:
             return []
+        events = self._answer(wait_s)
+        return events + self._answer(wait_s) if wait_s else events
+
+    def _answer(self, wait_s: float) -> list[tuple[str, str]]:
+        """The answer to the last question, if it has come; the next one is then asked."""
         events: list[tuple[str, str]] = []
-        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+        if self._asked is not None and ray.wait([self._asked], timeout=wait_s)[0]:
             with contextlib.suppress(ray.exceptions.RayError):  # the stream goes on without its chronicler
                 events = ray.get(self._asked)
             self._num_read += len(events)
@@ -277,3 +290,32 @@ class News:
         if self._asked is None:
             self._asked = self._supervisor.events.remote(self._num_read)
         return events
+
+
+class Follower:
+    """Tells of each event of a stream within a second or two, whatever the stream waits for, until it is stopped.
+
+    Args:
+        news: of the stream; nobody else reads them.
+        tell: called with kind and text of each, in a thread.
+    """
+
+    def __init__(self, news: News, tell: Callable[[str, str], None]) -> None:
+        self._news, self._tell = news, tell
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="raypipe-events", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._stopped.wait(_PERIOD_S):
+            self._pass_on(0.0)
+        self._pass_on(_PATIENCE_S)
+
+    def _pass_on(self, wait_s: float) -> None:
+        for kind, text in self._news.read(wait_s):
+            self._tell(kind, text)
+
+    def stop(self) -> None:
+        """Tell of the last ones, and end."""
+        self._stopped.set()
+        self._thread.join()

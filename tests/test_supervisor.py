@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import ray
 
-from raypipe.supervisor import News, Orders, Supervisor, start_supervisor, start_supervisors
+from raypipe.supervisor import Follower, News, Orders, Supervisor, start_supervisor, start_supervisors
 
 AT = "train-e0000-s000003-m001"
 
@@ -143,6 +145,14 @@ def test_news_come_once_each_and_are_never_waited_for() -> None:
     while seen[2:] != [("scale", "c")]:
         assert len(seen) == 2
         seen += news.read()
+    told: list[tuple[str, str]] = []
+    follower = Follower(News(supervisor), lambda *event: told.append(event))
+    while told != seen:
+        assert len(told) < 3
+        time.sleep(0.1)
+    ray.get(supervisor.note.remote("d"))
+    follower.stop()  # which waits for the last ones, as no reading does
+    assert told == [*seen, ("fault", "d")]
     ray.kill(supervisor, no_restart=True)
     assert not any(news.read() for _ in range(3))
     assert News(None).read() == []

@@ -1,6 +1,6 @@
 """Lists of bad samples: `raypipe inspect STORE --verify` writes one, and a run leaves its samples out.
 
-    {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "error": "…"}, …]}
+    {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "name": "…", "error": "…"}, …]}
 
 A list belongs to the very contents that it was made of, which the fingerprint tells.
 """
@@ -71,7 +71,7 @@ def write_bad_list(address: str | Path, store: Store, bad: list[dict[str, Any]])
     Args:
         address: of the list, a local path or a URI.
         store: that it is a list of.
-        bad: `index` and `error` of each bad sample.
+        bad: `index`, `name` and `error` of each bad sample.
 
     Raises:
         ConfigError: it cannot be written.

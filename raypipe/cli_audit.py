@@ -72,9 +72,9 @@ def inspect(
         ("bad", f"{found['bad']:,}"),
         ("images/s", f"{found['images_per_s']:,.0f}"),
     ]
-    for first, number, error in found.pop("reasons"):
+    for first, name, number, error in found.pop("reasons"):
         others = f" and {number - 1:,} others" if number > 1 else ""
-        rows.append((f"sample {first}{others}", error))
+        rows.append((f"sample {first}{others}", f"{error} ({name})" if name else error))
     if found["bad"]:
         rows += [("to do without them", f"--store.leave_out {found['list']}")]
     table(store, rows)

@@ -92,8 +92,8 @@ class TransformConfig:
         on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
         max_bad_fraction: an actor that has seen a larger share of bad samples stops the run.
         bad_grace: bad samples per actor that are tolerated whatever their share.
-        time_limit_s: seconds that a micro-batch may take in an actor before its process is ended and it is tried
-            again; a sample that takes as long by itself, twice, counts as bad. 0 = no limit.
+        time_limit_s: seconds that a micro-batch may take in an actor, its reading included, before its process is
+            ended and it is tried again; a sample that takes as long by itself, twice, counts as bad. 0 = no limit.
     """
 
     train: str | list[dict[str, Any]] = "light"
@@ -176,7 +176,8 @@ class PoolConfig:
             0 = a quarter of what its place has free at the start.
         recycle_after: micro-batches after which an actor's process is replaced, for transforms that leak memory;
             it costs the start of a process. 0 = never.
-        max_attempts: actors that one micro-batch may cost before the run ends, where no sample of it is to blame.
+        max_attempts: actors that one micro-batch may cost before the run ends, where no sample of it is to blame;
+            readers that one row group may cost.
         stall_timeout_s: seconds without a finished micro-batch, while there is work, after which the run ends.
     """
 

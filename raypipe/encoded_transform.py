@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -37,18 +37,15 @@ class EncodedMicroBatchTransform(MicroBatchTransform):
 
     Args:
         transform: what to cut.
-        on_bad_sample, exact, store_address: as for `MicroBatchTransform`.
+        on_bad_sample, exact, store_address, sample_name: as for `MicroBatchTransform`.
     """
 
     def __init__(
         self,
         transform: EncodedTransform,
-        *,
-        on_bad_sample: Literal["substitute", "raise"] = "substitute",
-        exact: bool = False,
-        store_address: str = "",
+        **options: Any,
     ) -> None:
-        super().__init__(None, on_bad_sample=on_bad_sample, exact=exact, store_address=store_address)
+        super().__init__(None, **options)
         self.encoded = transform
 
     def one(self, data: Any, key: Key) -> Any:

@@ -88,7 +88,7 @@ def verify(
     Returns:
         `samples`, `bytes` (of the encoded images), `classes` (how many, or None), `bad` (how many), `list` (where
         it was written, or None), `seconds`, `images_per_s`; and `reasons`, for the first 10 different errors: (the
-        first sample that has it, how many have it, the error).
+        first sample that has it, its name, how many have it, the error).
 
     Raises:
         StoreError: the store cannot be opened.
@@ -136,11 +136,11 @@ def verify(
     }
 
 
-def _reasons(bad: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+def _reasons(bad: list[dict[str, Any]]) -> list[tuple[int, str, int, str]]:
     """One damaged row group is a thousand bad samples and one reason."""
     counts = Counter(entry["error"] for entry in bad)
-    first = {entry["error"]: entry["index"] for entry in reversed(bad)}
-    return [(first[error], number, error) for error, number in counts.items()]
+    first = {entry["error"]: entry for entry in reversed(bad)}
+    return [(first[error]["index"], first[error]["name"], number, error) for error, number in counts.items()]
 
 
 def _bounds(store: Store, num_tasks: int) -> np.ndarray:

@@ -8,6 +8,7 @@ micro-batch in which the sample stands in that epoch: a tile is what a run of th
 
 from __future__ import annotations
 
+import functools
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from raypipe.picture import Tile, draw
 from raypipe.plan import MicroBatchId, Plan, PlanConfig
 from raypipe.presets import build_transform
 from raypipe.sample_transform import Key
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, name_of
 from raypipe.target_transform import check_targets, micro_batch_transform
 from raypipe.targets import decode_boxes, decode_mask, read_encoded
 from raypipe.transform import MicroBatchResult
@@ -69,7 +70,9 @@ class Preview:
         self._targets = transform.target_columns
         check_targets(transform, {"train": transform.train}, {"train": store})
         made = build_transform(transform.train, transform.size)
-        self._transform = micro_batch_transform(made, transform, store_address=store.address)
+        self._transform = micro_batch_transform(
+            made, transform, store_address=store.address, sample_name=functools.partial(name_of, store)
+        )
         device, targets = torch.device("cpu"), bool(self._targets)
         # The mixing draws from a generator of its own, so the operations draw the same without it.
         unmixed = replace(augment, mixup_alpha=0, cutmix_alpha=0)

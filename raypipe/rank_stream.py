@@ -11,7 +11,7 @@ import functools
 import gc
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ from raypipe.plan import Cursor, MicroBatchId, Segment, Split
 from raypipe.prefetcher import Batch, DecodingPrefetcher, DevicePrefetcher, HostBatch
 from raypipe.quarantine import record_bad
 from raypipe.source import place_of
-from raypipe.supervisor import News
+from raypipe.stores.base import name_of, title_of
+from raypipe.supervisor import Follower, News
 from raypipe.telemetry import TrainerMetrics
 from raypipe.transform import BadSampleBudget
 
@@ -154,7 +155,7 @@ class Feed:
         self._computing: tuple[Split, Any] | None = None
         self._config, self._quarantine = spec.transform, spec.quarantine
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self._addresses = {split: store.address for split, store in spec.stores.items()}
+        self._stores = spec.stores
         clock = self._clocks["train"]
         self._source = source = host_batches(iterator)
         seed_of = self.plan.micro_batch_seed
@@ -225,6 +226,10 @@ class Feed:
         A "fault" went wrong and was mended; "scale" is a new size of the pool, and why.
         """
         return self._news.read()
+
+    def follow(self, tell: Callable[[str, str], None]) -> Follower:
+        """Have each of these events told, in a thread, within a second or two; in place of `events`."""
+        return Follower(self._news, tell)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -302,10 +307,12 @@ class Feed:
 
     def _judge(self, batch: Batch) -> None:
         """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
+        store = self._stores[batch.at.split]
         bad = [
             {
-                "store": self._addresses[batch.at.split],
+                "store": store.address,
                 "index": int(batch.index[row]),
+                "name": name_of(store, int(batch.index[row])),
                 "substitute": None,
                 "error": error,
             }
@@ -314,7 +321,8 @@ class Feed:
         if bad:
             record_bad(self._quarantine, batch.at, bad, by="device")
             if self._config.on_bad_sample == "raise":
-                raise SampleError("{store} sample {index}: {error}".format(**bad[0]))
+                title = title_of(store.address, bad[0]["index"], bad[0]["name"])
+                raise SampleError(f"{title}: {bad[0]['error']}")
         self._budget.spend(len(bad), len(batch.index), bad[-1] if bad else None)
 
     def _augmented(self, batch: Batch, augment: DeviceAugment) -> Batch:

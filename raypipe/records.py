@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,11 +108,12 @@ class Appender:
 
     def __init__(self, folder: Path, run_uri: str) -> None:
         self._folder, self._run_uri, self._warned = folder, run_uri, False
+        self._one_by_one = threading.Lock()
 
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         """Append records to a file. A line that a crash or a full disk has cut off stays a line of its own."""
         text = "".join(json.dumps(record) + "\n" for record in records)
-        with self.best_effort(name), (self._folder / name).open("a+b") as file:
+        with self._one_by_one, self.best_effort(name), (self._folder / name).open("a+b") as file:
             if file.tell():
                 file.seek(-1, 2)
                 text = text if file.read(1) == b"\n" else "\n" + text

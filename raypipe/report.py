@@ -24,6 +24,7 @@ from raypipe.errors import ConfigError
 from raypipe.filesystem import as_uri, explained, join, open_filesystem
 from raypipe.page import Form, Series, number
 from raypipe.records import METRICS, parse, read_records, read_whole, told
+from raypipe.stores.base import title_of
 from raypipe.whole_file import write_text
 
 FILE_NAME = "report.html"
@@ -231,8 +232,11 @@ def _events(run: Recorded) -> str:
 
 
 def _bad(run: Recorded) -> str:
-    seen = {(r.get("store"), r.get("index")): str(r.get("error")) for r in run.bad}
-    rows = [[f"{store} sample {index}", error] for (store, index), error in list(seen.items())[:_MAX_ROWS]]
+    seen = {(r.get("store"), r.get("index")): r for r in run.bad}
+    rows = [
+        [title_of(store, index, r.get("name", "")), str(r.get("error"))]
+        for (store, index), r in list(seen.items())[:_MAX_ROWS]
+    ]
     if len(seen) > _MAX_ROWS:
         rows.append(["…", f"{len(seen) - _MAX_ROWS} more in the run's quarantine"])
     return page.table(rows, ["sample", "what is wrong"])

@@ -22,7 +22,7 @@ import numpy as np
 from raypipe.decode import decode
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.image_header import image_kind
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, name_of
 from raypipe.targets import decode_boxes, decode_mask
 from raypipe.tasks import check_wanted
 
@@ -140,8 +140,8 @@ def check_range(
     """A task: checks samples start … stop - 1, and gives up as soon as the file `wanted` is gone.
 
     Yields:
-        How many more samples have been checked, the bytes of their encoded images, and `index` and `error` of the
-        bad ones among them.
+        How many more samples have been checked, the bytes of their encoded images, and `index`, `name` (see
+        `name_of`) and `error` of the bad ones among them.
 
     Raises:
         StoreError: the store is not there, or is another than the one of `num_samples` samples.
@@ -158,7 +158,8 @@ def check_range(
         for sample in check_samples(store, indices, targets):
             num_bytes += sample.num_bytes
             if sample.error:
-                bad.append({"index": sample.index, "error": sample.error})
+                name = name_of(store, sample.index)
+                bad.append({"index": sample.index, "name": name, "error": sample.error})
         num_checked += len(indices)
         if num_checked >= PART or first + READ >= stop:
             yield num_checked, num_bytes, bad

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import ray
 from ray.data import Datasource, read_datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
-from raypipe.errors import ConfigError, StoreError
+from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.plan import PADDING, Cursor, MicroBatchId, Plan, Split
 from raypipe.rank_group import EVERY_RANK, RankGroup
 from raypipe.stores import open_store
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, name_of
+from raypipe.supervisor import Orders
 from raypipe.targets import EncodedSample, as_bytes, read_encoded
 
 if TYPE_CHECKING:
@@ -145,18 +147,75 @@ def _rows(
 ) -> Iterator[pa.Table]:
     share = itertools.islice(plan.micro_batches(cursor, first, group), count)
     schema = _schema(readers, targets)
+    announce: _Announcer | None = None
     for number, at in enumerate(share):
         if number == 0 and supervisor is not None:
-            supervisor.reads.remote(f"{count} micro-batches from {at} on")
+            announce = _Announcer(supervisor, f"{count} micro-batches from {at} on", bool(readers), targets)
         row: list[Any] = [SPLITS.index(at.split), at.epoch, at.step, at.micro]
         if readers:
             # To serialise lists, even of nothing, takes as long as all other columns.
             read: list[Any] = [None] * (len(schema) - len(row))
             if at.split in readers:
-                read = _encoded(*read_samples(readers[at.split], plan.indices(at), targets), bool(targets))
+                store, indices = readers[at.split], plan.indices(at)
+                if announce:
+                    announce(number, at, store, indices)
+                read = _encoded(*read_samples(store, indices, targets), bool(targets))
             row += read
         arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
         yield pa.Table.from_arrays(arrays, schema=schema)
+    if announce:
+        announce.end()
+
+
+class _Announcer:
+    """Tells the Supervisor what a reader that has died before is about to read, should it die of it.
+
+    Args:
+        supervisor: its handle.
+        share: of the schedule, for people.
+        reads: whether it reads anything but the plan.
+        targets: see `read_encoded`.
+    """
+
+    def __init__(self, supervisor: Any, share: str, reads: bool, targets: Mapping[str, str] | None) -> None:
+        self._supervisor, self._targets = supervisor, targets
+        self._task = ray.get_runtime_context().get_task_id()  # the same when it is restarted
+        begun = supervisor.reads.remote(self._task, share)
+        self._orders = ray.get(begun) if reads else Orders()
+        self._groups: dict[str, np.ndarray] = {}
+
+    def __call__(self, number: int, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
+        """Samples of a micro-batch, which has this number in the share, are about to be read.
+
+        Raises:
+            ResourceError: to read them has cost too many readers.
+        """
+        orders = self._orders
+        if not orders.careful:
+            return
+        # Not sooner: what was yielded before is looked at no more, and Ray takes an error among it for the end.
+        if orders.error and number >= orders.place:
+            raise ResourceError(orders.error)
+        self._tell(number, f"{at} of {store.address}")
+        if store.groups is None:
+            return
+        groups = np.unique(np.searchsorted(store.groups, indices[indices != PADDING], "right") - 1)
+        for group in np.setdiff1d(groups, self._groups.get(at.split, ())).tolist():
+            first, last = int(store.groups[group]), int(store.groups[group + 1]) - 1
+            name = name_of(store, first)
+            self._tell(
+                number, f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
+            )
+            read_encoded(store, np.array([first]), self._targets)  # it is kept, for the micro-batch
+        self._groups[at.split] = groups
+        self._tell(number, f"{at} of {store.address}")
+
+    def _tell(self, number: int, what: str) -> None:
+        ray.get(self._supervisor.reading.remote(self._task, number, what))
+
+    def end(self) -> None:
+        """The share is read."""
+        self._supervisor.has_read.remote(self._task)
 
 
 def _encoded(samples: list[Any], labels: np.ndarray, targets: bool) -> list[Any]:

@@ -9,13 +9,18 @@ a supervisor what they begin, and ask it, once restarted, what is known of it:
     or more bad samples than that      the run ends with one error
 
 Deaths by other causes (a lost node, a kill) cost an attempt, and change nothing in the result.
+
+A reader that was restarted tells what it is about to read, too. There is no substitute for a row group, so
+`max_attempts` deaths at one place of its share end the run, with the file and the row group in the error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,21 +36,25 @@ _DEATHS_AT_A_SAMPLE = 2
 # An execution passes on some 60 micro-batches/s, and each is announced to its Supervisor, which takes some 500/s.
 _EXECUTIONS_EACH = 4
 _MAX_EVENTS = 10_000
+_PERIOD_S = 1.0
+_PATIENCE_S = 5.0  # for the last events, at a run's end
 
 
 @dataclass(frozen=True)
 class Orders:
-    """How an actor is to go about a micro-batch.
+    """How an actor is to go about a micro-batch, or a reader about its share.
 
     Attributes:
-        careful: announce each sample before it is touched.
+        careful: announce each sample, or row group, before it is touched.
         bad: indices of samples of this split that have killed their process.
         error: why the run must end; empty = it need not.
+        place: of a reader: where it is to raise that error.
     """
 
     careful: bool = False
     bad: tuple[int, ...] = ()
     error: str = ""
+    place: int = 0
 
 
 @dataclass
@@ -56,6 +65,16 @@ class _History:
     all_deaths: int = 0
     at_sample: Counter[int] = field(default_factory=Counter)
     num_bad: int = 0
+
+
+@dataclass
+class _Reader:
+    """Of a share of the schedule: where its reader is, and at what, as far as it tells; deaths at one place."""
+
+    place: int | None = None
+    what: str = ""
+    died_at: int | None = None
+    deaths: int = 0
 
 
 class Supervisor:
@@ -81,7 +100,7 @@ class Supervisor:
         self._bad: dict[str, set[int]] = {}  # split → indices
         self._histories: dict[str, _History] = {}
         self._leaving: set[str] = set()
-        self._readers: set[str] = set()
+        self._readers: dict[str, _Reader] = {}  # task → what it reads
         self._events: list[tuple[str, str]] = []
 
     def arrived(self, actor: str, home: str) -> bool:
@@ -150,11 +169,47 @@ class Supervisor:
         self._leaving.add(actor)
         self.ended(actor)
 
-    def reads(self, share: str) -> None:
-        """A reader begins its share of the schedule."""
-        if share in self._readers:
-            self.note(f"the reader of {share} was restarted", "reader_restarted")
-        self._readers.add(share)
+    def reads(self, task: str, share: str) -> Orders:
+        """A reader begins its share of the schedule.
+
+        Args:
+            task: its id, the same when it is restarted.
+            share: for people.
+        """
+        reader = self._readers.get(task)
+        if reader is None:
+            self._readers[task] = _Reader()
+            return Orders()
+        # Where it died first, it has not told.
+        reader.deaths = reader.deaths + 1 if reader.died_at in (None, reader.place) else 1
+        work = f" while it read {reader.what}" if reader.what else ""
+        self.note(f"the reader of {share} died{work}, and was restarted", "reader_restarted")
+        error = ""
+        if reader.place is not None and reader.deaths >= self._max_attempts:
+            error = (
+                f"a reader has died {reader.deaths} times, the last time{work}: look for `out of memory` or a "
+                "crash in the logs of Ray's workers (`ray logs`); check the file by `raypipe inspect --verify`, "
+                "ingest it again with smaller row groups, or raise pool.max_attempts"
+            )
+        orders = Orders(careful=True, error=error, place=reader.place or 0)
+        reader.died_at, reader.place, reader.what = reader.place, None, ""
+        return orders
+
+    def reading(self, task: str, place: int, what: str) -> None:
+        """A careful reader is about to read something.
+
+        Args:
+            task: see `reads`.
+            place: how far it is in its share.
+            what: for people: the file and the row group.
+        """
+        reader = self._readers.get(task)
+        if reader is not None:
+            reader.place, reader.what = place, what
+
+    def has_read(self, task: str) -> None:
+        """A reader has come through its share; if it runs again, its results were lost."""
+        self._readers.pop(task, None)
 
     def note(self, event: str, kind: Fault = "other") -> None:
         """Record what went wrong, or was mended, for the log and the metrics."""
@@ -213,12 +268,21 @@ class News:
         self._num_read = 0
         self._asked: Any = None
 
-    def read(self) -> list[tuple[str, str]]:
-        """Kind and text of the events since the last call, as far as the supervisor has answered; never waits."""
+    def read(self, wait_s: float = 0.0) -> list[tuple[str, str]]:
+        """Kind and text of the events since the last call, as far as the supervisor has answered.
+
+        Args:
+            wait_s: to wait for the answer to a question of now; 0 = never wait.
+        """
         if self._supervisor is None:
             return []
+        events = self._answer(wait_s)
+        return events + self._answer(wait_s) if wait_s else events
+
+    def _answer(self, wait_s: float) -> list[tuple[str, str]]:
+        """The answer to the last question, if it has come; the next one is then asked."""
         events: list[tuple[str, str]] = []
-        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+        if self._asked is not None and ray.wait([self._asked], timeout=wait_s)[0]:
             with contextlib.suppress(ray.exceptions.RayError):  # the stream goes on without its chronicler
                 events = ray.get(self._asked)
             self._num_read += len(events)
@@ -226,3 +290,32 @@ class News:
         if self._asked is None:
             self._asked = self._supervisor.events.remote(self._num_read)
         return events
+
+
+class Follower:
+    """Tells of each event of a stream within a second or two, whatever the stream waits for, until it is stopped.
+
+    Args:
+        news: of the stream; nobody else reads them.
+        tell: called with kind and text of each, in a thread.
+    """
+
+    def __init__(self, news: News, tell: Callable[[str, str], None]) -> None:
+        self._news, self._tell = news, tell
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="raypipe-events", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._stopped.wait(_PERIOD_S):
+            self._pass_on(0.0)
+        self._pass_on(_PATIENCE_S)
+
+    def _pass_on(self, wait_s: float) -> None:
+        for kind, text in self._news.read(wait_s):
+            self._tell(kind, text)
+
+    def stop(self) -> None:
+        """Tell of the last ones, and end."""
+        self._stopped.set()
+        self._thread.join()

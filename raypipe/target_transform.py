@@ -123,7 +123,7 @@ def micro_batch_transform(
     Args:
         transform: from `build_transform`, or the user's.
         config: decode settings and targets.
-        options: `on_bad_sample`, `exact`, `store_address` and `probe` of `MicroBatchTransform`.
+        options: `on_bad_sample`, `exact`, `store_address`, `sample_name` and `probe` of `MicroBatchTransform`.
 
     Raises:
         ConfigError: a setting is wrong, or there are targets that the transform does not take.

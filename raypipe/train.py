@@ -131,6 +131,8 @@ class Trainer:
             at = self.feed.cursor
             validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
             self.log = RunLog(run_uri, self.global_step, self.world_size, validates)
+        # Not at lines of progress, of which there is none before the first micro-batch, or when it does not come.
+        self._follower = self.feed.follow(self._log_event) if self.log else None
 
     @property
     def global_step(self) -> int:
@@ -143,6 +145,15 @@ class Trainer:
 
     def epochs(self) -> Iterator[None]:
         """Train what is left; stands still after each epoch and its validation."""
+        try:
+            yield from self._epochs()
+        except Exception:
+            with contextlib.suppress(Exception):  # what has failed is not to be hidden by what follows from it
+                self.close()
+            raise
+        self.close()
+
+    def _epochs(self) -> Iterator[None]:
         for segment in self.feed:
             if segment.split == "train":
                 self._train(segment)
@@ -156,14 +167,14 @@ class Trainer:
                 yield
         if self.stopping:
             self._report()
-        self.close()
 
     def close(self) -> None:
         """End the stream and the log where they stand."""
         self.feed.close()
-        if self.log:
-            self._log_events()
+        if self.log and self._follower:
+            self._follower.stop()
             self.log.close()
+            self.log = None
 
     def _train(self, segment: SegmentFeed) -> None:
         config, plan = self.run.train, self.plan
@@ -254,7 +265,6 @@ class Trainer:
         self.feed.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         if self.log is None:
             return
-        self._log_events()
         wait = times.wait_s / seconds if seconds else 0.0
         values = {
             "epoch": segment.epoch,
@@ -283,13 +293,10 @@ class Trainer:
             **values,
         )
 
-    def _log_events(self) -> None:
-        assert self.log is not None
-        for kind, text in self.feed.events():
+    def _log_event(self, kind: str, text: str) -> None:
+        progress(logger, f"{'mended' if kind == 'fault' else 'pool'}: {text}", step=self.global_step, kind=kind)
+        if self.log:
             self.log.write(kind, self.global_step, text=text)
-            progress(
-                logger, f"{'mended' if kind == 'fault' else 'pool'}: {text}", step=self.global_step, kind=kind
-            )
 
     @torch.no_grad()
     def _validate(self, segment: SegmentFeed) -> None:

@@ -19,9 +19,13 @@ from raypipe.decode import decode
 from raypipe.errors import BadSamplesError, ConfigError, SampleError
 from raypipe.sample_cache import Decoded, SampleCache
 from raypipe.sample_transform import Key, SampleTransform
+from raypipe.stores.base import title_of
+
+ReadSample = Callable[[], tuple[Any, int]]
+"""Reads a sample: its image bytes, None or Decoded, and its label."""
 
 ReadSubstitute = Callable[[int, int], tuple[Any, int, int, Key]]
-"""(position in the micro-batch, attempt from 0) → (image bytes, label, index, key) of another sample.
+"""(position in the micro-batch, attempt from 0) → (image bytes or ReadSample, label, index, key) of another one.
 For the whole to be reproducible it must be a pure function of the plan."""
 
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
@@ -33,7 +37,7 @@ class Attempt:
 
     Attributes:
         bad: index → reason, of samples that must not be touched.
-        before_sample: called with the index of each sample before it is touched.
+        before_sample: called with the index of each sample before it is touched, which begins with reading it.
     """
 
     bad: Mapping[int, str] = field(default_factory=dict)
@@ -45,7 +49,7 @@ FIRST_ATTEMPT = Attempt()
 
 @dataclass
 class MicroBatchResult:
-    """B transformed samples. Padding, and bad samples of a validation, have weight 0 and black pixels.
+    """B transformed samples. Padding, and bad samples of a validation, have weight 0, label 0 and black pixels.
 
     Attributes:
         image: uint8 (1, B, H, W, 3), the row of one Ray Data block; instead, where the device decodes, an
@@ -53,8 +57,8 @@ class MicroBatchResult:
         label: int64 (B,); 0 for padding.
         index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
         weight: float32 (B,), 1 or 0.
-        bad: one record per bad sample: `store` (address), `index`, `substitute` (index, or None in a
-            validation), `error` (reason).
+        bad: one record per bad sample: `store` (address), `index`, `name` (the store's own, "" where it has
+            none), `substitute` (index, or None in a validation), `error` (reason).
     """
 
     image: Any
@@ -78,6 +82,7 @@ class MicroBatchTransform:
         on_bad_sample: "raise", or "substitute" another sample.
         exact: for a validation: a bad sample is not substituted, its row has weight 0.
         store_address: named in errors and records.
+        sample_name: what the store calls a sample, by its index, for errors and records.
         cache: where decoded samples are kept; it must be of this store, and of the same settings of the decode.
         probe: encoded samples to learn the size of the results by, should a micro-batch of nothing but
             padding come first; else the first result decides it.
@@ -94,6 +99,7 @@ class MicroBatchTransform:
         on_bad_sample: Literal["substitute", "raise"] = "substitute",
         exact: bool = False,
         store_address: str = "",
+        sample_name: Callable[[int], str] = lambda _: "",
         cache: SampleCache | None = None,
         probe: Callable[[], Iterable[Any]] | None = None,
     ) -> None:
@@ -107,7 +113,7 @@ class MicroBatchTransform:
             if target and crop_decode != "off"
             else None
         )
-        self.on_bad_sample, self.store_address = on_bad_sample, store_address
+        self.on_bad_sample, self.store_address, self.sample_name = on_bad_sample, store_address, sample_name
         self.exact, self.probe = exact, probe
         self._cache = cache
         self.size: tuple[int, int] | None = None
@@ -122,8 +128,8 @@ class MicroBatchTransform:
         """Transform one micro-batch.
 
         Args:
-            columns: `image`, a list of B bytes, None or Decoded; `label` and `index`, int64 (B,). A row whose
-                index is -1 is padding, and its image is not looked at.
+            columns: `image`, a list of B bytes, None, Decoded, or ReadSample, which then also gives the label;
+                `label` and `index`, int64 (B,). A row whose index is -1 is padding, its image is not looked at.
             keys: uint64 (B, 2), one key per sample.
             read_substitute: gives the stand-ins for bad samples, up to 8 for each.
             attempt: what is known of the micro-batch.
@@ -145,7 +151,9 @@ class MicroBatchTransform:
                 continue
             wanted = int(index[position])
             try:
-                image = self._try(wanted, int(label[position]), images[position], keys_list[position], attempt)
+                image, label[position] = self._try(
+                    wanted, int(label[position]), images[position], keys_list[position], attempt
+                )
             except SampleError as error:
                 if self.on_bad_sample == "raise":
                     hint = "transform.on_bad_sample='substitute' would go on without it"
@@ -153,12 +161,13 @@ class MicroBatchTransform:
                 record = {
                     "store": self.store_address,
                     "index": wanted,
+                    "name": self.sample_name(wanted),
                     "substitute": None,
                     "error": str(error),
                 }
                 bad.append(record)
                 if self.exact:
-                    weight[position] = 0
+                    label[position], weight[position] = 0, 0
                     continue
                 image, label[position], index[position] = self._substitute(
                     position, record, read_substitute, attempt
@@ -180,14 +189,16 @@ class MicroBatchTransform:
         out[0, weight == 0] = 0
         return out
 
-    def _try(self, index: int, label: int, data: Any, key: Key, attempt: Attempt) -> Any:
+    def _try(self, index: int, label: int, data: Any, key: Key, attempt: Attempt) -> tuple[Any, int]:
         if attempt.before_sample:
             attempt.before_sample(index)
         if index in attempt.bad:
             raise SampleError(attempt.bad[index])
+        if callable(data):
+            data, label = data()
         if self._cache is not None and not self._cache.full:
             data = self._kept(self._cache, index, label, data)
-        return self.one(data, key)
+        return self.one(data, key), label
 
     def one(self, data: Any, key: Key) -> Any:
         """Decode and transform one sample; raises SampleError for a bad one."""
@@ -240,7 +251,7 @@ class MicroBatchTransform:
         for number in range(NUM_SUBSTITUTES):
             data, label, index, key = read_substitute(position, number)
             try:
-                return self._try(int(index), int(label), data, key, attempt), int(label), int(index)
+                return *self._try(int(index), int(label), data, key, attempt), int(index)
             except SampleError as error:
                 last = f"{self._name(int(index))}: {error}"
         raise SampleError(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}")
@@ -275,7 +286,7 @@ class MicroBatchTransform:
         )
 
     def _name(self, index: int) -> str:
-        return f"{self.store_address or 'store'} sample {index}"
+        return title_of(self.store_address, index, self.sample_name(index))
 
 
 @dataclass
@@ -308,9 +319,10 @@ class BadSampleBudget:
         self.num_seen += num_seen
         if num_bad and self.num_bad > max(self.grace, self.max_fraction * self.num_seen):
             last = last_record or {}
+            title = title_of(last.get("store"), last.get("index"), last.get("name"))
             raise BadSamplesError(
                 f"{self.num_bad} of {self.num_seen} samples are bad, more than"
                 f" transform.max_bad_fraction={self.max_fraction:g} allows (the first {self.grace} are free);"
-                f" the last one is sample {last.get('index')} of {last.get('store')}: {last.get('error')}."
+                f" the last one is {title}: {last.get('error')}."
                 " Mend the store, or raise transform.max_bad_fraction"
             )

@@ -22,18 +22,23 @@ import pyarrow as pa
 from raypipe.encoded_transform import EncodedMicroBatchTransform, encoded_transform
 from raypipe.guard import Guard
 from raypipe.logs import configure_logs, log_place
-from raypipe.order import Kept
 from raypipe.plan import PADDING, MicroBatchId, Plan, Split
 from raypipe.presets import build_transform
 from raypipe.quarantine import record_bad
 from raypipe.sample_cache import open_caches
 from raypipe.sample_transform import Key
 from raypipe.source import SPLITS, place_of, read_samples
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, name_of
 from raypipe.target_transform import micro_batch_transform
 from raypipe.targets import EncodedSample, read_encoded
 from raypipe.telemetry import ActorMetrics
-from raypipe.transform import FIRST_ATTEMPT, Attempt, BadSampleBudget, MicroBatchTransform
+from raypipe.transform import (
+    FIRST_ATTEMPT,
+    Attempt,
+    BadSampleBudget,
+    MicroBatchResult,
+    MicroBatchTransform,
+)
 
 if TYPE_CHECKING:
     from raypipe.pipeline import StreamSpec
@@ -60,16 +65,19 @@ class TransformWorker:
         self._targets = config.target_columns
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
         self._caches = open_caches(spec.pool, spec.stores, config)
+        self._attempt = FIRST_ATTEMPT
         self._transforms: dict[Split, MicroBatchTransform] = {}
         for split, store in spec.stores.items():
             transform = spec.transforms[split]
-            exact = split == "val"
+            options: dict[str, Any] = {
+                "on_bad_sample": config.on_bad_sample,
+                "exact": split == "val",
+                "store_address": store.address,
+                "sample_name": functools.partial(name_of, store),
+            }
             if config.decode == "gpu":
                 self._transforms[split] = EncodedMicroBatchTransform(
-                    encoded_transform(transform, config),
-                    on_bad_sample=config.on_bad_sample,
-                    exact=exact,
-                    store_address=store.address,
+                    encoded_transform(transform, config), **options
                 )
                 continue
             if isinstance(transform, str | list):
@@ -77,64 +85,31 @@ class TransformWorker:
             self._transforms[split] = micro_batch_transform(
                 transform,
                 config,
-                on_bad_sample=config.on_bad_sample,
-                exact=exact,
-                store_address=store.address,
                 cache=self._caches.get(split),
-                probe=functools.partial(_first_samples, store, spec.plan.kept[split], self._targets),
+                probe=functools.partial(self._first_samples, split),
+                **options,
             )
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         row = {name: table[name][0] for name in table.column_names}
         at = place_of({name: row[name].as_py() for name in ("split", "epoch", "step", "micro")})
-        guarded = self._guard.micro_batch(at) if self._guard else contextlib.nullcontext(FIRST_ATTEMPT)
-        with guarded as attempt:
-            return self.run(at, row, attempt)
+        return self.run(at, row)
 
-    def run(
-        self, at: MicroBatchId, row: Mapping[str, Any] | None = None, attempt: Attempt = FIRST_ATTEMPT
-    ) -> dict[str, np.ndarray]:
+    def run(self, at: MicroBatchId, row: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
         """The finished row of one micro-batch; reads the store unless a reader has done so."""
+        guarded = self._guard.micro_batch(at) if self._guard else contextlib.nullcontext(FIRST_ATTEMPT)
         started = time.perf_counter()
-        log_place(split=at.split, epoch=at.epoch, step=self._plan.global_step(at))
-        indices = self._plan.indices(at)
-        cache = self._caches.get(at.split)
-        kept = cache.find(indices) if cache else {}
-        if row and "encoded" in row and row["encoded"].is_valid:
-            samples = row["encoded"].as_py()
-            labels = np.asarray(row["label"].values)
-            if self._targets:
-                parts = (samples, row["mask"].as_py(), row["boxes"].as_py())
-                samples = [EncodedSample(*sample) for sample in zip(*parts, strict=True)]
-        else:
-            wanted = indices.copy()
-            wanted[list(kept)] = PADDING
-            samples, labels = read_samples(self._stores[at.split], wanted, self._targets)
-            for position, decoded in kept.items():
-                labels[position] = decoded.label
-        for position, decoded in kept.items():
-            samples[position] = decoded
-        read_s = time.perf_counter() - started
-
-        def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:
-            index = self._plan.substitute(at, int(indices[position]), attempt)
-            (sample,), (label,) = read_encoded(self._stores[at.split], np.array([index]), self._targets)
-            k0, k1 = self._plan.sample_keys(at, np.array([index]))[0].tolist()
-            return sample, int(label), index, (k0, k1)
-
-        result = self._transforms[at.split].run(
-            {"image": samples, "label": labels, "index": indices},
-            self._plan.sample_keys(at, indices),
-            read_substitute,
-            attempt,
-        )
+        with guarded as self._attempt:
+            result, read_s, num_kept = self._made(at, row, self._attempt)
+            work_s = time.perf_counter() - started
+        # Unguarded: where records go may be slow, which is no fault of the samples.
         if result.bad:
             record_bad(self._quarantine, at, result.bad)
-        work_s = time.perf_counter() - started
         self._metrics.made(at.split, read_s=read_s, work_s=work_s, bad=result.bad)
-        if cache:
-            self._metrics.looked_up(at.split, hits=len(kept), misses=int((indices != PADDING).sum()) - len(kept))
-        self._budget.spend(len(result.bad), len(indices), result.bad[-1] if result.bad else None)
+        if at.split in self._caches:
+            num_samples = int((self._plan.indices(at) != PADDING).sum())
+            self._metrics.looked_up(at.split, hits=num_kept, misses=num_samples - num_kept)
+        self._budget.spend(len(result.bad), len(result.index), result.bad[-1] if result.bad else None)
         return {
             "split": np.array([SPLITS.index(at.split)], np.int8),
             "epoch": np.array([at.epoch]),
@@ -153,7 +128,60 @@ class TransformWorker:
             "work_s": np.array([work_s]),
         }
 
+    def _made(
+        self, at: MicroBatchId, row: Mapping[str, Any] | None, attempt: Attempt
+    ) -> tuple[MicroBatchResult, float, int]:
+        """A micro-batch, the seconds that reading took, and how many of its samples were in the cache."""
+        started = time.perf_counter()
+        log_place(split=at.split, epoch=at.epoch, step=self._plan.global_step(at))
+        indices = self._plan.indices(at)
+        cache = self._caches.get(at.split)
+        kept = cache.find(indices) if cache else {}
+        samples: list[Any]
+        if row and "encoded" in row and row["encoded"].is_valid:
+            samples = row["encoded"].as_py()
+            labels = np.asarray(row["label"].values)
+            if self._targets:
+                parts = (samples, row["mask"].as_py(), row["boxes"].as_py())
+                samples = [EncodedSample(*sample) for sample in zip(*parts, strict=True)]
+        elif attempt.before_sample:  # each by itself, once it is announced: to read it may be what kills
+            samples = [functools.partial(self._read, at.split, index) for index in indices.tolist()]
+            labels = np.zeros(len(indices), np.int64)
+            for position, decoded in kept.items():
+                labels[position] = decoded.label
+        else:
+            wanted = indices.copy()
+            wanted[list(kept)] = PADDING
+            wanted[[index in attempt.bad for index in indices.tolist()]] = PADDING
+            samples, labels = read_samples(self._stores[at.split], wanted, self._targets)
+            for position, decoded in kept.items():
+                labels[position] = decoded.label
+        for position, decoded in kept.items():
+            samples[position] = decoded
+        read_s = time.perf_counter() - started
 
-def _first_samples(store: Store, kept: Kept, targets: Mapping[str, str]) -> Iterator[Any]:
-    for index in kept.indices(np.arange(min(16, len(store) - len(kept.left_out)))):
-        yield read_encoded(store, np.array([index]), targets)[0][0]
+        def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:
+            index = self._plan.substitute(at, int(indices[position]), attempt)
+            k0, k1 = self._plan.sample_keys(at, np.array([index]))[0].tolist()
+            return functools.partial(self._read, at.split, index), 0, index, (k0, k1)
+
+        result = self._transforms[at.split].run(
+            {"image": samples, "label": labels, "index": indices},
+            self._plan.sample_keys(at, indices),
+            read_substitute,
+            attempt,
+        )
+        return result, read_s, len(kept)
+
+    def _read(self, split: Split, index: int) -> tuple[Any, int]:
+        (sample,), (label,) = read_encoded(self._stores[split], np.array([index]), self._targets)
+        return sample, int(label)
+
+    def _first_samples(self, split: Split) -> Iterator[Any]:
+        kept = self._plan.kept[split]
+        num_samples = len(self._stores[split]) - len(kept.left_out)
+        for index in kept.indices(np.arange(min(16, num_samples))).tolist():
+            if self._attempt.before_sample:
+                self._attempt.before_sample(index)
+            if index not in self._attempt.bad:
+                yield self._read(split, index)[0]

@@ -76,7 +76,6 @@ LAYERS = [
     {
         "digits",
         "cluster",
-        "source",
         "pool_watch",
         "autoscaler",
         "inline_metadata",
@@ -85,7 +84,7 @@ LAYERS = [
         "shard_copy",
         "sample_check",
     },
-    {"ingest", "inspection", "store_page", "backpressure", "guard", "lean"},
+    {"ingest", "inspection", "store_page", "backpressure", "guard", "lean", "source"},
     {"worker", "rank_stream"},
     {"pipeline", "handover"},
     {"digest", "train", "trainer", "preview"},

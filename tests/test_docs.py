@@ -169,7 +169,7 @@ def test_the_program_of_docs_own_store_streams_audits_and_copies(
     names = program("own-store.md", monkeypatch, tmp_path)
     assert isinstance(names["store"], Store) and isinstance(names["ChunkedStore"]("digits.sqlite"), Store)
     assert names["num_bad"] == 1 and names["found"]["bad"] == 1
-    assert names["found"]["reasons"][0][:2] == (7, 1)
+    assert names["found"]["reasons"][0][:3] == (7, "", 1)
     copy = raypipe.open_store("digits.lmdb")
     assert len(copy) == 1437 and copy.classes == names["store"].classes
 

@@ -1,9 +1,10 @@
-"""Transforms that crash, hang or leak, in real actors."""
+"""Transforms, and reads of stores, that crash, hang or leak, in real actors."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -32,10 +33,30 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 DEADLY = 13
 
 
-def store() -> MemoryStore:
+def store(kind: type[MemoryStore] = MemoryStore) -> MemoryStore:
     # Sample 13 is told by its height.
     images = [picture(i, height=41 if i == DEADLY else 40) for i in range(64)]
-    return MemoryStore(images, [i % 5 for i in range(64)], classes=CLASSES)
+    return kind(images, [i % 5 for i in range(64)], classes=CLASSES)
+
+
+class KillsOnRead(MemoryStore):
+    """A store whose reader, in C perhaps, dies of one sample."""
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        if DEADLY in indices:
+            self.fail()
+        return super().read(indices, columns)
+
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HangsOnRead(KillsOnRead):
+    """One whose reader never comes back."""
+
+    def fail(self) -> None:
+        while True:
+            pass
 
 
 class FetchedFirst(MemoryStore):
@@ -73,10 +94,12 @@ def hangs(image: np.ndarray) -> np.ndarray:
     return crop(image)
 
 
-def rows(transform: Callable[..., Any], pool: dict[str, Any], **config: Any) -> tuple[list[Any], list[str]]:
+def rows(
+    transform: Callable[..., Any], pool: dict[str, Any], train: type[MemoryStore] = MemoryStore, **config: Any
+) -> tuple[list[Any], list[str]]:
     """The stream's rows, and the faults that were mended."""
     spec = StreamSpec.of(
-        store(),
+        store(train),
         plan=PlanConfig(epochs=1, micro_batch=8),
         train_transform=transform,
         transform=TransformConfig(**config),
@@ -84,19 +107,27 @@ def rows(transform: Callable[..., Any], pool: dict[str, Any], **config: Any) -> 
     )
     stream = feed(spec, max_actors=1)
     found = [
-        (str(b.at), b.index.tolist(), b.image.numpy().tobytes(), b.num_bad) for s in stream for st in s for b in st
+        (str(b.at), b.index.tolist(), b.label.tolist(), b.image.numpy().tobytes(), b.num_bad)
+        for s in stream
+        for st in s
+        for b in st
     ]
     faults: list[str] = []
-    while not faults and transform not in (raises, crop):
+    while not faults and (transform not in (raises, crop) or train != MemoryStore):
         faults += [text for kind, text in stream.events() if kind == "fault"]
     return found, faults
 
 
-def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one_that_raises() -> None:
+def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one_that_raises(
+    request: pytest.FixtureRequest,
+) -> None:
     expected, _ = rows(raises, {})
-    assert sum(row[3] for row in expected) == 1 and not any(DEADLY in row[1] for row in expected)
-    for transform, limit in ((crashes, 120.0), (hangs, 1.5)):
-        found, faults = rows(transform, {}, time_limit_s=limit)
+    assert sum(row[-1] for row in expected) == 1 and not any(DEADLY in row[1] for row in expected)
+    cases = [(crashes, MemoryStore, 120.0), (crop, KillsOnRead, 120.0), (crop, HangsOnRead, 1.5)]
+    if request.config.getoption("--soak"):
+        cases.append((hangs, MemoryStore, 1.5))
+    for transform, train, limit in cases:
+        found, faults = rows(transform, {}, train, time_limit_s=limit)
         assert found == expected
         assert 3 <= len(faults) <= 4 and all("a transform actor died" in fault for fault in faults)
 

@@ -84,8 +84,10 @@ def test_ranges_cover_the_store_and_cut_no_group() -> None:
 
 
 def test_samples_that_share_a_reason_are_counted() -> None:
-    bad = [{"index": 3, "error": "a"}, {"index": 5, "error": "b"}, {"index": 7, "error": "a"}]
-    assert _reasons(bad) == [(3, 2, "a"), (5, 1, "b")]
+    bad = [
+        {"index": index, "name": f"key {index}", "error": error} for index, error in ((3, "a"), (5, "b"), (7, "a"))
+    ]
+    assert _reasons(bad) == [(3, "key 3", 2, "a"), (5, "key 5", 1, "b")]
     assert _reasons([]) == []
 
 
@@ -147,7 +149,8 @@ class TestVerify:
         written = json.loads(output.read_text())
         assert [entry["index"] for entry in written["bad"]] == sorted(BAD)
         assert all(entry["error"] for entry in written["bad"])
-        assert found["reasons"] == [(entry["index"], 1, entry["error"]) for entry in written["bad"]]
+        assert found["reasons"] == [(entry["index"], entry["name"], 1, entry["error"]) for entry in written["bad"]]
+        assert [entry["name"] for entry in written["bad"]] == [f"{damaged}, key {index}" for index in sorted(BAD)]
         assert (written["store"], written["num_samples"]) == (str(damaged), NUM)
         spec = StreamSpec.of(store, plan=PlanConfig(micro_batch=3), leave_out=output)
         assert spec.plan.num_train == NUM - 3

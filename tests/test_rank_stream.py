@@ -183,6 +183,7 @@ def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_
     folder = Path(encoded_spec.quarantine.removeprefix("file://"))
     device = [json.loads(line) for file in folder.glob("*-device.jsonl") for line in file.open()]
     assert {record["index"] for record in device} == {11} and all(record["error"] for record in device)
+    assert {record["name"] for record in device} == {f"{encoded_spec.stores['train'].address}, key 11"}
     assert sum(batch.num_fallback for batch in batches) >= 2
 
 

@@ -67,12 +67,12 @@ def test_a_run_that_goes_on_has_a_page_of_what_is_there(tmp_path: Path) -> None:
 
 
 def test_bad_samples_are_counted_once_and_named(run: Path) -> None:
-    record = {"step": 0, "store": "a.lmdb", "index": 7, "error": "truncated JPEG"}
+    record = {"step": 0, "store": "a.lmdb", "index": 7, "name": "a.lmdb, key <7>", "error": "truncated JPEG"}
     (run / "quarantine").mkdir()
     for place in ("train-0-0-1", "train-1-4-0"):
         (run / "quarantine" / f"{place}.jsonl").write_text(json.dumps(record) + "\n")
     assert write_report(str(run))["bad_samples"] == 1
-    assert "a.lmdb sample 7" in (run / "report.html").read_text()
+    assert "a.lmdb sample 7 (a.lmdb, key &lt;7&gt;)" in (run / "report.html").read_text()
 
 
 def test_two_runs_share_their_charts_and_differ_by_their_settings(run: Path, tmp_path: Path) -> None:

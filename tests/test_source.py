@@ -2,15 +2,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from ray import cloudpickle
 
 import raypipe
-from raypipe.errors import ConfigError, StoreError
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.handover import feed
+from raypipe.pipeline import StreamSpec
 from raypipe.plan import PADDING, Cursor, Plan, PlanConfig, Split
 from raypipe.source import (
     ENCODED_SCHEMA,
@@ -22,8 +29,9 @@ from raypipe.source import (
     read_samples,
 )
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.base import Store
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.memory import MemoryStore
+from raypipe.stores.parquet import ParquetStore
 from raypipe.targets import EncodedSample
 
 from conftest import CLASSES, samples  # isort: skip
@@ -106,6 +114,34 @@ def test_read_samples_of_nothing_but_padding() -> None:
     images, labels = read_samples(store(4), np.full(3, PADDING))
     assert images == [None] * 3
     assert labels.tolist() == [0] * 3 and labels.dtype == np.int64
+
+
+class KillsItsReader(ParquetStore):
+    """A file of whose row groups one kills who reads it, be it by its size or by a defect of a reader in C."""
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        if (indices // 10 == 3).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(indices, columns)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(120)
+def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(stores: dict[str, Path]) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    spec = StreamSpec.of(
+        KillsItsReader(stores["parquet"]),
+        plan=PlanConfig(epochs=1, micro_batch=5, shuffle="off"),
+        transform=TransformConfig(train="small", size=16),
+        pool=PoolConfig(max_attempts=2, stall_timeout_s=60),
+    )
+    stream = feed(spec, max_actors=1)
+    message = rf"a reader has died 2 times, .* samples 30 to 39 of .*{stores['parquet']}, row group 3, row 0 on: "
+    with pytest.raises(ResourceError, match=message):
+        for segment in stream:
+            for step in segment:
+                assert sum(len(batch.index) for batch in step) == 5
 
 
 def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import ray
 
-from raypipe.supervisor import News, Orders, Supervisor, start_supervisor, start_supervisors
+from raypipe.supervisor import Follower, News, Orders, Supervisor, start_supervisor, start_supervisors
 
 AT = "train-e0000-s000003-m001"
 
@@ -101,12 +103,29 @@ def test_recycling_is_no_fault() -> None:
     assert supervisor.events(0) == [] and supervisor.begins("a", AT) == Orders()
 
 
-def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:
+def test_a_reader_that_begins_the_same_share_again_was_restarted_and_is_careful() -> None:
     supervisor = Supervisor(max_attempts=1)
-    for share in ("x", "y", "x"):
-        supervisor.reads(share)
-    assert supervisor.events(0) == [("fault", "the reader of x was restarted")]
+    assert [supervisor.reads(task, "x") for task in "aba"] == [Orders(), Orders(), Orders(careful=True)]
+    assert supervisor.events(0) == [("fault", "the reader of x died, and was restarted")]
     assert supervisor.events(1) == []
+    supervisor.has_read("b")  # and then its rows were lost
+    assert supervisor.reads("b", "x") == Orders()
+
+
+def test_a_reader_that_dies_again_and_again_at_one_place_ends_the_run_there() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    supervisor.reads("a", "all")
+    assert supervisor.reads("a", "all") == Orders(careful=True)
+    for place in (5, 7, 5, 5):
+        supervisor.reading("a", place, f"row group {place} of a.parquet")
+        assert supervisor.reads("a", "all") == Orders(careful=True, place=place)
+    supervisor.reading("a", 4, "row group 4 of a.parquet")
+    supervisor.reading("a", 5, "row group 5 of a.parquet")
+    orders = supervisor.reads("a", "all")
+    assert "died 3 times, the last time while it read row group 5 of a.parquet: " in orders.error
+    assert orders.place == 5 and "pool.max_attempts" in orders.error
+    supervisor.reading("nobody", 1, "x")
+    supervisor.has_read("nobody")
 
 
 @pytest.mark.cluster
@@ -126,6 +145,14 @@ def test_news_come_once_each_and_are_never_waited_for() -> None:
     while seen[2:] != [("scale", "c")]:
         assert len(seen) == 2
         seen += news.read()
+    told: list[tuple[str, str]] = []
+    follower = Follower(News(supervisor), lambda *event: told.append(event))
+    while told != seen:
+        assert len(told) < 3
+        time.sleep(0.1)
+    ray.get(supervisor.note.remote("d"))
+    follower.stop()  # which waits for the last ones, as no reading does
+    assert told == [*seen, ("fault", "d")]
     ray.kill(supervisor, no_restart=True)
     assert not any(news.read() for _ in range(3))
     assert News(None).read() == []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray.train
 import torch
+from ray.train.v2._internal.execution import train_fn_utils
 
 from raypipe.config import (
     AugmentConfig,
@@ -22,11 +23,13 @@ from raypipe.config import (
     TrainConfig,
     TransformConfig,
 )
-from raypipe.errors import ConfigError, CursorError
-from raypipe.launch import train
+from raypipe.errors import ConfigError, CursorError, ResourceError
+from raypipe.launch import spec_of, train
 from raypipe.plan import PlanConfig
 from raypipe.records import SAMPLES, read_records
 from raypipe.runlog import request_stop
+from raypipe.train import Trainer
+from raypipe.trial import _Session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(240)]
 
@@ -229,6 +232,24 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     with pytest.raises(CursorError, match="made under plan"):
         train(other)
     assert (Path(stopped["run_dir"]) / "config.yaml").read_text() == before
+
+
+def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_else_is(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(image: Any) -> Any:
+        os._exit(1)
+
+    monkeypatch.setattr(train_fn_utils, "_train_fn_utils", _Session())
+    spec = spec_of(run, tmp_path.as_uri())
+    spec = dataclasses.replace(
+        spec, transforms={**spec.transforms, "train": dies}, pool=dataclasses.replace(spec.pool, max_attempts=1)
+    )
+    with pytest.raises(ResourceError, match="transform actors have died in train-e0000-s000000-m000"):
+        Trainer(run, spec, 5, 1, tmp_path.as_uri(), "cpu").fit()
+    recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
+    assert "a transform actor died in train-e0000-s000000-m000" in recorded[1]["text"]
 
 
 def test_a_label_outside_of_the_classes_is_named(run: RunConfig) -> None:

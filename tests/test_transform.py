@@ -280,9 +280,10 @@ def test_a_sample_of_another_size_is_a_config_error_with_both_sizes() -> None:
 
 def test_substitution_is_the_same_every_time_and_recorded() -> None:
     given = columns(5, [JPEGS[0], None, JPEGS[2], b"", JPEGS[4]])
-    transform = MicroBatchTransform(FLIP, store_address="x.lmdb")
+    named: dict[str, Any] = {"store_address": "x.lmdb", "sample_name": "key {}".format}
+    transform = MicroBatchTransform(FLIP, **named)
     first, again = (transform.run(given, KEYS[:5], substitute) for _ in range(2))
-    fresh = MicroBatchTransform(FLIP, store_address="x.lmdb").run(given, KEYS[:5], substitute)
+    fresh = MicroBatchTransform(FLIP, **named).run(given, KEYS[:5], substitute)
     for other in (again, fresh):
         np.testing.assert_array_equal(first.image, other.image)
         assert first.bad == other.bad
@@ -290,8 +291,8 @@ def test_substitution_is_the_same_every_time_and_recorded() -> None:
     assert first.label.tolist() == [0, 530, 6, 550, 12]
     assert first.weight.tolist() == [1] * 5
     assert first.bad == [
-        {"store": "x.lmdb", "index": 21, "substitute": 53, "error": "no value"},
-        {"store": "x.lmdb", "index": 23, "substitute": 55, "error": "empty value (0 bytes)"},
+        {"store": "x.lmdb", "index": 21, "name": "key 21", "substitute": 53, "error": "no value"},
+        {"store": "x.lmdb", "index": 23, "name": "key 23", "substitute": 55, "error": "empty value (0 bytes)"},
     ]
     alone = MicroBatchTransform(FLIP).run(columns(1, [JPEGS[3]]), KEYS[53:54])
     np.testing.assert_array_equal(first.image[0, 1], alone.image[0, 0])  # pixels under its own key
@@ -336,6 +337,7 @@ def test_a_validation_keeps_the_row_of_a_bad_sample_at_weight_zero() -> None:
     result = MicroBatchTransform(FLIP, store_address="x", exact=True).run(given, KEYS[:4], substitute)
     assert result.weight.tolist() == [0, 1, 0, 1]
     assert result.index.tolist() == [20, 21, 22, 23]
+    assert result.label.tolist() == [0, 3, 0, 9]  # one that cannot be read has none
     assert not result.image[0, [0, 2]].any() and result.image[0, 1].any() and result.image[0, 3].any()
     assert [(bad["index"], bad["substitute"]) for bad in result.bad] == [(20, None), (22, None)]
     assert result.bad[1]["error"].startswith("truncated JPEG")
@@ -347,8 +349,12 @@ def test_a_validation_keeps_the_row_of_a_bad_sample_at_weight_zero() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_raise_names_store_index_and_reason(exact: bool) -> None:
-    transform = MicroBatchTransform(FLIP, on_bad_sample="raise", store_address="x.lmdb", exact=exact)
-    with pytest.raises(SampleError, match=r"^x.lmdb sample 21: not an image: starts with 6e 6f .*'substitute'"):
+    transform = MicroBatchTransform(
+        FLIP, on_bad_sample="raise", store_address="x.lmdb", sample_name="key {}".format, exact=exact
+    )
+    with pytest.raises(
+        SampleError, match=r"^x.lmdb sample 21 \(key 21\): not an image: starts with 6e 6f .*'substitute'"
+    ):
         transform.run(columns(2, [JPEGS[0], b"no"]), KEYS[:2], substitute)
 
 
@@ -387,7 +393,7 @@ def test_decode_options_reach_the_decoder() -> None:
 
 # --- budget
 
-LAST = {"store": "x.lmdb", "index": 77, "substitute": 5, "error": "no value"}
+LAST = {"store": "x.lmdb", "index": 77, "name": "cats/7.jpg", "substitute": 5, "error": "no value"}
 
 
 def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
@@ -397,7 +403,8 @@ def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
         budget.spend(1, 100, LAST)
     assert str(caught.value) == (
         "11 of 110 samples are bad, more than transform.max_bad_fraction=0.01 allows (the first 10 are free);"
-        " the last one is sample 77 of x.lmdb: no value. Mend the store, or raise transform.max_bad_fraction"
+        " the last one is x.lmdb sample 77 (cats/7.jpg): no value. Mend the store, or raise"
+        " transform.max_bad_fraction"
     )
 
 

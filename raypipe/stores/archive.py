@@ -125,6 +125,13 @@ class ArchiveStore(ABC, Generic[S]):
                 result[name] = _values(self._contents(index, name, wanted), index.types[name])
         return result
 
+    def sample_name(self, index: int) -> str:
+        """A sample's archive, and its image's member in it."""
+        archives, found = self._open()
+        archive = archives[int(np.searchsorted(found.bounds, index, "right")) - 1]
+        with archive.use() as file:
+            return f"{archive.name}, {self._member(file, found.places['image'][index].tolist())}"
+
     def close(self) -> None:
         self._opened = None
         if self._files:
@@ -141,6 +148,10 @@ class ArchiveStore(ABC, Generic[S]):
     @abstractmethod
     def _content(self, file: OpenFile, name: str, place: list[int]) -> bytes | None:
         """What is at a place of `Index.places`."""
+
+    @abstractmethod
+    def _member(self, file: OpenFile, place: list[int]) -> str:
+        """The name of what is at a place of `Index.places`, for errors."""
 
     @abstractmethod
     def _to_json(self, scan: S) -> dict[str, Any]: ...

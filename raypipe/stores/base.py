@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from raypipe.logs import printable
+
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value);
 int and float columns are numpy arrays of shape (n,); other columns are lists of n objects."""
@@ -18,6 +20,9 @@ int and float columns are numpy arrays of shape (n,); other columns are lists of
 @runtime_checkable
 class Store(Protocol):
     """An indexed, read-only collection of encoded samples.
+
+    A store may have one method more, `sample_name(index: int) -> str`: what a sample is called where it comes
+    from, such as its file and key, for errors and records. See `name_of`.
 
     Attributes:
         address: the path or URI that the store was opened with, as a string.
@@ -65,6 +70,19 @@ class Store(Protocol):
     def close(self) -> None:
         """Release files and maps; the next read opens them again."""
         ...
+
+
+def name_of(store: Store, index: int) -> str:
+    """What a store calls a sample, fit to be printed; empty where it has no names, or cannot tell now."""
+    try:
+        return printable(str(store.sample_name(index)))  # type: ignore[attr-defined]
+    except Exception:  # it is for the record of what is wrong already
+        return ""
+
+
+def title_of(address: object, index: object, name: object) -> str:
+    """A sample of a store, as errors and lists call it; `name` as from `name_of`."""
+    return f"{address or 'store'} sample {index}{f' ({name})' if name else ''}"
 
 
 class StoreWriter(Protocol):

@@ -70,6 +70,10 @@ class FolderStore:
                 result[name] = [_content(f"{self.address}/{scan.paths[i]}") for i in wanted.tolist()]
         return result
 
+    def sample_name(self, index: int) -> str:
+        """The path of a sample's file."""
+        return f"{self.address}/{self._scan().paths[index]}"
+
     def close(self) -> None:
         self._scanned = None
 

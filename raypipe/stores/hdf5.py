@@ -90,6 +90,10 @@ class HDF5Store:
             result[name] = [encoded[row] for row in wanted.tolist()]
         return result
 
+    def sample_name(self, index: int) -> str:
+        """The file, and a sample's row in it."""
+        return f"{self.address}, row {index}"
+
     def close(self) -> None:
         if self._opened is not None:
             self._opened.file.close()

@@ -96,6 +96,13 @@ class LMDBStore:
                 shard.read_into(rows, positions.tolist(), keys.tolist(), columns)
         return {name: _column(rows, name, types[name]) for name in columns}
 
+    def sample_name(self, index: int) -> str:
+        """A sample's file, and its key in it."""
+        opened = self._open()
+        number = int(np.searchsorted(opened.offsets, index, "right")) - 1
+        shard = opened.shards[number]
+        return f"{shard.path}, key {shard.key(int(index - opened.offsets[number]))}"
+
     def close(self) -> None:
         self._opened = None
         if self._shards:

@@ -60,6 +60,14 @@ class ForeignShard:
             raise StoreError(f"{self.path} cannot be read: {error}") from error
         return digest.hexdigest()
 
+    def key(self, number: int) -> str:
+        """That of a sample, for errors.
+
+        Raises:
+            StoreError, OSError: it cannot be read.
+        """
+        return self._layout.entries.at(number)[0].decode(errors="backslashreplace")
+
     def read_into(
         self, rows: list[dict[str, Any]], positions: list[int], keys: list[int], columns: tuple[str, ...]
     ) -> None:

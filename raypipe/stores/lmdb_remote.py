@@ -38,6 +38,11 @@ class RemoteShard:
     def path(self) -> str:
         return self.file.address
 
+    def key(self, number: int) -> str:
+        """See `Shard.key`, `ForeignShard.key`."""
+        with shared_cache().use(self.file, _Cached) as cached:
+            return self._checked(cached).key(number)
+
     def read_into(
         self, rows: list[dict[str, Any]], positions: list[int], keys: list[int], columns: tuple[str, ...]
     ) -> None:

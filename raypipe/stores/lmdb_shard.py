@@ -76,6 +76,10 @@ class Shard:
     def types(self) -> dict[str, str]:
         return self.layout.types
 
+    def key(self, number: int) -> str:
+        """That of a sample, for errors."""
+        return str(number)
+
     def read_into(
         self, rows: list[dict[str, Any]], positions: list[int], keys: list[int], columns: tuple[str, ...]
     ) -> None:

@@ -104,6 +104,13 @@ class ParquetStore:
         places = np.argsort(order, kind="stable")  # where in `order` each asked-for sample stands
         return {name: _join(parts[name], places, dataset.columns[name].type, name == "label") for name in columns}
 
+    def sample_name(self, index: int) -> str:
+        """A sample's file, row group, and row in it."""
+        dataset = self._open().dataset
+        number = int(np.searchsorted(dataset.offsets, index, "right")) - 1
+        group = dataset.groups[number]
+        return f"{group.path}, row group {group.row_group}, row {index - dataset.offsets[number]}"
+
     def cached_bytes(self) -> int:
         """Return the size of the decoded row groups held now."""
         return 0 if self._opened is None else self._opened.num_bytes

@@ -16,7 +16,7 @@ from raypipe.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, OpenFile
 from raypipe.stores.checks import MAX_SAMPLE_BYTES
 from raypipe.stores.members import Index, Members, index_class_folders
-from raypipe.stores.tar_index import scan
+from raypipe.stores.tar_index import member_at, scan
 from raypipe.stores.tar_writer import TarWriter
 from raypipe.stores.webdataset import Samples, index_samples
 
@@ -87,6 +87,9 @@ class TarStore(ArchiveStore["Members | Samples"]):
         if len(content) < num_bytes:
             raise StoreError(f"{name} has become shorter than {offset + num_bytes} bytes; copy it again")
         return content
+
+    def _member(self, file: OpenFile, place: list[int]) -> str:
+        return member_at(file.descriptor, place[0])
 
     def _to_json(self, scan: Members | Samples) -> dict[str, Any]:
         if isinstance(scan, Samples):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -16,6 +17,7 @@ from raypipe.stores.webdataset import Grouper, Samples
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
+_MAX_NAME_BYTES = 6 << 10
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -96,6 +98,19 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Member
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
         samples = grouper.result()
     return images if samples is None else samples
+
+
+def member_at(descriptor: int, position: int) -> str:
+    """The name of the member whose data begin at a position."""
+    # A long name stands before the header proper, in an extended one: three blocks or more.
+    for num_bytes in range(3 * tarfile.BLOCKSIZE, min(_MAX_NAME_BYTES, position) + 1, tarfile.BLOCKSIZE):
+        headers = io.BytesIO(os.pread(descriptor, num_bytes, position - num_bytes))
+        with contextlib.suppress(Exception), tarfile.open(fileobj=headers, mode="r:") as tar:  # or it is no header
+            member = tar.next()
+            if member is not None and member.offset_data == num_bytes:
+                return member.name
+    header = os.pread(descriptor, tarfile.BLOCKSIZE, position - tarfile.BLOCKSIZE)
+    return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
 
 
 def _advice(path: Path) -> str:

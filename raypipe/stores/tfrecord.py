@@ -102,6 +102,12 @@ class TFRecordStore:
         result = {"image": images, "label": labels}
         return {name: result[name] for name in columns}
 
+    def sample_name(self, index: int) -> str:
+        """A sample's file, and its record in it."""
+        opened = self._open()
+        number = int(np.searchsorted(opened.offsets, index, "right")) - 1
+        return f"{opened.files[number].path}, record {index - opened.offsets[number]}"
+
     def close(self) -> None:
         self._opened = None
 

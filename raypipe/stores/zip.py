@@ -8,7 +8,7 @@ from typing import Any
 
 from raypipe.stores.archive import ArchiveStore, OpenFile
 from raypipe.stores.members import Index, Members, index_class_folders
-from raypipe.stores.zip_index import content_of, scan
+from raypipe.stores.zip_index import content_of, member_at, scan
 
 
 class ZipStore(ArchiveStore[Members]):
@@ -32,6 +32,9 @@ class ZipStore(ArchiveStore[Members]):
 
     def _content(self, file: OpenFile, name: str, place: list[int]) -> bytes | None:
         return content_of(file.descriptor, name, place)
+
+    def _member(self, file: OpenFile, place: list[int]) -> str:
+        return member_at(file.descriptor, place[0])
 
     def _to_json(self, scan: Members) -> dict[str, Any]:
         return {"members": scan}

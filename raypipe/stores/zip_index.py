@@ -75,6 +75,12 @@ class _DirectoryReader(io.BufferedReader):
         return super().read(size)
 
 
+def member_at(descriptor: int, position: int) -> str:
+    """The name in the local header at a position."""
+    num_bytes, _ = _LOCAL_HEADER.unpack(os.pread(descriptor, _LOCAL_HEADER.size, position))
+    return os.pread(descriptor, num_bytes, position + _LOCAL_HEADER.size).decode(errors="backslashreplace")
+
+
 def content_of(descriptor: int, name: str, place: list[int]) -> bytes | None:
     """A member, by a row of numbers as `scan` has them; None where it is damaged or over 1 GiB.
 

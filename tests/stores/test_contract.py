@@ -18,6 +18,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
+from raypipe.stores.base import name_of
 from raypipe.stores.memory import MemoryStore
 
 CLASSES = ("ant", "bee", "cat")
@@ -197,6 +198,24 @@ def test_result_belongs_to_the_reader(store: Store) -> None:
 def test_columns_and_classes(store: Store) -> None:
     assert store.columns == ("image", "label")
     assert store.classes == CLASSES
+
+
+NAMES = {
+    "lmdb": "/data.lmdb, key 9",
+    "lmdb_shards": "/00002.lmdb, key 4",
+    "parquet": "/data.parquet, row group 3, row 0",
+    "parquet_hf": "/train-1.parquet, row group 0, row 3",
+    "folder": "/cat/009.PNG",
+    "tar": "/data.tar, ./train/cat/009.PNG",
+    "webdataset": "/data.tar, 000000009.png",
+    "webdataset_shards": "/00002.tar, 000000004.png",
+    "zip": "/data.zip, train/cat/009.PNG",
+}
+
+
+def test_names_its_samples(store: Store, kind: str, tmp_path: Path) -> None:
+    assert name_of(store, 9) == (f"{tmp_path}{NAMES[kind]}" if kind in NAMES else "")
+    assert name_of(store, len(IMAGES) + 7) == ""
 
 
 def test_groups(store: Store, kind: str) -> None:

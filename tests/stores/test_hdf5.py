@@ -16,6 +16,7 @@ from PIL import Image
 from raypipe.decode import decode
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
+from raypipe.stores.base import name_of
 from raypipe.stores.hdf5 import HDF5Store
 
 NUM = 30
@@ -142,6 +143,10 @@ def test_a_file_that_is_none_or_truncated(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(StoreError, match=r"a\.h5 cannot be opened as HDF5"):
             len(open_store(path))
+
+
+def test_a_sample_is_named_by_its_row(tmp_path: Path) -> None:
+    assert name_of(open_store(write_encoded(tmp_path / "x.h5")), 2) == f"{tmp_path}/x.h5, row 2"
 
 
 def test_it_is_a_store(tmp_path: Path) -> None:

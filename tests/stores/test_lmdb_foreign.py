@@ -18,6 +18,7 @@ import pytest
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
+from raypipe.stores.base import name_of
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.lmdb_entries import Entries
 from raypipe.stores.lmdb_pages import LMDBFile
@@ -67,6 +68,11 @@ def test_lsun(tmp_path: Path) -> None:
     assert store.read(order, ("image",))["image"] == [by_key[i] for i in order]
     with pytest.raises(StoreError, match="no column 'label'; its columns are: image"):
         store.read(np.arange(3))
+
+
+def test_a_sample_is_named_by_its_key(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.lmdb", {b"a": IMAGES[0], b"b\n\x1b[31m\xff": IMAGES[1]})
+    assert name_of(open_store(path), 1) == f"{path}, key b\\n\\x1b[31m\\xff"
 
 
 def test_a_folder_as_lsun_has_it(tmp_path: Path) -> None:

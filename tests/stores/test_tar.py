@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from raypipe.errors import StoreError
+from raypipe.logs import printable
+from raypipe.stores.base import name_of
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.tar import TarStore
 
@@ -62,6 +64,18 @@ def test_order_is_that_of_a_folder(tmp_path: Path) -> None:
 )
 def test_common_folders(tmp_path: Path, names: list[str], classes: tuple[str, ...]) -> None:
     assert make(tmp_path / "a.tar", *names).classes == classes
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_names_of_any_length_and_script_are_told_without_control_characters(tmp_path: Path, form: int) -> None:
+    names = ["a/1.png", f"a/{'鳥' * 300}.png", "a/\x1b[31m\n.png", "a/\udcff.png", f"a/{'z' * 300}.png"]
+    with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
+        for name in sorted(names):
+            add(tar, name, b"")
+    store = TarStore(tmp_path / "x.tar")
+    told = [f"{tmp_path}/x.tar, {printable(name)}" for name in sorted(names)]
+    assert [name_of(store, index) for index in range(len(names))] == told
+    assert all(name.isprintable() for name in told) and "a/\\x1b[31m\\n.png" in told[1]
 
 
 def test_odd_members_do_not_count(tmp_path: Path) -> None:

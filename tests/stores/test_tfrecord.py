@@ -23,6 +23,7 @@ import tfrecords
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
+from raypipe.stores.base import name_of
 from raypipe.stores.tfrecord import TFRecordStore, is_tfrecord
 
 DATA = Path(__file__).with_name("data")
@@ -70,6 +71,7 @@ def test_files_of_a_split_are_one_store(tmp_path: Path) -> None:
     for number, rows in enumerate((range(0, 7), range(7, 8), range(8, 20))):
         write(tmp_path / f"train-{number:05d}-of-00003", rows)
     order = np.random.default_rng(1).permutation(20)
+    assert name_of(open_store(tmp_path), 9) == f"{tmp_path}/train-00002-of-00003, record 1"
     stores = [
         open_store(tmp_path),
         open_store(tmp_path / "train-*"),

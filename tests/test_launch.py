@@ -115,7 +115,7 @@ def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
 def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
     allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
     shown = describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
-    assert "trainers   1 x GPU; 7 of 8 GPUs STAY IDLE" in shown
+    assert "trainers   1 x GPU\nidle GPUs  7 of 8" in shown
     assert "set plan.per_step=8" in shown and "train.workers=1 if this is meant" in shown
 
 

@@ -6,6 +6,8 @@
     uv run jobs/tune.py --resume runs/tune-20261121-104600         go on where it stopped
     uv run jobs/train.py --config runs/tune-20261121-104600/best.yaml
 
+--resume unpickles Ray Tune's records, and a pickle runs code: give it only folders that nobody else can write to.
+
 The last line of standard output is one JSON object: better, val_accuracy, default_val_accuracy, gain, spread,
 policy, config, trials, stopped_early, failed, seconds, run_dir.
 """

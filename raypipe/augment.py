@@ -22,6 +22,7 @@ from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
 from raypipe.mixing import Mixed, draw_mix, mix
+from raypipe.streams import numbered
 
 # Tells the draws of the mixing from those of the operations.
 _MIX_KEY = 0x4D49584D49584D49
@@ -73,8 +74,8 @@ class DeviceAugment:
         mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
         if targets and mixing:
             raise ConfigError(f"augment.{mixing[0]} mixes images, and neither masks nor boxes: set it to 0")
-        self.config, self.device = config, device
-        self.normalize = Normalize(config, device, dtype)
+        self.config, self.device = config, numbered(device)
+        self.normalize = Normalize(config, self.device, dtype)
         self._operations: list[Any] = []
         if config.ops or config.preset != "none":
             from raypipe.kornia_ops import build_operations  # seconds of imports
@@ -118,11 +119,16 @@ class DeviceAugment:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's global generators, which Kornia draws from, at a seed; as they were before afterwards."""
+    """Torch's global generators, which Kornia draws from, at a seed; as they were before afterwards.
+
+    Args:
+        seed: of all.
+        device: with its number.
+    """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":  # for a user's module that draws on the device
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+            torch.cuda.default_generators[device.index].manual_seed(seed)
         yield
 
 

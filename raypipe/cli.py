@@ -6,19 +6,22 @@ not fit, or a submitted job that did not succeed; 2 wrong usage; 130 interrupted
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, auto_cli, auto_parser
 
 from raypipe import cli_audit, cli_bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, RunConfig, TransformConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.console import printable
+from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.owner import check_owner
 from raypipe.plan import PlanConfig
 
 
@@ -173,6 +176,13 @@ _FLAGS = {
 }
 
 
+class _Parser(ArgumentParser):
+    """jsonargparse's, whose errors show a wrong value, but no credentials in it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(without_credentials(message), ex)
+
+
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     args = sys.argv[1:] if args is None else args
@@ -180,9 +190,19 @@ def main(args: list[str] | None = None) -> None:
         at = args.index("--")
         args = [*args[:at], json.dumps(args[at + 1 :])]
     args = [_normalized(arg) for arg in args]
-    _finish(
-        lambda: auto_cli(COMMANDS, args=args, as_positional=True, prog="raypipe", allow_abbrev=False)  # type: ignore[arg-type]
-    )
+
+    def parsed() -> dict[str, Any]:
+        _check_no_pipe(args)
+        return auto_cli(
+            COMMANDS,  # type: ignore[arg-type]
+            args=args,
+            as_positional=True,
+            prog="raypipe",
+            allow_abbrev=False,
+            parser_class=_Parser,
+        )
+
+    _finish(parsed)
 
 
 def _normalized(arg: str) -> str:
@@ -199,6 +219,16 @@ def _normalized(arg: str) -> str:
     return name + equals + value
 
 
+def _check_no_pipe(args: list[str]) -> None:
+    """Raise ConfigError where an argument is a pipe: the parser reads configurations from such, and waits."""
+    for arg in args:
+        value, is_pipe = arg.partition("=")[2] if arg.startswith("--") else arg, False
+        with contextlib.suppress(OSError, ValueError):  # of what is no path
+            is_pipe = Path(value).is_fifo()
+        if is_pipe:
+            raise ConfigError(f"{value} is a FIFO, not a regular file: write what it brings to a file first")
+
+
 def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
     """A RunConfig from `--config FILE.yaml` and overrides; the digits' where no store is named."""
     return parse_job(args, doc)[0]
@@ -210,13 +240,15 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
     Unknown keys, in the file or on the command line, end the program with exit code 2.
     """
     args = sys.argv[1:] if args is None else args
-    parser = ArgumentParser(description=doc, allow_abbrev=False)
+    _check_no_pipe(args)
+    parser = _Parser(description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_class_arguments(RunConfig, as_group=False)
     for name, section in sections.items():
         parser.add_class_arguments(section, name)
     given = parser.parse_args(args)
     if given.resume:
+        check_owner(given.resume, given.trust)
         base = _stored_config(given.resume)
     elif not given.store.train:
         base = (files("raypipe") / "digits.yaml").read_text()
@@ -225,18 +257,19 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
     # Settings that come first give way to later ones.
     values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
     values.pop("config", None)
+    values["trust"] = given.trust  # whatever the stored configuration says
     own = {name: values.pop(name) for name in sections}
     return RunConfig(**values), own
 
 
 def _stored_config(run: str) -> str:
     """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
-    from raypipe.filesystem import as_uri, explained, join, open_filesystem
+    from raypipe.filesystem import as_uri, explained, join, open_filesystem, open_input
 
     with explained(ConfigError, f"the configuration of {run} cannot be read"):
         filesystem, path = open_filesystem(join(as_uri(run), "config.yaml"))
         try:
-            with filesystem.open_input_stream(path) as file:
+            with open_input(filesystem, path) as file:
                 return file.read().decode()
         except FileNotFoundError:
             return ""
@@ -271,7 +304,7 @@ def _finish(command: Callable[[], dict[str, Any]]) -> None:
             sys.exit(1)
     except RaypipeError as error:
         _shutdown()
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

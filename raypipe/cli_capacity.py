@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
-
-import pyarrow as pa
 
 from raypipe.capacity import EXECUTION_MICRO_BATCHES_PER_S, Capacity, Nodes, Target, plan, verdict
 from raypipe.console import table
 from raypipe.errors import ConfigError
-from raypipe.filesystem import open_filesystem
+from raypipe.filesystem import as_uri
 from raypipe.measured import Report, trainer_images_per_s
+from raypipe.records import METRICS, read_records, told
 from raypipe.whole_file import read_json
 
 
@@ -126,14 +124,9 @@ def _show(report: str, measured: Report, target: Target, nodes: Nodes, found: Ca
 
 
 def _records(run: str) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; the last one may be cut short."""
-    address = f"{run.rstrip('/')}/metrics.jsonl"
-    try:
-        filesystem, path = open_filesystem(address)
-        with filesystem.open_input_stream(path) as file:
-            lines = file.read().decode().split("\n")[:-1]
-        return [json.loads(line) for line in lines if line]
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{address} cannot be read: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{address} is no record of a run: {error}") from error
+    found = read_records(as_uri(run))
+    if found is None:
+        raise ConfigError(f"{run} has no {METRICS}: give the folder of a run that has begun to train")
+    if found.unreadable:
+        print(f"{run}: {told(found.unreadable)}", flush=True)
+    return found.kept

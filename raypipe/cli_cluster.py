@@ -41,8 +41,8 @@ def submit(
 ) -> dict[str, Any]:
     """Submit a command to a cluster's job server, and follow it. Exit code 1 unless it succeeds.
 
-    The working directory goes along, without stores, runs, checkpoints and what .gitignore and .rayignore name,
-    and so does raypipe.
+    The working directory goes along, without stores, runs, checkpoints, and what .gitignore and .rayignore name,
+    and so does raypipe. Secrets (.env, .ssh, keys, …) and links out of the folder do not: they are listed.
 
     Example: raypipe submit --address http://127.0.0.1:8265 -- python jobs/train.py --config run.yaml
 

@@ -179,6 +179,7 @@ class Allocation:
         cpus_per_worker: CPUs that Ray reserves for each.
         max_actors: transform actors that the pool may grow to.
         min_workers: where training is elastic, the fewest; else 0.
+        idle_gpus: that no job holds and the run has no use for, where W was derived from M.
     """
 
     workers: int
@@ -186,6 +187,7 @@ class Allocation:
     cpus_per_worker: float
     max_actors: int
     min_workers: int = 0
+    idle_gpus: int = 0
 
 
 def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_step: int) -> Allocation:
@@ -257,7 +259,8 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
     min_workers = needed_workers if needed_workers < workers else 0
-    return Allocation(workers, gpu, per_worker, max_actors, min_workers)
+    idle_gpus = max(0, int(offer.free_gpus) - workers) if gpu and not (train and train.workers) else 0
+    return Allocation(workers, gpu, per_worker, max_actors, min_workers, idle_gpus)
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -327,7 +327,8 @@ class TrainConfig:
         weight_decay: not applied to biases and normalisation layers.
         warmup_epochs: linear warm-up, in epochs; then cosine to zero.
         label_smoothing: in [0, 1).
-        workers: W, training processes, one per GPU; 0 = one per GPU of the cluster, 1 without GPUs.
+        workers: W, training processes, one per GPU; 0 = one per GPU of the cluster as far as W divides
+            plan.per_step, 1 without GPUs.
         min_workers: elastic training, with as many workers as the cluster has room for, from this number up to
             `workers`, and that divide plan.per_step; 0 = always `workers`.
         resize_every_s: seconds between two looks for room, where training is elastic.
@@ -414,6 +415,8 @@ class RunConfig:
         runs: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
         name: the run's name; empty = made from the date.
         resume: folder or URI of a run to go on with, from its latest checkpoint.
+        trust: go on with a run in a folder that another user owns, and so run the code that it names; the
+            configuration that is stored there cannot say so.
         log: lines of progress and of logs as readable "text", or each as a "json" object with time, level, logger,
             message, run, rank, epoch and step, as far as they are known.
     """
@@ -427,6 +430,7 @@ class RunConfig:
     runs: str = "runs"
     name: str = ""
     resume: str = ""
+    trust: bool = False
     log: LogFormat = "text"
 
     def __post_init__(self) -> None:

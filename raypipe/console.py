@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+# What a terminal obeys or a page cannot hold: control characters but tab and newline, those that turn the
+# direction of writing, line separators, and halves of characters, as Python has bytes that are no UTF-8.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text for people, in which names may come from anywhere: what is no character is written as an escape."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shown(value: Any) -> str:
@@ -25,6 +35,6 @@ def table(title: str, rows: list[tuple[str, str]]) -> None:
     shown.add_column()
     shown.add_column(justify="right")
     for name, value in rows:
-        shown.add_row(escape(name), escape(value))
-    print(title)  # not the table's own, which would be broken to the table's width
+        shown.add_row(escape(printable(name)), escape(printable(value)))
+    print(printable(title))  # not the table's own, which would be broken to the table's width
     Console().print(shown)

@@ -24,8 +24,9 @@ import simplejpeg
 
 from raypipe.config import CropDecode
 from raypipe.crop_first import Box, DecodeBox
-from raypipe.decode import MAX_PIXELS, decode, decode_jpeg_at, jpeg_orientation
-from raypipe.errors import ConfigError
+from raypipe.decode import decode, decode_jpeg_at, jpeg_orientation
+from raypipe.errors import ConfigError, SampleError
+from raypipe.image_header import jpeg_size
 from raypipe.jpeg_extension import SCALES, WHOLE, decode_part, extension, why_no_extension
 
 _MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
@@ -68,11 +69,12 @@ class CropDecoder:
         if not (self._useful and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
             return None
         try:
-            height, width, *_ = simplejpeg.decode_jpeg_header(data)
-        except ValueError:
+            size = jpeg_size(data)
+        except SampleError:  # `decode` says why
             return None
-        if height * width > MAX_PIXELS or (self.min_side and min(height, width) >= 2 * self.min_side):
+        if size is None or (self.min_side and min(size) >= 2 * self.min_side):
             return None
+        height, width = size
         if self.exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
             return None
         return (height, width), functools.partial(self._decode, data, height, width)

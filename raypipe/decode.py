@@ -12,16 +12,14 @@ the file holds there. 16-bit channels keep their high byte. An animation gives i
 as stored, without the EXIF orientation, as torchvision and everybody's ImageNet numbers have them;
 `exif=True` turns them upright. (TIFF comes upright in any case: Pillow applies its orientation on loading.)
 
-Nothing here runs code that is in the bytes, and nothing is allocated for an image larger than `max_pixels`.
+Nothing here runs code that is in the bytes. What is above a limit of `raypipe.image_header` is refused by its
+header, before anything of its size is allocated.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
 import warnings
-import zlib
 from typing import Any
 
 import cv2
@@ -29,20 +27,12 @@ import numpy as np
 import simplejpeg
 
 from raypipe.errors import SampleError
+from raypipe.image_header import MAX_PIXELS, image_kind, jpeg_size, open_pillow, plain_size
 from raypipe.jpeg_extension import decode_all
 
-MAX_PIXELS = 179_000_000
-"""Pillow's limit against decompression bombs, 2 × 89,478,485 pixels, rounded up: 0.5 GiB as RGB."""
-
-_MAGIC = {
-    "JPEG": (b"\xff\xd8\xff",),
-    "PNG": (b"\x89PNG\r\n\x1a\n",),
-    "GIF": (b"GIF87a", b"GIF89a"),
-    "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
-    "BMP": (b"BM",),
-}
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _ORIENTATION_TAG = 0x0112  # of EXIF
+_BAND_PIXELS = 1 << 20  # that are converted at a time
 
 
 def decode(
@@ -59,7 +49,8 @@ def decode(
         min_side: pixels. A JPEG whose short side is at least twice this is decoded at a reduced scale
             (in the DCT domain, which is several times faster), its short side still ≥ `min_side`.
             The pixels differ a little from those of a full decode and a resize.
-        max_pixels: height × width as declared by the file's header, above which it is refused unread.
+        max_pixels: height × width as declared by the file's header, above which it is refused unread; so is what
+            would take more than `MAX_DECODE_BYTES` (1 GiB) to decode, or a JPEG of too many scans for its size.
         exif: turn the image upright by its EXIF orientation.
 
     Returns:
@@ -82,25 +73,12 @@ def decode(
         raise SampleError(f"not an image: starts with {data[:3].hex(' ')}{_guess(data)}")
     if kind == "JPEG":
         return _decode_jpeg(data, min_side, max_pixels, exif)
-    size = _plain_png_size(data) if kind == "PNG" else None
-    if kind == "WebP":
-        canvas = _webp_size(data)
-        _check_size(*canvas, max_pixels)  # here: Pillow allocates the canvas before it tells its size
-        size = canvas if _is_plain_webp(data) else None
-    if size is not None:
-        _check_size(*size, max_pixels)
-        with contextlib.suppress(cv2.error):  # a side over 2^20 pixels, which Pillow takes
+    if plain_size(data, kind, max_pixels) is not None:
+        with contextlib.suppress(Exception):  # of a side over 2^20 pixels, which Pillow takes
             image = cv2.imdecode(np.frombuffer(data, np.uint8), _CV2_FLAGS)
             if image is not None:
                 return image
     return _decode_pillow(data, kind, max_pixels, exif)
-
-
-def image_kind(data: bytes) -> str | None:
-    """JPEG, PNG, WebP, GIF, TIFF or BMP, by the magic number; None = none of them."""
-    if data.startswith(b"RIFF"):
-        return "WebP" if data[8:12] == b"WEBP" else None
-    return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
 
 
 def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
@@ -130,12 +108,10 @@ def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def _decode_jpeg(data: bytes, min_side: int | None, max_pixels: int, exif: bool) -> np.ndarray:
-    try:
-        height, width, *_ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        # TurboJPEG refuses a few lawful kinds of subsampling that Pillow reads; Pillow has the last word.
+    size = jpeg_size(data, max_pixels)
+    if size is None:
         return _decode_pillow(data, "JPEG", max_pixels, exif)
-    _check_size(width, height, max_pixels)
+    height, width = size
     short_side = min_side if min_side and min(height, width) >= 2 * min_side else 0
     image = None if short_side else decode_all(data, height, width)
     if image is None:
@@ -175,18 +151,11 @@ def _decode_pillow(data: bytes, kind: str, max_pixels: int, exif: bool) -> np.nd
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            image = _open_pillow(data, kind)
-            _check_size(image.width, image.height, max_pixels)
+            image = open_pillow(data, kind, max_pixels)
             image.load()
-            mode = image.mode
-            if exif:
-                image = ImageOps.exif_transpose(image)
-            if mode.startswith("I;16"):  # convert("RGB") would clip at 255
-                grey = (np.asarray(image) >> 8).astype(np.uint8)
-                return np.repeat(grey[:, :, None], 3, axis=2)
-            if mode in ("I", "F"):
+            if image.mode in ("I", "F"):
                 raise SampleError(f"{kind} of 32-bit pixels, whose range is unknown: store 8 or 16 bits")
-            return np.array(image.convert("RGB"))
+            return _rgb(ImageOps.exif_transpose(image) if exif else image)
         except SampleError:
             raise
         except Exception as error:  # Pillow's plugins raise a dozen types on bad bytes
@@ -195,57 +164,19 @@ def _decode_pillow(data: bytes, kind: str, max_pixels: int, exif: bool) -> np.nd
             raise SampleError(reason) from error
 
 
-def _open_pillow(data: bytes, kind: str) -> Any:
-    """Open without decoding. The plugin is called by name: `Image.open` would judge the size before we do."""
-    name = kind if kind == "WebP" else kind.capitalize()
-    plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
-    return getattr(plugin, f"{name}ImageFile")(io.BytesIO(data))
-
-
-def _plain_png_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) of an undamaged PNG that cv2 reads as Pillow does: 8-bit grey or RGB, no extras.
-
-    The checksums are compared here because libpng would write its complaint to stderr, and because cv2
-    returns what it has when the rest is missing.
-    """
-    if data[12:16] != b"IHDR" or data[24:26] not in (b"\x08\x00", b"\x08\x02"):
-        return None
-    at, kind = 8, b""
-    while kind != b"IEND":
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        end = at + 8 + length
-        if kind not in (b"IHDR", b"IDAT", b"IEND") or end + 4 > len(data):
-            return None
-        if zlib.crc32(memoryview(data)[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
-            return None
-        at = end + 4
-    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-    return (width, height) if width and height else None
-
-
-def _webp_size(data: bytes) -> tuple[int, int]:
-    """(width, height) that the first chunk of a WebP declares; (0, 0) for a chunk that no WebP starts with."""
-    if data[12:16] == b"VP8X":  # alpha, animation or metadata
-        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
-    if data[12:16] == b"VP8L":  # lossless
-        bits = int.from_bytes(data[21:25], "little")
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    if data[12:16] == b"VP8 ":  # lossy: 14 bits of size, 2 bits of a scale that decoders ignore
-        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
-    return 0, 0
-
-
-def _is_plain_webp(data: bytes) -> bool:
-    """Whether this is a complete lossy WebP without extras, which cv2 reads as Pillow does."""
-    if data[12:16] != b"VP8 " or data[23:26] != b"\x9d\x01\x2a":
-        return False
-    riff_length, chunk_length = (int.from_bytes(data[at : at + 4], "little") for at in (4, 16))
-    return len(data) >= riff_length + 8 and riff_length >= chunk_length + 12
-
-
-def _check_size(width: int, height: int, max_pixels: int) -> None:
-    if width * height > max_pixels:
-        raise SampleError(f"declares {width}x{height} pixels, limit is {max_pixels}")
+def _rgb(image: Any) -> np.ndarray:
+    """A decoded image as uint8 (H, W, 3), in bands: Pillow would make three copies of the whole."""
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    rows = max(1, _BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        part = image
+        if rows < image.height:
+            part = image.crop((0, top, image.width, min(image.height, top + rows)))
+        if image.mode.startswith("I;16"):  # convert("RGB") would clip at 255
+            pixels[top : top + rows] = (np.asarray(part) >> 8)[:, :, None]
+        else:
+            pixels[top : top + rows] = np.asarray(part.convert("RGB"))
+    return pixels
 
 
 def jpeg_orientation(data: bytes) -> int:
@@ -253,7 +184,7 @@ def jpeg_orientation(data: bytes) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return int(_open_pillow(data, "JPEG").getexif().get(_ORIENTATION_TAG, 1))
+            return int(open_pillow(data, "JPEG").getexif().get(_ORIENTATION_TAG, 1))
         except Exception:
             return 1
 

@@ -23,14 +23,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from raypipe.decode import MAX_PIXELS, decode, encode_jpeg, jpeg_orientation
+from raypipe.decode import decode, encode_jpeg, jpeg_orientation
 from raypipe.errors import ConfigError, SampleError
+from raypipe.image_header import MAX_PIXELS
+from raypipe.streams import hand_over, new_event, new_stream, numbered
 
 CHUNK_PIXELS = 128 << 20
 """Decoded pixels per call of nvJPEG, at most, unless one image alone has more: 384 MiB of RGB on the device, which
@@ -47,7 +50,7 @@ class DecodedMicroBatch:
 
     Attributes:
         image: uint8 (B, 3, S, S), channels_last; 0 where a sample is padding or failed. On CUDA the stream that
-            was current when it was made waits for it; another has to wait for that one and `record_stream` it.
+            was current when it was made waits for it; it can be handed to another by `streams.hand_over`.
         failed: bool (B,), on the host: samples that were ok and could not be decoded. Their weight must become 0.
         errors: the reason of each failure, by position.
         num_fallback: samples that came to the host's decoder, those that failed there as well included.
@@ -72,26 +75,28 @@ class DeviceDecoder:
         exif: boxes are of images turned upright, as `EncodedTransform(exif=True)` draws them. Images that have
             to be turned are decoded on the host.
 
+    Attributes:
+        device: with its number.
+        stream: of that device, on which all is made.
+
     Raises:
         ConfigError: size < 1; the device is neither; or nvJPEG does not work there, which is tried once.
     """
 
     def __init__(self, size: int, device: torch.device | str, exif: bool = False) -> None:
-        device = torch.device(device)
         if size < 1:
             raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
-        if device.type not in ("cuda", "cpu"):
-            raise ConfigError(f"transform.decode='gpu' cannot decode on {device}: the device is CUDA or CPU")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.size, self.device, self.exif = size, device, exif
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.size, self.device, self.exif = size, numbered(device), exif
+        self.stream = new_stream(self.device)
+        self._backend: Any = torch.get_device_module(self.device)
         probe = torch.frombuffer(bytearray(encode_jpeg(np.zeros((16, 16, 3), np.uint8))), dtype=torch.uint8)
         try:
-            with torch.cuda.stream(self._stream):  # does nothing for None
+            with self._backend.stream(self.stream):
                 self._decode_jpegs([probe])
-        except RuntimeError as error:
-            raise ConfigError(f"nvJPEG does not work on {device}: {error}; set transform.decode='cpu'") from error
+        except _RefusedError as refused:
+            raise ConfigError(
+                f"nvJPEG does not work on {self.device}: {refused}; set transform.decode='cpu'"
+            ) from refused
 
     def decode(
         self, data: np.ndarray, offsets: np.ndarray, crop: np.ndarray, flip: np.ndarray, ok: np.ndarray
@@ -104,7 +109,8 @@ class DeviceDecoder:
         batch = _Batch(data, offsets, crop, self.size)
         num_pixels = {row: nvjpeg_pixels(batch.view(row), exif=self.exif) for row in np.flatnonzero(ok).tolist()}
         by_host = [row for row, num in num_pixels.items() if num is None]
-        with torch.cuda.stream(self._stream):
+        ready = new_event(self.device)
+        with self._backend.stream(self.stream):
             for rows in _chunks({row: num for row, num in num_pixels.items() if num is not None}):
                 by_host += self._decode_on_device(batch, rows)
             for row in sorted(by_host):
@@ -115,10 +121,8 @@ class DeviceDecoder:
                     continue
                 batch.place(row, torch.from_numpy(pixels).permute(2, 0, 1), self.device)
             image = self._finish(batch, flip)
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._stream)
-            image.record_stream(current)
+            ready.record(self.stream)
+        hand_over(ready, [image], self.device)
         failed = np.zeros(len(ok), bool)
         failed[list(batch.errors)] = True
         return DecodedMicroBatch(image, failed, batch.errors, len(by_host))
@@ -127,21 +131,27 @@ class DeviceDecoder:
         """Decode and place `rows`; returns those that the device's decoder refused."""
         try:
             images = self._decode_jpegs([batch.tensor(row) for row in rows])
-        except RuntimeError:  # names no culprit, and gives nothing back of the others
+        except _RefusedError:  # names no culprit, and gives nothing back of the others: it is in one half
             if len(rows) == 1:
                 return rows
-            return [refused for row in rows for refused in self._decode_on_device(batch, [row])]
+            half = len(rows) // 2
+            return self._decode_on_device(batch, rows[:half]) + self._decode_on_device(batch, rows[half:])
         for row, image in zip(rows, images, strict=True):
             batch.place(row, image, self.device)
         return []
 
     def _decode_jpegs(self, encoded: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self._stream is not None:
+        if self.device.type == "cuda":
             # nvJPEG writes without waiting for the stream that its output was allocated under, so kernels that
-            # still read a block's former content would be overtaken (pytorch/vision#9606, torchcodec#1634). None
-            # but this object allocates under this stream, so to wait for it is enough, and is short.
-            self._stream.synchronize()
-        return decode_jpeg(encoded, mode=ImageReadMode.RGB, device=self.device)
+            # still read a block's former content would be overtaken (pytorch/vision#9606, torchcodec#1634). What
+            # is allocated under this stream is read by it or handed over: to wait for it is enough, and short.
+            self.stream.synchronize()
+        try:
+            return decode_jpeg(encoded, mode=ImageReadMode.RGB, device=self.device)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the device's own; both are RuntimeErrors
+            raise
+        except RuntimeError as error:
+            raise _RefusedError(str(error)) from error
 
     def _finish(self, batch: _Batch, flip: np.ndarray) -> torch.Tensor:
         black = torch.zeros((1, 3, self.size, self.size), device=self.device)
@@ -150,10 +160,14 @@ class DeviceDecoder:
         image = image.round_().clamp_(0, 255).to(torch.uint8, memory_format=torch.channels_last)
         if flip.any():
             mask = torch.from_numpy(np.array(flip, bool)).view(-1, 1, 1, 1)
-            if self._stream is not None:
+            if self.device.type == "cuda":
                 mask = mask.pin_memory()  # else non_blocking would block
             image = torch.where(mask.to(self.device, non_blocking=True), image.flip(3), image)
         return image.contiguous(memory_format=torch.channels_last)
+
+
+class _RefusedError(Exception):
+    """The device's decoder does not take one of the images, or any image at all."""
 
 
 class _Batch:

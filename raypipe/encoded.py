@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import numpy as np
-import simplejpeg
 
 from raypipe.crop_first import Box
-from raypipe.decode import MAX_PIXELS, _check_size, _open_pillow, decode, image_kind, jpeg_orientation
+from raypipe.decode import decode, jpeg_orientation
 from raypipe.errors import ConfigError, SampleError
+from raypipe.image_header import image_kind, jpeg_size, open_pillow, plain_size
 from raypipe.sample_transform import Key
 
 EncodedSample = tuple[bytes, Box, bool]
@@ -106,8 +106,8 @@ class EncodedTransform:
 
         Raises:
             SampleError: as `raypipe.decode.decode` does, for no image, a header that cannot be read, a JPEG that
-                is cut short, or more than `decode.MAX_PIXELS` declared. Damage further in is found by nobody
-                before the device.
+                is cut short, or what is over a limit of `raypipe.image_header`. Damage further in is found by
+                nobody before the device.
         """
         height, width = image_size(data, exif=self.exif)
         state_key = self._philox_state["state"]["key"]
@@ -174,24 +174,27 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
     if kind == "JPEG":
         if not encoded.endswith(b"\xff\xd9"):
             return _decoded_size(encoded, exif)
-        try:
-            height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
-        except ValueError:  # a rare kind of subsampling, which Pillow reads, or damage, which it does not
+        size = jpeg_size(encoded)
+        if size is None:  # a rare kind of subsampling, which Pillow reads, or damage, which it does not
             return _decoded_size(encoded, exif)
-        _check_size(width, height, MAX_PIXELS)
+        height, width = size
         if exif and b"Exif\0\0" in encoded and jpeg_orientation(encoded) >= 5:  # 5 to 8 lie on their side
             return width, height
         return height, width
     if exif and kind in ("PNG", "WebP"):  # their orientation may stand behind the pixels
         return _decoded_size(encoded, exif)
+    size = plain_size(encoded, kind)
+    if size is not None:
+        return size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd metadata
         try:
-            image = _open_pillow(encoded, kind)
+            image = open_pillow(encoded, kind)
+        except SampleError:
+            raise
         except Exception as error:  # Pillow's plugins raise a dozen types on bad bytes
             reason = f"damaged {kind}: {type(error).__name__}: {error} ({len(encoded)} bytes)"
             raise SampleError(reason) from error
-    _check_size(image.width, image.height, MAX_PIXELS)
     return image.height, image.width
 
 

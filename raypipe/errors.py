@@ -9,14 +9,30 @@
     └── CursorError        a checkpoint belongs to another plan
 
 Each message names the file, key, field or resource, and what to do about it. All of them survive
-pickling, since most are raised in one process and read in another.
+pickling, since most are raised in one process and read in another. None shows a credential.
 """
 
 from __future__ import annotations
 
+import re
+
+# What stands before a host: a login, whose password may hold slashes, but for anonymous@ and Azure's container@.
+_LOGIN = re.compile(r"://[^\s@/:]*:\S*@|(?<!abfs)(?<!abfss)://(?!anonymous@)[^\s@/]+@")
+# The value of an option that raypipe does not know, such as a token's `sig`, or that holds a login.
+_KNOWN = "endpoint_override|scheme|region|anonymous|project_id|blob_storage_authority|dfs_storage_authority"
+_OPTION = re.compile(rf"(?<=[?&])(?!(?:{_KNOWN})=[^\s&@]*(?:[\s&]|$))([\w.-]+=)[^\s&'\"]+")
+
+
+def without_credentials(text: str) -> str:
+    """A text with … in place of the logins and the unknown options of addresses in it."""
+    return _OPTION.sub(r"\1…", _LOGIN.sub("://…@", text))
+
 
 class RaypipeError(Exception):
-    """Base class of all errors that raypipe raises on purpose."""
+    """Base class of all errors that raypipe raises on purpose; its message shows no credentials of an address."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(RaypipeError, ValueError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from raypipe.errors import StoreError
+from raypipe.local_file import open_regular
 
 POLL_S = 0.05
 
@@ -21,12 +22,12 @@ def open_lock(path: Path) -> int:
     """A descriptor of a lock file, which is made if it is not there; closing it frees the lock.
 
     Raises:
-        StoreError: the file cannot be made.
+        StoreError: the file cannot be made, or what is there is a link, or no file.
     """
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise StoreError(f"{path} cannot be used: {error}; set RAYPIPE_CACHE to another folder") from error
+        raise StoreError(f"{path.parent} cannot be written to: {path.name}: {error}") from error
 
 
 def try_lock(descriptor: int, exclusive: bool) -> bool:

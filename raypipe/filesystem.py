@@ -9,6 +9,8 @@ environment of each process, so on a cluster every node has them:
     az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's
     abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
 
+An address holds no credentials: it is printed, logged and kept with the run. One that does is refused.
+
     RAYPIPE_STORAGE_ATTEMPTS   attempts at a request, for S3; 8
     RAYPIPE_STORAGE_CONNECT_S  seconds for a connection, for S3; 5
     RAYPIPE_STORAGE_TIMEOUT_S  seconds without a byte after which a request is tried again, for S3; 20
@@ -29,7 +31,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.local_file import regular_path
 
 _UNDERSTOOD = "local paths, file://, s3://, gs://, az:// and abfs://"
 _AZURE_FORMS = "az://container/path, or abfs://container@account.dfs.core.windows.net/path"
@@ -42,6 +45,15 @@ _DEFAULTS = {
     "RAYPIPE_STORAGE_TIMEOUT_S": 20,
     "RAYPIPE_STORAGE_RETRY_S": 120,
 }
+# Where credentials stand, instead of in an address of a scheme.
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "http": "RAY_AUTH_TOKEN, or RAY_JOB_HEADERS",
+}
+_CREDENTIALS |= {"gcs": _CREDENTIALS["gs"], "abfs": _CREDENTIALS["az"], "abfss": _CREDENTIALS["az"]}
+_CREDENTIALS |= {"https": _CREDENTIALS["http"]}
 # What a file system is made of beside its address: another value makes another one.
 _ENVIRONMENT = (
     *_DEFAULTS,
@@ -58,6 +70,8 @@ _ENVIRONMENT = (
     "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_SAS_TOKEN",
 )
+# In the path of Ray's copies of working directories (ray._private.runtime_env).
+_RAYS_COPIES = "/runtime_resources/working_dir_files/"
 # Part of an error's text → what to do about it.
 _ADVICE = {
     "NO_SUCH_BUCKET": "there is no such bucket: make it, or mend the address",
@@ -107,17 +121,31 @@ def split(address: str) -> tuple[str, str]:
     return folder + mark + options, unquote(name)
 
 
+def refuse_credentials(address: str | Path) -> None:
+    """Raise ConfigError, which does not show them, where an address holds a login."""
+    base, _, query = str(address).partition("?")
+    if without_credentials(base) != base or "@" in query:
+        scheme = base.partition("://")[0]
+        names = _CREDENTIALS.get(scheme, "variables")
+        raise ConfigError(
+            f"{address} holds credentials, which would be printed, logged and kept with the run: take them out of "
+            f"the address, and set {names} in the environment of every node"
+        )
+
+
 def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     """The file system of an address, and the path on it, without a slash at its end.
 
     Raises:
-        ConfigError: the address is malformed, or of a scheme or an option that is not understood.
+        ConfigError: the address is malformed, holds credentials, or is of a scheme or an option that is not
+            understood.
         OSError: the file system cannot be reached; see `explained`.
     """
     uri = str(address)
     scheme, mark, rest = uri.partition("://")
     if not mark:
         return pyarrow.fs.LocalFileSystem(), str(Path(address).expanduser().absolute())
+    refuse_credentials(uri)
     if scheme == "file":
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
@@ -127,7 +155,7 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     host, _, path = rest.partition("/")
     bucket = host.rpartition("@")[2]
     if scheme.startswith("abfs"):
-        bucket = host.partition("@")[0].partition(":")[0]
+        bucket = host.partition("@")[0]
     if not bucket:
         raise ConfigError(f"{uri} names no bucket")
     settings = tuple(os.environ.get(name, "") for name in _ENVIRONMENT)
@@ -136,6 +164,18 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{uri}: {one_line(error)}") from error
     return filesystem, f"{bucket}/{unquote(path)}".rstrip("/")
+
+
+def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
+    """A file, open for reading; on this machine a regular one.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        return filesystem.open_input_file(path)
+    with regular_path(path) as opened:
+        return filesystem.open_input_file(opened)
 
 
 @functools.lru_cache(maxsize=64)
@@ -162,8 +202,7 @@ class S3FileSystem(pyarrow.fs.S3FileSystem):
         return type(self), (self.options, self.attempts)
 
 
-def _s3(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
-    login, _, bucket = host.rpartition("@")
+def _s3(bucket: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
     options: dict[str, Any] = {
         "connect_timeout": _setting("RAYPIPE_STORAGE_CONNECT_S"),
         "request_timeout": _setting("RAYPIPE_STORAGE_TIMEOUT_S"),
@@ -171,11 +210,10 @@ def _s3(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
     }
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     if endpoint:
+        if "@" in endpoint:
+            raise ConfigError(f"AWS_ENDPOINT_URL holds a login, and may not: set {_CREDENTIALS['s3']}")
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         options |= {"endpoint_override": parts.netloc, "scheme": parts.scheme}
-    if login:
-        key, _, secret = login.partition(":")
-        options |= {"access_key": unquote(key), "secret_key": unquote(secret)}
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
     for name, value in given.items():
         if name not in ("endpoint_override", "scheme", "region", "anonymous"):
@@ -193,9 +231,7 @@ def _s3(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
 
 
 def _gcs(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
-    login, _, bucket = host.rpartition("@")
-    if login not in ("", "anonymous"):
-        raise ConfigError(f"gs://{host}: only anonymous@ may stand before the bucket {bucket}")
+    login, _, bucket = host.rpartition("@")  # anonymous@, or none
     unknown = [name for name in given if name not in ("endpoint_override", "scheme", "project_id")]
     if unknown:
         raise ConfigError(
@@ -223,7 +259,7 @@ def _azure(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
         else:
             raise ConfigError(
                 f"az://{container}: unknown option {name!r}; there are blob_storage_authority, "
-                "dfs_storage_authority, scheme"
+                "dfs_storage_authority, scheme; a SAS token stands in AZURE_STORAGE_SAS_TOKEN"
             )
     key = environment("AZURE_STORAGE_KEY") or environment("AZURE_STORAGE_ACCOUNT_KEY")
     if key:
@@ -281,3 +317,13 @@ def check_bucket(address: str) -> None:
             bucket = path.partition("/")[0]
             if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:
                 raise ConfigError(f"{address} cannot be used: there is no bucket {bucket}: make it first")
+
+
+def check_lasting(address: str, setting: str) -> None:
+    """Raise ConfigError for a place in Ray's copy of a job's working directory, which Ray removes with the job."""
+    filesystem, path = open_filesystem(address)
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem) and _RAYS_COPIES in f"{path}/":
+        raise ConfigError(
+            f"{setting} leads to {path}, Ray's temporary copy of the job's working directory, which goes with the "
+            f"job: set {setting} to an absolute path that all nodes share, or to a bucket (s3://bucket/runs)"
+        )

@@ -16,7 +16,7 @@ import numpy as np
 
 from raypipe.cluster import connect
 from raypipe.errors import ConfigError, StoreError
-from raypipe.filesystem import is_remote, open_filesystem, split
+from raypipe.filesystem import check_lasting, is_remote, open_filesystem, split
 from raypipe.shard_copy import Reencode, column_types, digest_of, write_shard
 from raypipe.stores import WRITTEN_SUFFIXES, open_store
 from raypipe.stores.atomic import new_path
@@ -72,6 +72,7 @@ def ingest(
             f"{dst}: several files beside others cannot appear all at once: name one destination, such as "
             "train.tar, and several --shards make it a folder of shards"
         )
+    check_lasting(dst, "the destination")
     destination = new_remote if is_remote(dst) else new_path
     where: Any = dst if is_remote(dst) else Path(open_filesystem(dst)[1])
     if not len(store):

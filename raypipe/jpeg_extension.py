@@ -53,7 +53,7 @@ def _attempt(
         return None
     try:
         return _decode(decode, data, box, eighths, check_whole, extra_columns)
-    except ValueError:
+    except Exception:  # whatever it does not like, simplejpeg has the last word on
         return None
 
 

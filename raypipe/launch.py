@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
-from raypipe.checkpoints import newest_cursor, remove_unfinished
+from raypipe.checkpoints import find_newest, has_checkpoints, set_aside
 from raypipe.cluster import Allocation, connect, preflight
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.digits import digits_stores
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.filesystem import as_uri, check_bucket, exists, explained, join, open_filesystem, split
+from raypipe.filesystem import (
+    as_uri,
+    check_bucket,
+    check_lasting,
+    exists,
+    explained,
+    join,
+    open_filesystem,
+    split,
+)
+from raypipe.lease import RunExistsError, taken
 from raypipe.logs import configure_logs, progress
+from raypipe.owner import check_owner
 from raypipe.pipeline import StreamSpec
 from raypipe.report import write_report
-from raypipe.runlog import remove_stop, request_stop
+from raypipe.runlog import remove_stop, request_stop, stop_requested
 from raypipe.stores import open_store, store_options
 from raypipe.whole_file import write_text
 
 logger = logging.getLogger(__name__)
+
+_MAX_STARTS = 100  # of one second, that find a name for themselves
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -39,27 +55,36 @@ def train(run: RunConfig) -> dict[str, Any]:
     Raises:
         RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
     """
-    run, run_uri = locate(run)
+    with located(run) as (run, run_uri, lease):
+        return _train(run, run_uri, lease)
+
+
+def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     configure_logs(run.log, run=run.name)
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
     check_augment(run.augment)
 
-    remove_stop(run_uri)  # of a run that was stopped, and now goes on
-    for name in remove_unfinished(run_uri):
-        progress(logger, f"removed {run_uri}/{name}: it was cut off while it was written")
-    if run.resume and (cursor := newest_cursor(run_uri)):
-        spec.plan.check(cursor)  # before its configuration is written over, and a cluster starts trainers
+    stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
+    found = find_newest(run_uri, spec.plan.check)
+    for name, reason in found.passed_over.items():
+        progress(logger, f"not resumed from {name}: {reason}")
+    if run.resume:
+        progress(logger, f"resumed from {found.checkpoint.name if found.checkpoint else 'the beginning'}")
     connect(log=run.log)
     allocation = preflight(run.pool, run.train, run.plan.per_step)
     spec.plan.check_workers(allocation.workers)
     spec.check_memory(allocation.max_actors, allocation.workers)
+    # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
+    set_aside(run_uri, found)
+    if stop_was_asked:
+        remove_stop(run_uri)
     store_config(run, run_uri)
     progress(logger, describe(run, spec, allocation, run_uri))
     try:
-        result = _fit(run, spec, allocation, num_classes, run_uri)
+        result = _fit(run, spec, allocation, num_classes, run_uri, lease)
     finally:
-        _leave_report(run_uri)
+        _leave_traces(run_uri)
     return {
         "val_accuracy": result["val_accuracy"],
         "images_per_s": result["images"] / result["train_s"] if result["train_s"] else 0.0,
@@ -71,32 +96,55 @@ def train(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def _leave_report(run_uri: str) -> None:
-    """Whatever becomes of the run; what it is made of has been written already."""
+def _leave_traces(run_uri: str) -> None:
+    """Whatever becomes of the run; what the page is made of has been written already."""
     try:
+        remove_stop(run_uri)  # it was for this run, and not for one that resumes it
         page = write_report(run_uri)["report"]
         progress(logger, f"report     {page.removeprefix('file://')}")
-    except ConfigError as error:  # a run that ended before it began to train has an error of its own
-        logger.info("no report: %s", error)
+    except Exception as error:  # the run has a result, or an error of its own, that must not hide behind this one
+        logger.warning("no report: %s: %s", type(error).__name__, error)
 
 
-def locate(run: RunConfig, prefix: str = "") -> tuple[RunConfig, str]:
-    """A run with its name, its stores and the steps of its transforms, and the URI of its folder.
+@contextlib.contextmanager
+def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, str]]:
+    """Within, a run has its folder for itself alone.
 
     Args:
         run: the name is that of the run to resume, or its own, or made from the date.
         prefix: of a name that is made from the date.
 
+    Yields:
+        The run with its name, its stores and the steps of its transforms; the URI of its folder; and its lease.
+
     Raises:
-        ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or a file
-            of steps cannot be read.
+        ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or it is
+            going on; or the folder does not outlast the job; or a file of steps cannot be read.
     """
+    own = bool(run.name or run.resume)
+    stem = prefix + datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    with contextlib.ExitStack() as stack:
+        for number in itertools.count(1):
+            try:
+                name = run.name if own else stem if number == 1 else f"{stem}-{number}"
+                found, run_uri = locate(dataclasses.replace(run, name=name))
+                lease = stack.enter_context(taken(run_uri))
+                _check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
+                break
+            except RunExistsError:
+                if own or number == _MAX_STARTS:
+                    raise
+        yield found, run_uri, lease.token
+
+
+def locate(run: RunConfig) -> tuple[RunConfig, str]:
+    """A run with its name, its stores and its transforms' steps, and the URI of its folder; see `located`."""
     if run.resume:
+        check_owner(run.resume, run.trust)
         runs, name = split(run.resume)
         run = dataclasses.replace(run, runs=runs or ".", name=name)
-    elif not run.name:
-        run = dataclasses.replace(run, name=prefix + datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
     run_uri = join(as_uri(run.runs), run.name)
+    check_lasting(run_uri, "runs")
     _check_run_folder(run_uri, bool(run.resume))
     if not run.store.train:
         train_address, val_address = digits_stores()
@@ -155,14 +203,14 @@ def check_augment(config: AugmentConfig) -> None:
 def _is_run(run_uri: str) -> bool:
     check_bucket(run_uri)
     with explained(ConfigError, f"{run_uri} cannot be used"):
-        return exists(join(run_uri, "config.yaml"))
+        return exists(join(run_uri, "config.yaml")) or has_checkpoints(run_uri)
 
 
 def _check_run_folder(run_uri: str, resume: bool) -> None:
     if resume:
         require_run(run_uri)
     elif _is_run(run_uri):
-        raise ConfigError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
+        raise RunExistsError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
 
 
 def require_run(run_uri: str) -> None:
@@ -184,9 +232,9 @@ def store_config(run: RunConfig, run_uri: str) -> None:
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:
-    """A configuration as dicts, lists and scalars, as YAML has it; `resume` left out."""
+    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust` left out."""
     plain = dataclasses.asdict(run)
-    del plain["resume"]
+    del plain["resume"], plain["trust"]
     return json.loads(json.dumps(plain))  # tuples become lists
 
 
@@ -197,6 +245,13 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
     if allocation.min_workers:
         trainers = f"{allocation.min_workers} to {trainers}"
+    if allocation.idle_gpus:
+        all_gpus = allocation.workers + allocation.idle_gpus
+        trainers += (
+            f"; {allocation.idle_gpus} of {all_gpus} GPUs STAY IDLE, since workers must divide the "
+            f"{plan.config.per_step} micro-batches of a step: set plan.per_step={all_gpus}, and plan.micro_batch "
+            f"for the global batch that you want, or train.workers={allocation.workers} if this is meant"
+        )
     return (
         f"{yaml.safe_dump(as_plain(run), sort_keys=False)}\n"
         f"run        {run_uri}\n"
@@ -211,7 +266,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
 
 
 def _fit(
-    run: RunConfig, spec: StreamSpec, allocation: Allocation, num_classes: int, run_uri: str
+    run: RunConfig, spec: StreamSpec, allocation: Allocation, num_classes: int, run_uri: str, lease: str
 ) -> dict[str, Any]:
     from ray.train.v2.api import config as ray_config
 
@@ -233,6 +288,7 @@ def _fit(
             "num_classes": num_classes,
             "max_actors": allocation.max_actors,
             "run_uri": run_uri,
+            "lease": lease,
         },
         scaling_config=ray_config.ScalingConfig(
             num_workers=(
@@ -247,19 +303,20 @@ def _fit(
         ),
         run_config=ray_config.RunConfig(
             name=run.name,
-            storage_path=path.rpartition("/")[0],
+            storage_path=f"{path}/ray",  # of its own: which checkpoints a run has, its folder says
             storage_filesystem=filesystem,
             failure_config=ray_config.FailureConfig(max_failures=run.train.max_failures),
-            checkpoint_config=ray_config.CheckpointConfig(num_to_keep=2),
             # Ray Train's controller knows text alone.
             logging_config=ray_config.LoggingConfig(log_level="WARNING" if run.log == "json" else "INFO"),
         ),
     )
     try:
-        result = trainer.fit()
+        trainer.fit()
     except Exception as error:
         raise _cause(error) from error
-    return result.metrics or {}
+    newest = find_newest(run_uri, spec.plan.check).checkpoint
+    assert newest is not None  # a run ends with one
+    return newest.metrics
 
 
 def _cause(error: BaseException) -> BaseException:

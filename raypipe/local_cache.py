@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from raypipe.download import fetch
 from raypipe.errors import ConfigError, StoreError
 from raypipe.file_lock import POLL_S, locked, open_lock, progress, try_lock, wait_for_lock
+from raypipe.local_file import make_own_folder
 from raypipe.remote_file import RemoteFile
 from raypipe.shard_folder import ShardFolder
 
@@ -54,14 +55,40 @@ def cache_folder() -> Path:
     return Path(os.environ.get("RAYPIPE_CACHE") or default)
 
 
+def make_cache_folder(name: str = "") -> Path:
+    """The cache, or a folder in it, made if it is not there. Nobody else may have put anything into it.
+
+    Raises:
+        OSError: it cannot be made, or what is there is another user's.
+    """
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # who may put another in its place
+        raise PermissionError(f"{cache} belongs to another user")
+    if name:
+        make_own_folder(cache / name)
+    return cache / name
+
+
 def shared_cache() -> LocalCache:
-    """This process's view of the node's cache, as the environment has it."""
+    """This process's view of the node's cache, as the environment has it.
+
+    Raises:
+        ConfigError: its limit is no number.
+        StoreError: its folder cannot be made, or is another user's.
+    """
     text = os.environ.get("RAYPIPE_CACHE_BYTES") or "0"
     if not text.isdecimal():
         raise ConfigError(f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}")
     key = (cache_folder() / "shards", int(text))
     with _caches_mutex:
         if key not in _caches:
+            try:
+                make_cache_folder("shards")
+            except OSError as error:
+                raise StoreError(
+                    f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder"
+                ) from error
             _caches[key] = LocalCache(*key)
         return _caches[key]
 

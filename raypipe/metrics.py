@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-STAGES = ("wait", "transfer", "augment", "compute")
+STAGES = ("wait", "transfer", "decode", "augment", "compute")
 
 
 def mark(device: torch.device) -> Any:
@@ -65,10 +65,11 @@ class StageTimes:
         images: delivered.
         wait_s: the device had nothing to do.
         transfer_s: copies from host to device; they run beside the other stages.
-        augment_s: device augmentation, decoding on the device included.
+        augment_s: device augmentation.
         compute_s: forward, backward, optimizer.
         read_s: in the actors, reading encoded samples.
         work_s: in the actors, all of a micro-batch: reading, decoding, transforming.
+        decode_s: decoding on the device, copies included; beside the other stages, as transfers are.
     """
 
     images: int = 0
@@ -78,6 +79,7 @@ class StageTimes:
     compute_s: float = 0.0
     read_s: float = 0.0
     work_s: float = 0.0
+    decode_s: float = 0.0
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -149,6 +151,11 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
 
 def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> str:
     share = f"{times.wait_fraction:.0%} of the {name}'s time goes by waiting"
+    if times.decode_s > times.augment_s + times.compute_s:
+        return (
+            f"Decoding on the {name} limits the run, {share}: ingest with --short-side, so that there is less to "
+            "decode, or set transform.decode=cpu if the cluster has CPUs to spare."
+        )
     if times.transfer_s > times.augment_s + times.compute_s:
         return (
             f"The copy to the device limits the run, {share}: send fewer bytes (a smaller transform.size), or "

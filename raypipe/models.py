@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +23,11 @@ def build_model(name: str, num_classes: int) -> nn.Module:
         return small_model(num_classes)
     import torchvision
 
+    # One output and one loss for every model. What the heads at half depth were for, BatchNorm does (Szegedy et
+    # al. 2015 found the lower one to change nothing), and that of inception_v3 takes no small images.
+    more = {"aux_logits": False, "init_weights": True} if name.lower() in ("googlenet", "inception_v3") else {}
     try:
-        return torchvision.models.get_model(name, weights=None, num_classes=num_classes)
+        return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **more)
     except ValueError:
         known = ", ".join(torchvision.models.list_models(module=torchvision.models)[:6])
         raise ConfigError(
@@ -65,10 +69,64 @@ def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) 
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
         nesterov = config.momentum > 0
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
-    return torch.optim.AdamW(groups, lr=config.lr, fused=fused)
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
+    _fit_state(optimizer)
+    return optimizer
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    saved: dict[str, Any],
+    saved_scaler: dict[str, Any],
+) -> None:
+    """Take over what another run's optimizer and scaler have learnt, on whatever kind of device that run was.
+
+    The settings, of the groups and of the kernels, stay those of this run's optimizer.
+
+    Args:
+        optimizer: from `build_optimizer`.
+        scaler: enabled or not.
+        saved, saved_scaler: their `state_dict()` in the other run.
+
+    Raises:
+        ConfigError: the saved state is another kind of optimizer's.
+    """
+    names = {name for state in saved["state"].values() for name in state}
+    if names and ("exp_avg" in names) != isinstance(optimizer, torch.optim.AdamW):
+        raise ConfigError(
+            "the checkpoint has the state of another optimizer: set train.optimizer to what it was "
+            f"({'adamw' if 'exp_avg' in names else 'sgd'})"
+        )
+    optimizer.load_state_dict({**saved, "param_groups": optimizer.state_dict()["param_groups"]})
+    _fit_state(optimizer)
+    if saved_scaler:  # empty where it was not enabled
+        scaler.load_state_dict(saved_scaler)
+
+
+def _fit_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state of an optimizer of this module the form that its kernels rely on and do not check.
+
+    - Each tensor has its parameter's strides: the fused kernels walk through both in the order of memory.
+    - `step` is on the device for the fused kernels and on the host for the others, which else wait for the device.
+    - The fused SGD has its momentum from the start. It would make it of uninitialised memory at the first step,
+      and leave it so where that step's gradients are not finite. Of zeros the first momentum is the gradient, too.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if group["fused"] and group.get("momentum"):
+                state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+            for name, value in state.items():
+                if name == "step":
+                    state[name] = value.to(parameter.device if group["fused"] else "cpu")
+                else:
+                    state[name] = torch.empty_like(parameter).copy_(value)
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:

@@ -18,9 +18,12 @@ from typing import Any
 import ray
 import yaml
 
+from raypipe.whole_file import read_text
+
 logger = logging.getLogger(__name__)
 
 _OF_RAY_UP = "~/ray_bootstrap_config.yaml"
+_MAX_BYTES = 1 << 20
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -58,7 +61,7 @@ def autoscaler_limits() -> dict[str, float]:
             return _of_kubernetes()
     if not path:
         return {}
-    return limits_of(yaml.safe_load(Path(path).read_text()))
+    return limits_of(yaml.safe_load(read_text(path, _MAX_BYTES)))
 
 
 def _is_head() -> bool:

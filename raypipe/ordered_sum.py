@@ -91,7 +91,8 @@ class OrderedGradients:
         """After the last of a step: sum over all ranks; every `.grad` then holds the step's."""
         parts = self._sum.finish().split([p.numel() for p in self._parameters])
         for parameter, part in zip(self._parameters, parts, strict=True):
-            parameter.grad = part.view(parameter.shape).clone(memory_format=torch.preserve_format)
+            # The parameter's strides, as backward has them: fused optimizers on CUDA ask for it.
+            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -5,12 +5,14 @@ All functions return HTML; text that they are given is escaped.
 
 from __future__ import annotations
 
+import html
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
+
+from raypipe.console import printable
 
 _WIDTH, _HEIGHT = 460, 220  # of a chart, pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 30, 24
@@ -193,6 +195,11 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude * about >= span)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [step * n for n in range(first, max(last, first + 1) + 1)]
+
+
+def escape(text: str) -> str:
+    """Text as a page may have it, also where it holds what is no character."""
+    return html.escape(printable(text))
 
 
 def number(value: float) -> str:

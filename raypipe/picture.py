@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from raypipe.console import printable
+
 _TILE, _GUTTER, _GAP, _MARGIN, _LINE = 160, 6, 28, 24, 17
 _INK, _FAINT, _GREY, _PALE, _RULE = "#1a1a1a", "#666666", "#dcdcdc", "#f4f4f4", "#b5b5b5"
 _GROUP = 3 * _TILE + 2 * _GUTTER
@@ -98,7 +100,7 @@ def _colour(label: int) -> tuple[int, int, int]:
 def wrap(text: str, font: Font, width: float, max_lines: int) -> list[str]:
     """Text in lines no wider than `width` pixels; an ellipsis where it, or a word, was cut."""
     lines = [""]
-    for word in text.split():
+    for word in printable(text).split():
         longer = f"{lines[-1]} {word}".lstrip()
         if font.getlength(longer) <= width or not lines[-1]:
             lines[-1] = longer

@@ -8,7 +8,6 @@ On CUDA both go through the pinned ring of `raypipe.ring`; on CPU there is nothi
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,9 +22,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from raypipe.encoded import EncodedMicroBatch
+from raypipe.metrics import mark
 from raypipe.mixing import Mixed
 from raypipe.plan import MicroBatchId
 from raypipe.ring import OnCopied, Ring
+from raypipe.streams import hand_over, new_event
 
 if TYPE_CHECKING:
     from raypipe.device_decode import DeviceDecoder
@@ -160,12 +161,16 @@ class DevicePrefetcher:
 class DecodingPrefetcher:
     """Iterates over micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
 
+    All that is on the device is made on the decoder's stream, and handed to the stream that is current where the
+    batch is asked for: ask for batches under the stream that works on them.
+
     Args:
         batches: encoded micro-batches in host memory.
         decoder: of the training device.
         seed_of: the seed of the micro-batch at a place.
         depth: micro-batches decoded or being decoded, beside the one in use.
-        on_copied: called in the thread for each, with the clock before and after copy and decode.
+        on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream before and after
+            copy and decode.
     """
 
     def __init__(
@@ -174,39 +179,46 @@ class DecodingPrefetcher:
         decoder: DeviceDecoder,
         seed_of: Callable[[MicroBatchId], int],
         depth: int = 2,
-        on_copied: OnCopied | None = None,
+        on_decoded: OnCopied | None = None,
     ) -> None:
         self._batches, self._decoder, self._seed_of = batches, decoder, seed_of
-        self._depth, self._on_copied = depth, on_copied
+        self._depth, self._on_decoded = depth, on_decoded
 
     def __iter__(self) -> Iterator[Batch]:
         source = iter(self._batches)
         thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
         try:
             ahead = deque(thread.submit(self._next, source) for _ in range(self._depth))
-            while (batch := ahead.popleft().result()) is not None:
+            while (decoded := ahead.popleft().result()) is not None:
                 ahead.append(thread.submit(self._next, source))
+                batch, ready = decoded
+                hand_over(ready, (batch.image, batch.target, batch.weight), self._decoder.device)
                 yield batch
         finally:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _next(self, source: Iterator[HostBatch]) -> Batch | None:
+    def _next(self, source: Iterator[HostBatch]) -> tuple[Batch, Any] | None:
+        """The next batch, and the event behind the work on it."""
         batch = next(source, None)
         if batch is None:
             return None
         assert batch.encoded is not None
-        started = time.perf_counter()
-        decoded = self._decoder.decode(**batch.encoded)
-        if self._on_copied:
-            self._on_copied(started, time.perf_counter())
-        device = self._decoder.device
-        weight = np.where(decoded.failed, np.float32(0), batch.weight)
-        return Batch(
+        device, ready = self._decoder.device, new_event(self._decoder.device)
+        with torch.get_device_module(device).stream(self._decoder.stream):
+            started = mark(device)
+            decoded = self._decoder.decode(**batch.encoded)
+            target = torch.from_numpy(batch.label.copy()).to(device, non_blocking=True)
+            weight = np.where(decoded.failed, np.float32(0), batch.weight)
+            weight_there = torch.from_numpy(weight).to(device, non_blocking=True)
+            if self._on_decoded:
+                self._on_decoded(started, mark(device))
+            ready.record(self._decoder.stream)
+        there = Batch(
             at=batch.at,
             seed=self._seed_of(batch.at),
             image=decoded.image,
-            target=torch.from_numpy(batch.label.copy()).to(device, non_blocking=True),
-            weight=torch.from_numpy(weight).to(device, non_blocking=True),
+            target=target,
+            weight=weight_there,
             label=batch.label,
             index=batch.index,
             num_bad=batch.num_bad + len(decoded.errors),
@@ -215,6 +227,7 @@ class DecodingPrefetcher:
             num_fallback=decoded.num_fallback,
             failed=decoded.errors,
         )
+        return there, ready
 
 
 def _arrays(batch: HostBatch) -> tuple[np.ndarray, ...]:

@@ -156,7 +156,7 @@ class Feed:
         self._config, self._quarantine = spec.transform, spec.quarantine
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
         self._stores = spec.stores
-        on_copied = functools.partial(self._clocks["train"].add, "transfer")
+        clock = self._clocks["train"]
         self._source = source = host_batches(iterator)
         seed_of = self.plan.micro_batch_seed
         self._batches: Iterator[Batch]
@@ -168,8 +168,10 @@ class Feed:
             from raypipe.device_decode import DeviceDecoder
 
             decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
-            self._batches = iter(DecodingPrefetcher(source, decoder, seed_of, depth, on_copied))
+            on_decoded = functools.partial(clock.add, "decode")
+            self._batches = iter(DecodingPrefetcher(source, decoder, seed_of, depth, on_decoded))
         else:
+            on_copied = functools.partial(clock.add, "transfer")
             self._batches = iter(DevicePrefetcher(source, self.device, seed_of, depth, on_copied=on_copied))
 
     def close(self) -> None:
@@ -195,13 +197,14 @@ class Feed:
     def times(self, split: Split = "train") -> StageTimes:
         """What this rank has measured in segments of one split, the wait for the very first batch left out.
 
-        Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
+        Transfers and decoding are counted with "train". On CUDA the newest micro-batches may be missing.
         """
         clock, counts = self._clocks[split].totals(), self._counts[split]
         return replace(
             counts,
             wait_s=clock["wait"],
             transfer_s=clock["transfer"],
+            decode_s=clock["decode"],
             augment_s=clock["augment"],
             compute_s=clock["compute"],
         )

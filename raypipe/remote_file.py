@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from raypipe.errors import StoreError
-from raypipe.filesystem import explained, open_filesystem
+from raypipe.filesystem import explained, open_filesystem, open_input
 
 _NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 
@@ -63,7 +63,7 @@ def opened(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
     with explained(StoreError, f"{address} cannot be read"):
         filesystem, path = open_filesystem(address)
         try:
-            file = filesystem.open_input_file(path)
+            file = open_input(filesystem, path)
         except FileNotFoundError:
             raise StoreError(f"{address} does not exist, or its bucket does not") from None
         with file:

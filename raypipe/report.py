@@ -23,11 +23,12 @@ from raypipe import page
 from raypipe.errors import ConfigError
 from raypipe.filesystem import as_uri, explained, join, open_filesystem
 from raypipe.page import Form, Series, number
+from raypipe.records import METRICS, parse, read_records, read_whole, told
 from raypipe.stores.base import title_of
 from raypipe.whole_file import write_text
 
 FILE_NAME = "report.html"
-_STAGES = ("wait", "transfer", "augment", "compute")
+_STAGES = ("wait", "transfer", "decode", "augment", "compute")
 _MAX_ROWS = 50  # of a table; the files have the rest
 _POOL_SIZE = re.compile(r"→ (\d+) transform actors")  # `raypipe.autoscaler` tells of its decisions so
 
@@ -39,14 +40,16 @@ class Recorded:
     Attributes:
         uri: its folder.
         config: the effective configuration, as plain values.
-        records: the objects of metrics.jsonl, in their order.
+        records: the objects of metrics.jsonl that hold, in their order.
         bad: the records of the quarantine.
+        unreadable: lines of both that are no record.
     """
 
     uri: str
     config: dict[str, Any]
     records: list[dict[str, Any]]
     bad: list[dict[str, Any]]
+    unreadable: int = 0
 
     @property
     def name(self) -> str:
@@ -70,44 +73,22 @@ def read_run(run: str) -> Recorded:
     uri = as_uri(run)
     with explained(ConfigError, f"the run {run} cannot be read"):
         filesystem, folder = open_filesystem(uri)
-        config = _read(filesystem, f"{folder}/config.yaml")
-        metrics = _read(filesystem, f"{folder}/metrics.jsonl")
+        config = read_whole(filesystem, f"{folder}/config.yaml")
+        metrics = read_records(uri)
         if config is None or metrics is None:
-            missing = "config.yaml" if config is None else "metrics.jsonl"
+            missing = "config.yaml" if config is None else METRICS
             why = "give the folder of a run, such as runs/NAME" if config is None else "it has not begun to train"
             raise ConfigError(f"{run} has no {missing}: {why}")
         quarantine = pyarrow.fs.FileSelector(f"{folder}/quarantine", allow_not_found=True)
         places = sorted(info.path for info in filesystem.get_file_info(quarantine) if info.is_file)
-        bad = [record for path in places for record in _lines(path, _read(filesystem, path) or "")]
+        bad = parse(b"".join((read_whole(filesystem, path) or b"") + b"\n" for path in places))
     try:
         values = yaml.safe_load(config)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{run}/config.yaml is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{run}/config.yaml holds no settings")
-    return Recorded(uri, values, _lines(f"{run}/metrics.jsonl", metrics), bad)
-
-
-def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> str | None:
-    try:
-        with filesystem.open_input_stream(path) as file:
-            return file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return None
-
-
-def _lines(path: str, text: str) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; one that is being written may lack the end of its last line."""
-    found = []
-    for row, line in enumerate(text.split("\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"line {row} of {path} is not JSON: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step", 0), int | float):
-            raise ConfigError(f"line {row} of {path} is no record of a run")
-        found.append(record)
-    return found
+    return Recorded(uri, values, metrics.kept, bad.kept, metrics.unreadable + bad.unreadable)
 
 
 def summary(run: Recorded) -> dict[str, Any]:
@@ -133,6 +114,7 @@ def summary(run: Recorded) -> dict[str, Any]:
         "starts": len(run.of("start")),
         "faults": len(run.of("fault")),
         "bad_samples": len({(record.get("store"), record.get("index")) for record in run.bad}),
+        "unreadable_lines": run.unreadable,
     }
 
 
@@ -164,9 +146,11 @@ def render(runs: list[Recorded]) -> str:
     body = [page.section("In short", _figures(runs)), page.section("Over the run", page.cards(_charts(runs)))]
     for run in runs:
         mark = f" of {run.name}" if len(runs) > 1 else ""
-        told = run.of("diagnosis")
+        diagnosis = run.of("diagnosis")
         body += [
-            page.section(f"Diagnosis{mark}", *(page.paragraph(str(told[-1].get("text", ""))) for _ in told[-1:])),
+            page.section(
+                f"Diagnosis{mark}", *(page.paragraph(str(last.get("text", ""))) for last in diagnosis[-1:])
+            ),
             page.section(f"Stages{mark}", page.cards([_stages(run), _pool(run)])),
             page.section(f"What happened{mark}", _events(run)),
             page.section(f"Bad samples{mark}", _bad(run)),
@@ -234,15 +218,17 @@ def _pool(run: Recorded) -> str:
 
 
 def _events(run: Recorded) -> str:
-    told = []
+    happened = []
     for record in run.records:
         match record.get("kind"):
             case "start":
-                told.append((number(record["step"]), "start", f"{record.get('workers')} trainers"))
+                happened.append((number(record["step"]), "start", f"{record.get('workers')} trainers"))
             case "fault" | "scale" as kind:
-                told.append((number(record["step"]), kind, str(record.get("text"))))
-    rows = [*told[:_MAX_ROWS], *([("…", "", f"{len(told) - _MAX_ROWS} more")] if len(told) > _MAX_ROWS else [])]
-    return page.table(rows, ["step", "", ""])
+                happened.append((number(record["step"]), kind, str(record.get("text"))))
+    rows = [*happened[:_MAX_ROWS]]
+    if len(happened) > _MAX_ROWS:
+        rows.append(("…", "", f"{len(happened) - _MAX_ROWS} more"))
+    return page.table(rows, ["step", "", ""]) + (page.paragraph(told(run.unreadable)) if run.unreadable else "")
 
 
 def _bad(run: Recorded) -> str:

@@ -9,7 +9,7 @@ device side. Of `depth` + 1 slots one is in use and `depth` are filled or being 
     thread      fill a free slot's host side once `copied`; on the copy stream: transfer once `consumed`
     consumer    on the compute stream: go on once `copied`, use; then record `consumed` and free the slot
 
-On CPU the same code runs over plain memory, and over torch.cpu's streams and events, which do nothing.
+On CPU the same code runs over plain memory.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 
 from raypipe.errors import ConfigError
 from raypipe.metrics import mark
+from raypipe.streams import hand_over, new_event, new_stream, numbered
 
 Item = TypeVar("Item")
 Leaf = np.ndarray | torch.Tensor
@@ -75,7 +76,7 @@ class Ring(Generic[Item]):
     ) -> None:
         if depth < 1:
             raise ConfigError(f"depth is {depth}: the ring needs at least 1 slot beside the one in use")
-        self.device = _numbered(torch.device(device))
+        self.device = numbered(device)
         self._items, self._leaves_of, self._depth, self._on_copied = items, leaves_of, depth, on_copied
 
     def __iter__(self) -> Generator[tuple[Item, tuple[torch.Tensor, ...]], None, None]:
@@ -94,7 +95,7 @@ class Ring(Generic[Item]):
                     raise entry
                 room.release()
                 item, slot, free = entry
-                slot.hand_over(backend.current_stream(self.device))
+                slot.hand_over()
                 yield item, slot.tensors
                 del item, entry  # the last one's host memory is not held while this waits for the next
                 slot.take_back(backend.current_stream(self.device))
@@ -165,10 +166,10 @@ class _Slot:
     """Host memory and `tensors`, the device's, for the leaves of one signature; and the events that guard them."""
 
     def __init__(self, leaves: Sequence[Leaf], device: torch.device) -> None:
-        self._device, self._on_cuda = device, device.type == "cuda"
+        self._device = device
         self._backend: Any = torch.get_device_module(device)
         self._stream = _copy_stream(device)
-        self._copied, self._consumed = _event(device), _event(device)
+        self._copied, self._consumed = new_event(device), new_event(device)
         self._host: list[torch.Tensor | None] = []
         self._sources: list[torch.Tensor] = []
         tensors = []
@@ -180,7 +181,7 @@ class _Slot:
                 tensors.append(torch.empty_like(like, device=device))
             # With strides unlike the device's, the transfer would go through another copy, unpinned.
             direct = like.is_cuda or (like.is_pinned() and like.stride() == tensors[-1].stride())
-            self._host.append(None if direct else torch.empty_like(like, pin_memory=self._on_cuda))
+            self._host.append(None if direct else torch.empty_like(like, pin_memory=device.type == "cuda"))
         self.tensors = tuple(tensors)
 
     def fill(self, leaves: Sequence[Leaf], on_copied: OnCopied | None) -> None:
@@ -201,12 +202,9 @@ class _Slot:
         self._copied.synchronize()
         self._sources = []
 
-    def hand_over(self, compute: Any) -> None:
-        """The device side may be read by what `compute` is given from now on."""
-        self._copied.wait(compute)
-        if self._on_cuda:
-            for tensor in self.tensors:  # freed, perhaps long after the ring, their memory must outlast that work
-                tensor.record_stream(compute)
+    def hand_over(self) -> None:
+        """The device side may be read by what the current stream is given from now on."""
+        hand_over(self._copied, self.tensors, self._device)
 
     def take_back(self, compute: Any) -> None:
         """The device side may be overwritten after what `compute` was given so far."""
@@ -228,21 +226,7 @@ def _signature(leaf: Leaf) -> tuple[Any, ...]:
     return leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.is_pinned()
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """The device by its number: which one is current differs between threads."""
-    if device.type not in ("cuda", "cpu"):
-        raise ConfigError(f"device is {device}: batches go to cuda or cpu")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _event(device: torch.device) -> Any:
-    # Blocking, or the thread would burn a core while the host is ahead of the device.
-    return torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.cpu.Event()
-
-
 @cache
 def _copy_stream(device: torch.device) -> Any:
     """One for all rings, since the allocator keeps freed memory for the stream that it was taken under."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
+    return new_stream(device)

@@ -2,28 +2,34 @@
 
 RUN/config.yaml        the effective configuration
 RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
-                       ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale")
+                       ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale");
+                       see `raypipe.records`
+RUN/samples.jsonl      with train.log_samples: which samples each micro-batch had
 RUN/tensorboard/       the same as events
-RUN/stop               is made to end the run, with a checkpoint, at its next line of progress
+RUN/stop               is made to end the run, with a checkpoint, at its next line of progress; the run removes it
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/report.html        all of it as one page, see `raypipe.report`
-RUN/checkpoint_*/      Ray Train's
+RUN/checkpoint_*/      see `raypipe.checkpoints`
+RUN/lease/             who has the folder, see `raypipe.lease`
+RUN/ray/               Ray Train's own
 """
 
 from __future__ import annotations
 
-import json
+import secrets
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
 
-from raypipe.filesystem import exists, is_remote, join, open_filesystem
+from raypipe.errors import ConfigError
+from raypipe.filesystem import exists, explained, is_remote, join, open_filesystem
 from raypipe.plan import MicroBatchId
+from raypipe.records import METRICS, SAMPLES, START, Appender, read_whole
 
-_EVENTS = ("start", "fault", "scale")
 _STOP_FILE = "stop"
 
 
@@ -49,68 +55,110 @@ def remove_stop(run_uri: str) -> None:
 class RunLog:
     """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
 
+    What cannot be written is left out, with one warning: a run does not end for its record.
+
     Args:
         run_uri: the run's folder.
-        global_step: where the run starts or resumes; records of later steps, left by a crashed attempt,
-            are dropped, so that each step is recorded once. What happened on the way, starts and faults, is kept.
+        global_step: where the run starts or resumes.
+        workers: W.
+        validates: whether it resumes with the validation of that step; an earlier record of it holds no more.
+
+    Raises:
+        ConfigError: what an earlier start has recorded in object storage cannot be read.
     """
 
-    def __init__(self, run_uri: str, global_step: int) -> None:
-        from tensorboardX import SummaryWriter
-
+    def __init__(self, run_uri: str, global_step: int, workers: int = 1, validates: bool = False) -> None:
+        self._run_uri, self._local = run_uri, not is_remote(run_uri)
         self._filesystem, self._remote = open_filesystem(run_uri)
-        self._local = not is_remote(run_uri)
         self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            records = [(line, json.loads(line)) for line in self._recorded(name)]
-            kept = [
-                line for line, record in records if record["step"] <= global_step or record.get("kind") in _EVENTS
-            ]
-            (self._folder / name).write_text("".join(line + "\n" for line in kept))
-        self._events = SummaryWriter(str(self._folder / "tensorboard"), purge_step=global_step + 1)
+        self._appender = Appender(self._folder, run_uri)
+        with self._appender.best_effort("the folder"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._local:
+            self._fetch()
+        self._events = _Events(self._folder / "tensorboard", global_step + 1, self._appender)
+        start = {"kind": START, "step": global_step, "workers": workers, "validates": validates}
+        self._appender.append(METRICS, [start])
+        if (self._folder / SAMPLES).exists():
+            self._appender.append(SAMPLES, [start])
 
-    def _recorded(self, name: str) -> list[str]:
-        path = f"{self._remote}/{name}"
-        if self._filesystem.get_file_info(path).type != pyarrow.fs.FileType.File:
-            return []
-        with self._filesystem.open_input_stream(path) as file:
-            text = file.read().decode()
-        # A crash may have cut the last line short.
-        return [line for line in text.split("\n")[:-1] if line]
+    def _fetch(self) -> None:
+        for name in (METRICS, SAMPLES):
+            with explained(ConfigError, f"{join(self._run_uri, name)} cannot be read"):
+                content = read_whole(self._filesystem, f"{self._remote}/{name}")
+            if content is not None:
+                (self._folder / name).write_bytes(content)
 
-    def _append(self, name: str, record: dict[str, Any]) -> None:
-        with (self._folder / name).open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def write_samples(self, at: MicroBatchId, indices: list[int], step: int) -> None:
-        """Record which samples a micro-batch had; `step` is the global step that it belonged to."""
-        self._append("samples.jsonl", {"micro_batch": str(at), "step": step, "indices": indices})
+    def write_samples(self, rows: list[tuple[MicroBatchId, list[int]]], step: int) -> None:
+        """Record which samples the micro-batches of a step had; `step` is the global step."""
+        records = [{"micro_batch": str(at), "step": step, "indices": indices} for at, indices in rows]
+        self._appender.append(SAMPLES, records)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Record values at a global step; `kind` is one of those above."""
-        self._append("metrics.jsonl", {"kind": kind, "step": step, **values})
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+        self._appender.append(METRICS, [{"kind": kind, "step": step, **values}])
+        scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        self._events.add(scalars, step)
 
     def sync(self) -> None:
         """Make what was written so far visible at the run's address."""
         self._events.flush()
-        self._copy()
+        if not self._local:
+            with self._appender.best_effort("the record"):
+                self._copy()
 
     def _copy(self) -> None:
-        if not self._local:
-            pyarrow.fs.copy_files(
-                str(self._folder),
-                self._remote,
-                source_filesystem=pyarrow.fs.LocalFileSystem(),
-                destination_filesystem=self._filesystem,
-                use_threads=False,  # as Ray Train does for S3: uploads take threads of the same pool
-            )
+        pyarrow.fs.copy_files(
+            str(self._folder),
+            self._remote,
+            source_filesystem=pyarrow.fs.LocalFileSystem(),
+            destination_filesystem=self._filesystem,
+            use_threads=False,  # as Ray Train does for S3: uploads take threads of the same pool
+        )
 
     def close(self) -> None:
         self._events.close()
-        self._copy()
         if not self._local:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            with self._appender.best_effort(f"the record, which is left in {self._folder},"):
+                self._copy()
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Events:
+    """TensorBoard events, written here: tensorboardX's thread dies of a full disk, and its queue blocks then."""
+
+    def __init__(self, folder: Path, purge_step: int, appender: Appender) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._best_effort = appender.best_effort
+        self._writer: EventsWriter | None = None
+        with self._best_effort("tensorboard"):
+            folder.mkdir(exist_ok=True)
+            # Its name has the second alone, and it would replace the file of another start of that second.
+            self._writer = EventsWriter(str(folder / "events"), f".{secrets.token_hex(4)}")
+            # Of an earlier start, events from this step on are hidden.
+            for event in (
+                Event(step=purge_step, file_version="brain.Event:2"),
+                Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)),
+            ):
+                self._writer.write_event(event)
+
+    def add(self, scalars: dict[str, float], step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        for name, value in scalars.items():
+            if self._writer is not None:
+                with self._best_effort("tensorboard"):
+                    self._writer.write_event(Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            with self._best_effort("tensorboard"):
+                self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with self._best_effort("tensorboard"):
+                self._writer.close()

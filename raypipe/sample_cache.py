@@ -28,8 +28,8 @@ import hashlib
 import logging
 import mmap
 import os
+import re
 import shutil
-import stat
 import struct
 import weakref
 from collections.abc import Callable, Mapping
@@ -42,7 +42,8 @@ from raypipe.config import Cache, PoolConfig, TransformConfig
 from raypipe.digest_file import version_of
 from raypipe.errors import ConfigError
 from raypipe.file_lock import locked, open_lock, try_lock, wait_for_lock
-from raypipe.local_cache import cache_folder
+from raypipe.local_cache import cache_folder, make_cache_folder
+from raypipe.local_file import is_own_folder, make_own_folder
 from raypipe.plan import Split
 from raypipe.shard_folder import boot_id
 from raypipe.stores.base import Store
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 _DECODERS = ("raypipe", "simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
 _MEMORY = Path("/dev/shm")
+_KEY = re.compile("[0-9a-f]{32}")
 # Ray's object store lies in /dev/shm as well, where it takes 3/5 of it as it fills; on a disk there are shards.
 _DEFAULT_SHARE, _MOST = 0.25, 0.9
 # A process that ends leaves what it has not filled of its part: little, where there are many.
@@ -253,7 +255,7 @@ def open_caches(
     """
     check_cache(pool, transform)
     if pool.cache == "off":
-        if _is_mine(_memory_folder()):
+        if is_own_folder(_memory_folder()):
             root = _root("memory")
             with locked(root / ".lock"):
                 _sweep(root)
@@ -294,29 +296,20 @@ def _memory_folder() -> Path:
     return _MEMORY / f"raypipe-{os.getuid()}"
 
 
-def _is_mine(folder: Path) -> bool:
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-
-
 def _root(cache: Cache) -> Path:
     """The folder of all caches in one place, which is made if it is not there."""
     in_memory = cache == "memory"
     folder = _memory_folder() if in_memory else cache_folder()
     instead = "pool.cache=disk or off" if in_memory else "RAYPIPE_CACHE to another folder, or pool.cache=off"
     try:
-        folder.mkdir(mode=0o700 if in_memory else 0o777, parents=not in_memory, exist_ok=True)
+        if not in_memory:
+            return make_cache_folder("samples")
         # Anybody may write into /dev/shm, and what somebody else has put there is not to be read.
-        if in_memory and not _is_mine(folder):
-            raise ConfigError(f"pool.cache=memory: {folder} belongs to another user: remove it, or set {instead}")
-        root = folder / "samples"
-        root.mkdir(exist_ok=True)
+        make_own_folder(folder)
+        make_own_folder(folder / "samples")
+        return folder / "samples"
     except OSError as error:
         raise ConfigError(f"pool.cache={cache}: {folder} cannot be used: {error}; set {instead}") from error
-    return root
 
 
 def _use(folder: Path) -> int:
@@ -330,7 +323,7 @@ def _use(folder: Path) -> int:
 def _sweep(root: Path) -> None:
     """Remove the caches that no process has open. The caller holds ROOT/.lock, and so nobody is about to."""
     for folder in root.iterdir():
-        if folder.is_dir():
+        if _KEY.fullmatch(folder.name):  # nothing else: RAYPIPE_CACHE may be a folder with samples of the user's
             descriptor = open_lock(folder / "use.lock")
             if try_lock(descriptor, exclusive=True):
                 shutil.rmtree(folder, ignore_errors=True)

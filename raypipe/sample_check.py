@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.decode import decode, image_kind
+from raypipe.decode import decode
 from raypipe.errors import RaypipeError, SampleError, StoreError
+from raypipe.image_header import image_kind
 from raypipe.stores.base import Store, name_of
 from raypipe.targets import decode_boxes, decode_mask
 from raypipe.tasks import check_wanted
@@ -44,7 +45,7 @@ class CheckedSample:
     Attributes:
         index: of the sample.
         num_bytes: of the encoded image; 0 where there is none.
-        kind: of the image, see `raypipe.decode.image_kind`.
+        kind: of the image, see `raypipe.image_header.image_kind`.
         height, width: pixels of the image; 0 where it cannot be decoded.
         error: why a run could not use it; "" = it could.
     """

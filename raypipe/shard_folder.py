@@ -64,22 +64,25 @@ class ShardFolder:
             stat = self.data.stat()
         except OSError:
             return False
-        expected = (file.version, boot_id(), file.num_bytes, stat.st_mtime_ns)
-        return note is not None and expected == (
+        if note is None:
+            return False
+        expected = (file.version, boot_id(), file.num_bytes, stat.st_mtime_ns, file.digest or note.get("digest"))
+        return expected == (
             note.get("version"),
             note.get("boot"),
             stat.st_size,
             note.get("mtime_ns"),
+            note.get("digest"),
         )
 
     def check(self, file: RemoteFile) -> bool:
-        """Whether the whole object is there, with the digest that it arrived with; reads it."""
+        """Whether the whole object is there, with the digest that it was written or arrived with; reads it."""
         note = _read(self._data_note) or {}
         try:
             digest = digest_of_file(self.data)
         except OSError:
             return False
-        if digest != note.get("digest") or file.version != note.get("version"):
+        if digest != (file.digest or note.get("digest")) or file.version != note.get("version"):
             return False
         self._note(file, self.data, digest)
         return True

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raypipe.decode import image_kind
 from raypipe.errors import ConfigError, SampleError
+from raypipe.image_header import image_kind
 from raypipe.stores.base import Store
 
 NO_BOX = -1

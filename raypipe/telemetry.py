@@ -61,7 +61,8 @@ _ALL = (
     Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, padding left out."),
     Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, the first batch apart."),
     Metric("raypipe_trainer_transfer_seconds_total", _RANK_SPLIT, "Copies to the device, beside all else."),
-    Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation, and decoding there."),
+    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, beside all else."),
+    Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
     Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
     Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
     Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the building of a feed to its first batch."),
@@ -168,7 +169,7 @@ class TrainerMetrics:
         recorder = self._recorder
         for split, of in times.items():
             recorder.reach("raypipe_trainer_images_total", of.images, split=split)
-            for stage in ("wait", "transfer", "augment", "compute"):
+            for stage in ("wait", "transfer", "decode", "augment", "compute"):
                 recorder.reach(f"raypipe_trainer_{stage}_seconds_total", getattr(of, f"{stage}_s"), split=split)
         recorder.reach("raypipe_trainer_steps_total", steps)
         recorder.set("raypipe_trainer_first_batch_seconds", first_batch_s)

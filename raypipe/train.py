@@ -10,29 +10,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.train.collective import broadcast_from_rank_zero
 from ray.train.v2._internal.execution import context as train_context
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from raypipe.checkpoints import Checkpoint, find_newest, write_checkpoint
 from raypipe.config import RunConfig
-from raypipe.cursor import CURSOR_FILE
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.handover import feed
+from raypipe.lease import is_held
 from raypipe.logs import progress
 from raypipe.metrics import StageTimes, diagnose
 from raypipe.mixing import mixed_cross_entropy
-from raypipe.models import Ema, build_model, build_optimizer, learning_rate
+from raypipe.models import Ema, build_model, build_optimizer, learning_rate, restore_optimizer
 from raypipe.ordered_sum import OrderedGradients, StepBatchNorm
 from raypipe.pipeline import StreamSpec
 from raypipe.plan import MicroBatchId
@@ -42,14 +42,12 @@ from raypipe.runlog import RunLog, stop_requested
 
 logger = logging.getLogger(__name__)
 
-_STATE_FILE = "state.pt"
-
 
 def train_loop(config: dict[str, Any]) -> None:
     """Runs on each Ray Train worker.
 
     Args:
-        config: `run` RunConfig, `spec` StreamSpec, `num_classes` int, `max_actors` int, `run_uri` str.
+        config: the arguments of `Trainer`.
     """
     # Ray Train would log every checkpoint and its metrics, between the lines of progress.
     for name in ("ray.train", train_context.__file__):
@@ -58,16 +56,34 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 class Trainer:
-    """One worker's training of one run, from the beginning or from the latest checkpoint.
+    """One worker's training of one run, from the beginning or from the newest checkpoint.
 
     Args:
-        run, spec, num_classes, max_actors, run_uri: see `train_loop`.
+        run: the configuration.
+        spec: the stream.
+        num_classes: of the classifier.
+        max_actors: transform actors that the pool may grow to.
+        run_uri: the run's folder.
+        lease: by which the run has its folder; empty = it needs none.
         device: where it trains; empty = the device that Ray Train gave this worker.
+        checkpoints: URI of the folder that they are in; empty = the run's.
     """
 
     def __init__(
-        self, run: RunConfig, spec: StreamSpec, num_classes: int, max_actors: int, run_uri: str, device: str = ""
+        self,
+        run: RunConfig,
+        spec: StreamSpec,
+        num_classes: int,
+        max_actors: int,
+        run_uri: str,
+        lease: str = "",
+        device: str = "",
+        checkpoints: str = "",
     ) -> None:
+        self.run_uri, self.stopping = run_uri, False
+        self._lease, self._checkpoints = lease, checkpoints or run_uri
+        self._check_lease()
+        found = self._newest(spec)
         # First of all the stream: its pool starts while the model is built.
         self.device = torch.device(device) if device else ray.train.torch.get_device()
         self.amp_dtype = _amp_dtype(run.train.amp, self.device)
@@ -75,6 +91,7 @@ class Trainer:
             spec,
             max_actors=max_actors,
             device=self.device,
+            cursor=found.cursor if found else spec.plan.start(),
             augment=run.augment,
             dtype=self.amp_dtype or torch.float32,
             depth=run.train.prefetch,
@@ -96,7 +113,8 @@ class Trainer:
             self.device.type, enabled=self.amp_dtype is torch.float16 and self.device.type == "cuda"
         )
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
-        self._load()
+        if found:
+            self._load(found)
         if run.train.compile:
             self.model.compile()
         self.parallel: nn.Module = self.model
@@ -108,10 +126,11 @@ class Trainer:
             self.parallel = DistributedDataParallel(
                 self.model, broadcast_buffers=False, gradient_as_bucket_view=True
             )
-        self.run_uri, self.stopping = run_uri, False
-        self.log = RunLog(run_uri, self.global_step) if self.rank == 0 else None
-        if self.log:
-            self.log.write("start", self.global_step, workers=self.world_size)
+        self.log: RunLog | None = None
+        if self.rank == 0:
+            at = self.feed.cursor
+            validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
+            self.log = RunLog(run_uri, self.global_step, self.world_size, validates)
         # Not at lines of progress, of which there is none before the first micro-batch, or when it does not come.
         self._follower = self.feed.follow(self._log_event) if self.log else None
 
@@ -223,8 +242,9 @@ class Trainer:
             ranks = [[] for _ in range(self.world_size)]
             dist.all_gather_object(ranks, seen)
         if self.log:
-            for at, indices in sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro):
-                self.log.write_samples(at, indices, self.global_step)
+            rows = sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro)
+            self.log.write_samples(rows, self.global_step)
+            for at, indices in rows:
                 progress(logger, f"samples {at}: {' '.join(map(str, indices))}")
 
     def _check_labels(self, batch: Batch) -> None:
@@ -258,6 +278,7 @@ class Trainer:
             self.global_step,
             **values,
             transfer_s=times.transfer_s,
+            decode_s=times.decode_s,
             augment_s=times.augment_s,
             compute_s=times.compute_s,
             strength=self.feed.strength(segment.epoch, step - 1),
@@ -330,31 +351,46 @@ class Trainer:
             "stopped": self.stopping,
         }
         cursor = self.feed.joined_cursor()
-        with tempfile.TemporaryDirectory(prefix="raypipe-checkpoint-") as folder:
-            checkpoint = None
-            if self.log is not None:
-                self.log.sync()
-                state = {
-                    "model": self.model.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "scaler": self.scaler.state_dict(),
-                    "ema": self.ema.model.state_dict() if self.ema else None,
-                    "metrics": self.metrics,
-                }
-                torch.save(state, Path(folder) / _STATE_FILE)
-                (Path(folder) / CURSOR_FILE).write_text(cursor.to_json())
-                checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report(metrics, checkpoint=checkpoint)
+        if self.log is not None:
+            self.log.sync()
+            self._check_lease()
+            write_checkpoint(self._checkpoints, cursor, self._save, metrics)
+        ray.train.report(metrics)
 
-    def _load(self) -> None:
-        checkpoint = ray.train.get_checkpoint()
-        if checkpoint is None:
-            return
-        with checkpoint.as_directory() as folder:
-            state = torch.load(Path(folder) / _STATE_FILE, map_location=self.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+    def _save(self, file: IO[bytes]) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.model.state_dict() if self.ema else None,
+            "metrics": self.metrics,
+        }
+        torch.save(state, file)
+
+    def _check_lease(self) -> None:
+        if self._lease and not is_held(self.run_uri, self._lease):
+            raise RaypipeError(
+                f"{self.run_uri} is not, or no more, this run's: either another run has taken it, or this machine "
+                "does not see it. Where trainers run on several machines, set runs to a folder that all of them "
+                "share, or to a bucket"
+            )
+
+    def _newest(self, spec: StreamSpec) -> Checkpoint | None:
+        """What all ranks start from: rank 0 looks, so that no two of them find different ones."""
+        context = ray.train.get_context()
+        found = None
+        if context.get_world_rank() == 0:
+            found = find_newest(self._checkpoints, spec.plan.check).checkpoint
+        return broadcast_from_rank_zero(found) if context.get_world_size() > 1 else found
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        with checkpoint.state() as file:
+            state = torch.load(file, map_location=self.device, weights_only=True)
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ConfigError(f"checkpoint {checkpoint.name} is of another model: {error}") from error
+        restore_optimizer(self.optimizer, self.scaler, state["optimizer"], state["scaler"])
         if self.ema:
             self.ema.model.load_state_dict(state["ema"] or state["model"])
         self.metrics = state["metrics"]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import ray.train
 from ray import tune
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 
@@ -27,22 +26,16 @@ from raypipe.train import Trainer
 
 
 class _Session(LocalTrainFnUtils):
-    """Stands where Ray Train stands in a run: keeps what the loop reports, and its latest checkpoint."""
+    """Stands where Ray Train stands in a run: keeps what the loop reports, and has a folder for checkpoints."""
 
     def __init__(self) -> None:
         super().__init__(experiment_name="trial")
         self.metrics: dict[str, Any] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="raypipe-trial-")
-        self.checkpoint = Path(self._folder.name)
+        self.checkpoints = Path(self._folder.name)
 
-    def report(self, metrics: dict[str, Any], checkpoint: Any = None, *_: Any, **__: Any) -> None:
+    def report(self, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
         self.metrics = metrics
-        if checkpoint is not None:
-            shutil.copytree(checkpoint.path, self.checkpoint, dirs_exist_ok=True)
-
-    def get_checkpoint(self) -> Any:
-        found = any(self.checkpoint.iterdir())
-        return ray.train.Checkpoint.from_directory(self.checkpoint) if found else None
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -84,14 +77,23 @@ class Trial(tune.Trainable):
         set_train_fn_utils(self._session)
         # Ray hides the host's GPUs only from processes that have one of them.
         device = "" if ray.get_gpu_ids() else "cpu"
-        return Trainer(run, spec, num_classes_of(run, spec), self._max_actors, run_uri, device)
+        return Trainer(
+            run,
+            spec,
+            num_classes_of(run, spec),
+            self._max_actors,
+            run_uri,
+            device=device,
+            checkpoints=self._session.checkpoints.as_uri(),
+        )
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        shutil.copytree(self._session.checkpoint, checkpoint_dir, dirs_exist_ok=True)
+        shutil.copytree(self._session.checkpoints, checkpoint_dir, dirs_exist_ok=True)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         self._end()
-        shutil.copytree(checkpoint, self._session.checkpoint, dirs_exist_ok=True)
+        shutil.rmtree(self._session.checkpoints)
+        shutil.copytree(checkpoint, self._session.checkpoints)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """The next trial, in the same process."""

@@ -2,7 +2,8 @@
 
     FOLDER/config.yaml     settings of the run and of the search
     FOLDER/trials/NAME/    what each training leaves behind, see runlog.py
-    FOLDER/tune/           Ray Tune's records and the checkpoints of the trials: all that a resume needs
+    FOLDER/tune/           Ray Tune's records and the checkpoints of the trials: all that a resume needs. It
+                           unpickles them, and a pickle runs code: see owner.py
     FOLDER/best.yaml       the winner, for `jobs/train.py --config`
     FOLDER/report.json     the result, with every trial
 
@@ -25,7 +26,7 @@ from raypipe.config import RunConfig, StoreConfig
 from raypipe.console import table
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
 from raypipe.filesystem import absolute
-from raypipe.launch import as_plain, check_augment, locate, make_folder, num_classes_of, spec_of
+from raypipe.launch import as_plain, check_augment, located, make_folder, num_classes_of, spec_of
 from raypipe.policies import Policy, TuneConfig, as_report, judge, policies, seeds, unlike
 from raypipe.presets import build_transform
 from raypipe.trial_queue import Outcome, Share, share_out, train_all
@@ -48,9 +49,12 @@ def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
     Raises:
         RaypipeError: what is wrong with the configuration, a store, the cluster or a training.
     """
+    with located(run, "tune-") as (run, folder, _):
+        return _search(run, tune.without_files(), folder)
+
+
+def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
     started = time.monotonic()
-    run, folder = locate(run, "tune-")
-    tune = tune.without_files()
     chosen = policies(tune, run)
     num_classes = _check(run, tune, chosen, folder)
     connect()

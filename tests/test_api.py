@@ -23,9 +23,18 @@ MODULES = sorted(
 
 # A module imports from earlier lines only.
 LAYERS = [
-    {"errors", "order", "console", "logs", "jpeg_extension"},
+    {"errors", "order", "console", "logs", "jpeg_extension", "local_file"},
     {"cursor", "filesystem", "file_lock", "rank_group"},
-    {"lookup", "stores.base", "stores.checks", "stores.record", "stores.splits", "whole_file", "remote_file"},
+    {
+        "lookup",
+        "stores.base",
+        "stores.checks",
+        "stores.record",
+        "stores.splits",
+        "whole_file",
+        "remote_file",
+        "owner",
+    },
     {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
     {"digest_file", "shard_folder", "stores.remote", "stores.members", "stores.example", "transform_steps"},
     {"stores.webdataset", "stores.zip_index", "stores.file_list"},
@@ -53,14 +62,15 @@ LAYERS = [
     },
     {"stores"},
     {"stores.atomic", "stores.upload"},
+    {"image_header"},
     {"plan", "decode", "picture", "page", "pool_size", "presets", "crop_first", "completion"},
     {"config", "sample_transform", "targets"},
-    {"crop_decode", "sample_cache", "runlog", "encoded", "quarantine", "checkpoints", "submit"},
+    {"crop_decode", "sample_cache", "records", "encoded", "quarantine", "checkpoints", "lease", "submit"},
     {"transform"},
     {"encoded_transform", "target_transform", "tasks"},
-    {"bad_list", "measured", "report"},
+    {"bad_list", "measured", "report", "runlog"},
     {"capacity"},
-    {"metrics", "mixing", "kornia_ops", "node_limits", "telemetry", "memory_watch"},
+    {"metrics", "mixing", "kornia_ops", "node_limits", "telemetry", "memory_watch", "streams"},
     {"augment", "device_decode", "ordered_sum", "models", "ring", "policies"},
     {"prefetcher"},
     {
@@ -100,6 +110,7 @@ NEITHER_RAY_NOR_TORCH = {
     "whole_file",
     "logs",
     "file_lock",
+    "local_file",
     "local_cache",
     "pool_size",
     "remote_file",
@@ -115,6 +126,7 @@ NEITHER_RAY_NOR_TORCH = {
     "policies",
     "config",
     "decode",
+    "image_header",
     "crop_first",
     "crop_decode",
     "presets",
@@ -142,6 +154,7 @@ TORCH_BUT_NOT_RAY = {
     "models",
     "ring",
     "prefetcher",
+    "streams",
 }
 BOTH = {"handover", "rank_stream", "train"}
 

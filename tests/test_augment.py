@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -201,3 +202,20 @@ def test_the_strength_is_whole_by_default() -> None:
 def test_ramps_that_overlap_are_refused() -> None:
     with pytest.raises(ConfigError, match="ramp_up \\+ ramp_down must be at most 1"):
         StrengthConfig(ramp_up=0.6, ramp_down=0.6)
+
+
+def test_the_device_that_is_current_is_seeded_where_it_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator().manual_seed(0) for _ in range(4)]  # of four devices
+    forked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.append(devices) or nullcontext())
+    monkeypatch.setattr("raypipe.augment.Normalize", lambda *_: lambda image: image)  # what is on the device
+    before = torch.get_rng_state()
+    try:
+        augment = DeviceAugment(AugmentConfig(module="torch.nn:Identity"), torch.device("cuda"))
+        augment(torch.zeros(2, 3, 4, 4), torch.zeros(2), np.ones(2, bool), seed=7)
+    finally:
+        torch.set_rng_state(before)
+    assert [generator.initial_seed() for generator in generators] == [0, 0, 7, 0]
+    assert forked == [[torch.device("cuda", 2)]]

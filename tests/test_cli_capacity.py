@@ -34,8 +34,7 @@ def test_the_table_is_for_people_and_the_last_line_is_json(
 
 
 def test_the_target_may_be_a_run(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog((tmp_path / "run").as_uri(), 0)
-    log.write("start", 0, workers=4)
+    log = RunLog((tmp_path / "run").as_uri(), 0, workers=4)
     for step in (1, 2, 3):
         log.write("train", step, images_per_s=2000.0, wait_fraction=0.5)
     log.close()
@@ -56,8 +55,8 @@ def test_what_is_missing_is_one_line_with_what_to_do(
         ((report,), "no target: give --target-images-per-s"),
         ((tmp_path / "old.json", "--target-images-per-s=1"), "has no field 'stream_images_per_s'"),
         ((tmp_path / "none.json", "--target-images-per-s=1"), "none.json cannot be read"),
-        ((report, "--run", tmp_path / "none"), "none/metrics.jsonl cannot be read"),
-        ((report, "--run", tmp_path), "metrics.jsonl is no record of a run"),
+        ((report, "--run", tmp_path / "none"), "none has no metrics.jsonl"),
+        ((report, "--run", tmp_path), "has recorded no training"),
     ):
         with pytest.raises(SystemExit) as caught:
             run(*args)

@@ -69,6 +69,17 @@ def test_auto_workers_are_the_largest_divisor_of_m_that_the_gpus_allow(
     assert (allocation.workers, allocation.gpu) == (workers, True)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "free", "per_step", "workers", "idle"),
+    [(8, 8, 1, 0, 7), (8, 8, 6, 0, 2), (8, 8, 8, 0, 0), (8, 1, 1, 0, 0), (8, 8, 1, 1, 0), (0, 0, 1, 0, 0)],
+)
+def test_gpus_that_a_step_has_no_micro_batches_for_are_counted_unless_they_are_left_on_purpose(
+    gpus: int, free: int, per_step: int, workers: int, idle: int
+) -> None:
+    allocation = share(Resources(64, gpus, 64, free), TrainConfig(workers=workers), per_step)
+    assert allocation.idle_gpus == idle
+
+
 def test_gpu_no_trains_on_cpus_beside_gpus() -> None:
     assert share(idle(8, 4), TrainConfig(gpu="no"), 4) == Allocation(1, False, 1.0, 7)
 

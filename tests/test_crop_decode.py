@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import bombs
 import cv2
 import numpy as np
 import pytest
@@ -178,11 +179,12 @@ def test_only_jpegs_that_may_be_cropped_are_opened(mode: Any) -> None:
     assert opened is not None and opened[0] == (120, 160)
     png = io.BytesIO()
     Image.fromarray(PHOTO).save(png, "PNG")
-    for other in (png.getvalue(), None, b"", jpeg[:30], b"\xff\xd8\xff", memoryview(jpeg)):
+    for other in (png.getvalue(), None, b"", jpeg[:30], b"\xff\xd8\xff", memoryview(jpeg), bombs.rare_jpeg()):
         assert CropDecoder(mode, (50, 50)).open(other) is None
     declared = jpeg.index(b"\xff\xc0")
     bomb = jpeg[: declared + 5] + b"\xff\xdc\xff\xdc" + jpeg[declared + 9 :]  # 65,500 x 65,500
     assert CropDecoder(mode, (50, 50)).open(bomb) is None
+    assert CropDecoder(mode, (50, 50)).open(bombs.jpeg_of_scans(13000, 13000, 17)) is None
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pickle
+import re
+import resource
 import struct
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import bombs
 import cv2
 import numpy as np
 import pytest
@@ -20,6 +24,7 @@ from PIL import Image, ImageOps
 
 from raypipe.decode import decode, encode_jpeg, resize_short_side
 from raypipe.errors import SampleError
+from raypipe.image_header import MAX_DECODE_BYTES, MAX_PIXELS
 
 RNG = np.random.default_rng(0)
 
@@ -184,13 +189,13 @@ def test_size_limit_holds_before_any_pixel_is_allocated() -> None:
     plain, with_metadata = png_bomb(60000, 60000), png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b"))
     for data in (plain, with_metadata, jpeg, gif, bmp, tiff_bomb):
         tracemalloc.start()
-        with pytest.raises(SampleError, match="declares 60000x60000 pixels, limit is 179000000"):
+        with pytest.raises(SampleError, match="declares 60000x60000 pixels, limit is 178956970"):
             decode(bytes(data))
         assert tracemalloc.get_traced_memory()[1] < 50e6
         tracemalloc.stop()
     canvas = b"VP8X\x0a\0\0\0\x02\0\0\0" + 2 * (60000 - 1).to_bytes(3, "little")
     animation = b"RIFF" + (len(canvas) + 4).to_bytes(4, "little") + b"WEBP" + canvas
-    with pytest.raises(SampleError, match="declares 60000x60000 pixels, limit is 179000000"):
+    with pytest.raises(SampleError, match="declares 60000x60000 pixels, limit is 178956970"):
         decode(animation)
     image = picture()
     for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0"}):
@@ -198,6 +203,106 @@ def test_size_limit_holds_before_any_pixel_is_allocated() -> None:
         with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
             decode(webp, max_pixels=1960)
         assert decode(webp, max_pixels=1961).shape == (37, 53, 3)
+
+
+OVER_A_LIMIT = {
+    "canvas of an animation": (lambda: bombs.animated_webp(16383, 10900), "declares 16383x10900 .* 3235 MiB"),
+    "tile larger than its image": (lambda: bombs.tiled_tiff(1, 20000), "declares 1x1 .* 1144 MiB"),
+    "tile of two sizes": (lambda: bombs.tiled_tiff(1, 8000, twice=True), "a tag stands there twice"),
+    "scans": (lambda: bombs.jpeg_of_scans(13000, 13000, 100), "more than 16 scans"),
+    "coefficients of three components": (lambda: progressive(12000, 11000), "declares 12000x11000 .* MiB"),
+}
+LOOK = """
+import json, resource, sys
+from pathlib import Path
+from raypipe.decode import decode
+from raypipe.encoded import image_size
+from raypipe.errors import SampleError
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+data, before, found = Path(sys.argv[1]).read_bytes(), peak(), []
+for look in (image_size, decode):
+    try:
+        look(data)
+        found.append("")
+    except SampleError as error:
+        found.append(str(error))
+print(json.dumps({"found": found, "mib": (peak() - before) / 1024}))
+"""
+
+
+def progressive(width: int, height: int) -> bytes:
+    """A JPEG that says it is in several scans, and has the first."""
+    data = bytearray(encoded(picture(), "JPEG", progressive=True, subsampling=0))
+    at = data.index(b"\xff\xc2") + 5
+    data[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", OVER_A_LIMIT)
+def test_limits_hold_for_all_that_a_decoder_would_allocate_or_go_through(name: str, tmp_path: Path) -> None:
+    make, reason = OVER_A_LIMIT[name]
+    (tmp_path / "image").write_bytes(make())
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "image")]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # noqa: E731
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=100, check=True)
+    looked = json.loads(done.stdout)
+    assert all(re.search(reason, found) for found in looked["found"])
+    assert looked["mib"] < 100
+
+
+def test_many_scans_and_tiles_around_small_images_are_read() -> None:
+    assert decode(bombs.jpeg_of_scans(640, 480, 882)).shape == (480, 640, 3)
+    assert decode(bombs.tiled_tiff(1, 256)).tolist() == [[[0, 0, 0]]]
+    assert decode(bombs.animated_webp(50, 40)).shape == (40, 50, 3)
+
+
+def test_what_stands_between_scans_hides_none() -> None:
+    side, most = 6000, 16 * MAX_PIXELS // 6000**2
+    scans = bombs.jpeg_of_scans(side, side, most + 1)
+    at = scans.index(b"\xff\xda")
+    for hidden in (b"\xff\xff\xff", b"\xff\x01", b"\xff\xfe\0\x06\xff\xd9\xff\xc0"):
+        with pytest.raises(SampleError, match=f"more than {most} scans"):
+            decode(scans[:at] + hidden + scans[at:])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "mode", "pixel_bytes", "options"),
+    [
+        ("JPEG", "RGB", 6, {"subsampling": 0}),
+        ("JPEG", "RGB", 9, {"subsampling": 0, "progressive": True}),
+        ("JPEG", "CMYK", 15, {"subsampling": 0, "progressive": True}),
+        ("PNG", "RGB", 6, {}),
+        ("PNG", "RGBA", 8, {}),
+        ("PNG", "P", 6, {}),
+        ("WEBP", "RGB", 19, {"lossless": True}),
+        ("TIFF", "RGB", 8, {"compression": "tiff_deflate"}),
+        ("TIFF", "RGB", 12, {"compression": "jpeg"}),
+        ("GIF", "P", 6, {}),
+    ],
+)
+def test_the_largest_image_of_each_kind_takes_a_gibibyte(
+    kind: str, mode: str, pixel_bytes: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    width = 10_000
+    image = Image.new(mode, (width, MAX_DECODE_BYTES // pixel_bytes // width))
+    image.save(tmp_path / "image", kind, **options)
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "image")]
+    looked = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)
+    assert looked["found"] == ["", ""]
+    assert looked["mib"] < (MAX_DECODE_BYTES >> 20) + 64  # rows, tables and libraries
+
+
+def test_a_rare_subsampling_is_decoded_by_pillow() -> None:
+    for data in (bombs.rare_jpeg(), bombs.rare_jpeg()[:-2] + b"\xff\xd9\0"):
+        np.testing.assert_array_equal(decode(data), by_pillow(data))
+        assert np.abs(decode(data).astype(int) - [255, 165, 0]).max() <= 2
+        assert decode(data, exif=True, min_side=8).shape == (32, 16, 3)
+    with pytest.raises(SampleError, match="truncated JPEG"):
+        decode(bombs.rare_jpeg()[:-20])
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])

@@ -8,7 +8,10 @@ hadolint judge the rest.
 from __future__ import annotations
 
 import copy
+import fnmatch
+import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -44,6 +47,7 @@ RAY_UP = [ROOT / "cluster.yaml", DEPLOY / "gcp.yaml"]
 LABEL = dict([PoolConfig().prefer_nodes.split("=")])
 
 sys.path.insert(0, str(ROOT / "tests/deploy"))
+from aws_cli import AwsCli  # noqa: E402  isort: skip
 from dockerfile_steps import copies, instructions  # noqa: E402  isort: skip
 
 
@@ -57,6 +61,11 @@ def offers(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return {name: (resources["CPU"], resources.get("GPU", 0)) for name, resources in groups.items()}
 
 
+@pytest.fixture(scope="module")
+def kuberay() -> dict[str, dict[str, Any]]:
+    return {part["kind"]: part for part in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())}
+
+
 # ray up
 
 
@@ -67,9 +76,16 @@ def test_ray_accepts_the_cluster_and_its_parts_say_the_same(path: Path) -> None:
     validate_config(config)
     groups = config["available_node_types"]
     head, cpu, gpu = groups["head"], groups["cpu"], groups["gpu"]
+    others = [group for name, group in groups.items() if name.startswith("cpu-")]
+    assert others, "spot machines of one type alone"
+    for other in others:
+        assert {**other, "node_config": 0, "max_workers": 0} == {**cpu, "node_config": 0, "max_workers": 0}
+        changed = {name for name, value in other["node_config"].items() if value != cpu["node_config"][name]}
+        assert changed == {"InstanceType"} or changed == {"machineType"}
     assert head["resources"] == {"CPU": 0} and head["max_workers"] == 0
     assert cpu["min_workers"] == gpu["min_workers"] == 0
-    assert config["max_workers"] == cpu["max_workers"] + gpu["max_workers"]
+    assert config["max_workers"] == 18 == sum(group["max_workers"] for group in groups.values())
+    assert gpu["max_workers"] == 2, "whatever CPU nodes there are, a lost GPU node can be replaced"
     assert cpu["labels"] == LABEL and not gpu.get("labels") and not head.get("labels")
     assert gpu["resources"]["GPU"] < gpu["resources"]["CPU"], "trainers, and a share for transforms"
     # Nothing of Ray's defaults, which install a nightly Ray, comes with it.
@@ -81,10 +97,12 @@ def test_ray_accepts_the_cluster_and_its_parts_say_the_same(path: Path) -> None:
 @pytest.mark.parametrize("path", RAY_UP, ids=lambda path: path.name)
 def test_what_ray_up_copies_runs_and_mounts_is_there(path: Path) -> None:
     config = load(path)
-    (mounted, source), *others = config["file_mounts"].items()
-    assert not others and (ROOT / source / "raypipe/__init__.py").is_file()
+    (mounted, source), (token, own_token) = config["file_mounts"].items()
+    assert token.startswith("/home/ray/") and token.endswith(own_token.removeprefix("~/"))
+    assert (ROOT / source / "raypipe/__init__.py").is_file()
     assert config["setup_commands"][0].endswith(f"--no-build-isolation --editable {mounted}")
-    assert (ROOT / config["rsync_filter"][0]).is_file()
+    assert config["rsync_filter"] == [".gitignore", ".rayignore"]
+    assert all((ROOT / name).is_file() for name in config["rsync_filter"])
     (cache,) = re.findall(r"-v (\S+):(\S+)", " ".join(config["docker"]["run_options"]))
     assert f"mkdir -p {cache[0]}" in config["initialization_commands"]
     assert cache[1] in (DEPLOY / "Dockerfile").read_text()
@@ -93,8 +111,50 @@ def test_what_ray_up_copies_runs_and_mounts_is_there(path: Path) -> None:
     assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][1]
 
 
+def container_environment(config: dict[str, Any], *options: str) -> dict[str, str]:
+    """What `docker run` is told to set by the options of a cluster's file."""
+    words = shlex.split(" ".join(option for name in options for option in config["docker"][name]))
+    return dict(value.split("=", 1) for flag, value in itertools.pairwise(words) if flag in ("--env", "-e"))
+
+
+@pytest.mark.parametrize("path", RAY_UP, ids=lambda path: path.name)
+def test_neither_head_nor_node_starts_without_the_token(path: Path, tmp_path: Path) -> None:
+    config = load(path)
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {**ours, **container_environment(config, "run_options"), "HOME": str(tmp_path)}
+    assert environment.get("RAY_AUTH_MODE") == "token", "these would start, and stay"
+    for command in (config["head_start_ray_commands"][1], config["worker_start_ray_commands"][1]):
+        words = shlex.split(command.replace("$RAY_HEAD_IP:6379", "127.0.0.1:9"))
+        words[0] = str(Path(sys.executable).parent / "ray")
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode and "no authentication token was found" in done.stderr, done.stderr[-2000:]
+    assert not (tmp_path / ".ray").exists(), "a token that no other node has"
+
+
+def test_every_cluster_calls_a_dead_node_dead_at_the_same_time(kuberay: dict[str, dict[str, Any]]) -> None:
+    head = kuberay["RayCluster"]["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    clusters = [container_environment(load(path), "head_run_options") for path in RAY_UP]
+    clusters += [{each["name"]: each.get("value", "") for each in head["env"]}]
+    for cluster in clusters:
+        found = {name: value for name, value in cluster.items() if name.startswith("RAY_health_check_")}
+        assert found == {
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "5",
+        }
+
+
+def account(folder: Path, cidr: str) -> str:
+    """What deploy/aws-account.sh prints."""
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    script = ["bash", DEPLOY / "aws-account.sh", "my-bucket", cidr]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """An AWS account as deploy/aws-account.sh leaves it; gives its EC2 client."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "of-nobody")
@@ -106,18 +166,30 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     asked = {group["node_config"]["InstanceType"] for group in config["available_node_types"].values()}
     known = [each for each in InstanceTypeBackend.instance_types if each.name in asked]
     monkeypatch.setattr(InstanceTypeBackend, "instance_types", known)
-    with moto.mock_aws():
-        iam, ec2 = boto3.client("iam"), boto3.client("ec2")
-        for role in ("raypipe-head", "raypipe-node"):
-            iam.create_instance_profile(InstanceProfileName=role)
-        vpc = ec2.describe_vpcs()["Vpcs"][0]["VpcId"]
-        group = ec2.create_security_group(GroupName="raypipe", Description="closed", VpcId=vpc)["GroupId"]
-        for rule in (
-            {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]},
-            {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]},
-        ):
-            ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
-        yield ec2
+    with moto.mock_aws(), AwsCli(tmp_path):
+        account(tmp_path, "203.0.113.7/32")
+        yield boto3.client("ec2")
+
+
+def allows(role: str, action: str, resource: str, **context: str) -> bool:
+    """Whether a role's policy allows an action, as IAM evaluates what aws-account.sh uses of its language."""
+    policy = boto3.client("iam").get_role_policy(RoleName=role, PolicyName="raypipe")["PolicyDocument"]
+
+    def matches(patterns: str | list[str], name: str) -> bool:
+        given = [patterns] if isinstance(patterns, str) else patterns
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in given)
+
+    for statement in policy["Statement"]:  # type: ignore[index]
+        assert statement["Effect"] == "Allow" and set(statement.get("Condition", {})) <= {"StringEquals"}
+        at = matches(statement["Resource"], resource) if "Resource" in statement else None
+        at = not matches(statement["NotResource"], resource) if at is None else at
+        asked = {
+            name.replace(":", "_").replace("/ray-cluster-name", ""): value
+            for name, value in statement.get("Condition", {}).get("StringEquals", {}).items()
+        }
+        if at and matches(statement["Action"], action) and asked.items() <= context.items():
+            return True
+    return False
 
 
 def test_ray_up_starts_a_node_of_each_kind_on_a_pretended_aws(aws: Any) -> None:
@@ -128,7 +200,11 @@ def test_ray_up_starts_a_node_of_each_kind_on_a_pretended_aws(aws: Any) -> None:
         group["node_config"]["KeyName"] = "of-nobody"
     config = bootstrap_aws(config)
     groups = config["available_node_types"]
-    assert offers(config) == {"head": (0, 0), "cpu": (32, 0), "gpu": (28, 4)}
+    assert offers(config) == {
+        "head": (0, 0),
+        **dict.fromkeys(("cpu", "cpu-m6i", "cpu-r6i"), (32, 0)),
+        "gpu": (28, 4),
+    }
     assert {name: most for name, most in limits_of(config).items() if name in ("CPU", "GPU")} == {
         "CPU": 16 * 32 + 2 * 28,
         "GPU": 8,
@@ -139,11 +215,58 @@ def test_ray_up_starts_a_node_of_each_kind_on_a_pretended_aws(aws: Any) -> None:
         provider.create_node(group["node_config"], tags, 1)
     started = [node for part in aws.describe_instances()["Reservations"] for node in part["Instances"]]
     roles = [node["IamInstanceProfile"]["Arn"].rpartition("/")[2] for node in started]
-    assert roles == ["raypipe-head", "raypipe-node", "raypipe-node"]
-    assert [node.get("InstanceLifecycle") for node in started] == [None, "spot", None]
+    assert roles == ["raypipe-head", *["raypipe-node"] * 4]
+    assert [node.get("InstanceLifecycle") for node in started] == [None, "spot", "spot", "spot", None]
+    for node in started:
+        metadata, tags = node["MetadataOptions"], {tag["Key"]: tag["Value"] for tag in node["Tags"]}
+        assert (metadata["HttpTokens"], metadata["HttpPutResponseHopLimit"]) == ("required", 2)
+        # The head may start and end just such machines.
+        name, arn = tags["ray-cluster-name"], f"arn:aws:ec2:us-west-2:123456789012:instance/{node['InstanceId']}"
+        new = {"aws_RequestTag": name, "ec2_MetadataHttpTokens": metadata["HttpTokens"]}
+        assert allows("raypipe-head", "ec2:RunInstances", arn, **new)
+        assert allows("raypipe-head", "ec2:TerminateInstances", arn, aws_ResourceTag=name)
     assert all([group["GroupName"] for group in node["SecurityGroups"]] == ["raypipe"] for node in started)
     (rules,) = (g["IpPermissions"] for g in aws.describe_security_groups(GroupNames=["raypipe"])["SecurityGroups"])
     assert "0.0.0.0/0" not in json.dumps(rules), "Ray has let in everybody"
+
+
+def test_the_head_may_touch_no_machines_but_the_clusters_and_nodes_none(aws: Any) -> None:
+    machine, tag = "arn:aws:ec2:us-west-2:123456789012:instance/i-1", "raypipe"
+    for action in ("ec2:TerminateInstances", "ec2:CreateTags"):
+        assert allows("raypipe-head", action, machine, aws_ResourceTag=tag)
+        assert not allows("raypipe-head", action, machine, aws_ResourceTag="production")
+        assert not allows("raypipe-head", action, machine)
+    start = {"aws_RequestTag": tag, "ec2_MetadataHttpTokens": "required"}
+    assert not allows("raypipe-head", "ec2:RunInstances", machine, **{**start, "aws_RequestTag": "production"})
+    assert not allows(
+        "raypipe-head", "ec2:RunInstances", machine, **{**start, "ec2_MetadataHttpTokens": "optional"}
+    )
+    assert allows("raypipe-head", "ec2:CreateTags", machine, aws_RequestTag=tag, ec2_CreateAction="RunInstances")
+    assert not allows("raypipe-head", "ec2:CreateTags", machine, aws_RequestTag=tag)  # of a machine that is there
+    for part in ("image/ami-1", "subnet/s", "security-group/g", "volume/*", "network-interface/*"):
+        assert allows("raypipe-head", "ec2:RunInstances", f"arn:aws:ec2:us-west-2:123456789012:{part}")
+    node, head = (f"arn:aws:iam::123456789012:role/raypipe-{name}" for name in ("node", "head"))
+    assert allows("raypipe-head", "iam:PassRole", node, iam_PassedToService="ec2.amazonaws.com")
+    assert not allows("raypipe-head", "iam:PassRole", head, iam_PassedToService="ec2.amazonaws.com")
+    for action in ("ec2:RunInstances", "ec2:TerminateInstances", "ec2:CreateTags", "iam:PassRole"):
+        assert not allows("raypipe-node", action, machine, aws_ResourceTag=tag, **start)
+
+
+def test_the_account_script_may_be_run_again_and_moves_ssh_to_the_network_of_now(aws: Any, tmp_path: Path) -> None:
+    def state() -> tuple[Any, ...]:
+        iam = boto3.client("iam")
+        (group,) = aws.describe_security_groups(GroupNames=["raypipe"])["SecurityGroups"]
+        profiles = iam.list_instance_profiles()["InstanceProfiles"]
+        networks = [network["CidrIp"] for rule in group["IpPermissions"] for network in rule["IpRanges"]]
+        roles = {each["InstanceProfileName"]: [role["RoleName"] for role in each["Roles"]] for each in profiles}
+        return group["GroupId"], networks, len(group["IpPermissions"]), roles
+
+    group, networks, rules, roles = state()
+    assert networks == ["203.0.113.7/32"] and rules == 2
+    assert roles == {name: [name] for name in ("raypipe-head", "raypipe-node")}
+    assert group in account(tmp_path, "203.0.113.7/32") and state() == (group, networks, rules, roles)
+    account(tmp_path, "198.51.100.0/24")
+    assert state() == (group, ["198.51.100.0/24"], rules, roles)
 
 
 def test_the_account_script_names_what_the_cluster_asks_for() -> None:
@@ -151,6 +274,7 @@ def test_the_account_script_names_what_the_cluster_asks_for() -> None:
     subprocess.run(["bash", "-n", DEPLOY / "aws-account.sh"], check=True)
     config = load(ROOT / "cluster.yaml")
     nodes = [group["node_config"] for group in config["available_node_types"].values()]
+    assert f"cluster=${{3:-{config['cluster_name']}}}" in script
     assert f"--group-name {config['provider']['security_group']['GroupName']} " in script
     roles = set(re.findall(r"^role (\S+)", script, re.MULTILINE))
     assert roles == {node["IamInstanceProfile"]["Name"] for node in nodes}
@@ -196,11 +320,6 @@ def test_both_clouds_get_the_same_cluster() -> None:
 
 
 # KubeRay
-
-
-@pytest.fixture(scope="module")
-def kuberay() -> dict[str, dict[str, Any]]:
-    return {part["kind"]: part for part in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())}
 
 
 def groups_of(cluster: dict[str, Any]) -> list[dict[str, Any]]:
@@ -291,6 +410,8 @@ def test_the_image_is_pinned_and_copies_what_there_is() -> None:
             and "useradd" not in arguments
         ):
             assert all("constraints.txt" in part or "--no-deps" in part for part in arguments.split("&&"))
+    capabilities = re.findall(r"NVIDIA_DRIVER_CAPABILITIES=(\S+)", dict(steps)["ENV"])
+    assert set(capabilities[0].split(",")) >= {"compute", "utility", "video"}, "video: nvJPEG's hardware decoder"
     assert "HOME=/home/ray " in dict(steps)["ENV"] and "RAYPIPE_CACHE=/home/ray/cache " in dict(steps)["ENV"]
     last_user = [arguments for name, arguments in steps if name == "USER"][-1]
     assert last_user == "1000"

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 
+import bombs
 import cv2
 import numpy as np
 import pytest
@@ -77,6 +78,7 @@ FALLBACKS: dict[str, Callable[[], bytes]] = {
     "CMYK": lambda: saved("JPEG", "CMYK"),
     "RGB in JPEG": lambda: saved("JPEG", keep_rgb=True),  # Adobe's marker, transform 0
     "bytes behind the end": lambda: picture(0, 90, 120) + b"\0",
+    "4:4:1": lambda: bombs.rare_jpeg(),
 }
 
 
@@ -120,7 +122,7 @@ def test_a_broken_image_takes_no_other_along() -> None:
 
 
 def test_what_the_device_refuses_alone_is_decoded_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    images = [picture(i, 60, 80) for i in range(3)]
+    images = [picture(i, 60, 80) for i in range(64)]
     whole, _ = run(images)
     calls = []
 
@@ -133,9 +135,26 @@ def test_what_the_device_refuses_alone_is_decoded_on_the_host(monkeypatch: pytes
     device_decode_jpeg = device_decode.decode_jpeg
     monkeypatch.setattr(device_decode, "decode_jpeg", refuses_the_second)
     decoded, _ = run(images)
-    assert calls == [1, 3, 1, 1, 1]  # the first tries the device
+    assert calls[:2] == [1, 64]  # the first tries the device
+    assert len(calls) == 2 + 2 * 6  # and of 2^6 images one is found by halves
+    assert sorted(calls[2:]) == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32][:12]
     assert (decoded.num_fallback, decoded.failed.any()) == (1, False)
     assert (decoded.image.int() - whole.image.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_is_not_taken_for_a_bad_image(
+    error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(encoded: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
+        raise error("CUDA error")
+
+    decoder = DeviceDecoder(SIZE, "cpu")
+    monkeypatch.setattr(device_decode, "decode_jpeg", fails)
+    with pytest.raises(error):
+        decoder.decode(**pack([(picture(i), (0, 0, 40, 48), False) for i in range(4)]))
+    with pytest.raises(error):  # and not for one without nvJPEG
+        DeviceDecoder(SIZE, "cpu")
 
 
 def test_chunks_bound_the_pixels_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

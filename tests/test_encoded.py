@@ -3,6 +3,7 @@
 import io
 import pickle
 
+import bombs
 import cv2
 import numpy as np
 import pytest
@@ -120,6 +121,10 @@ def test_the_size_is_that_of_the_decoded_image(format: str, orientation: int, ex
 
 def test_a_jpeg_with_something_behind_its_end_is_whole() -> None:
     assert image_size(picture(0) + b"\0\0\0") == (40, 48)
+
+
+def test_the_size_of_a_jpeg_of_rare_subsampling_is_known() -> None:
+    assert image_size(bombs.rare_jpeg()) == (32, 16)
 
 
 @pytest.mark.parametrize(

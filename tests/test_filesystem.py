@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,10 +11,11 @@ import pyarrow.fs
 import pytest
 from s3_server import FaultyProxy, environment
 
-from raypipe.errors import ConfigError, StoreError
+from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.filesystem import (
     as_uri,
     check_bucket,
+    check_lasting,
     exists,
     explained,
     is_remote,
@@ -20,6 +23,8 @@ from raypipe.filesystem import (
     open_filesystem,
     split,
 )
+from raypipe.stores import open_store
+from raypipe.whole_file import check_place, read_json
 
 
 @pytest.fixture(autouse=True)
@@ -90,12 +95,11 @@ def test_s3_options_of_the_address_come_before_the_environments(monkeypatch: pyt
     monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", "3")
     monkeypatch.setenv("RAYPIPE_STORAGE_CONNECT_S", "1.5")
     monkeypatch.setenv("RAYPIPE_STORAGE_TIMEOUT_S", "7")
-    address = "s3://key:sec%2Fret@bucket/a?endpoint_override=localhost:1&scheme=https"
+    address = "s3://bucket/a?endpoint_override=localhost:1&scheme=https"
     filesystem, path = open_filesystem(address)
     made = pyarrow.fs.S3FileSystem.__reduce__(filesystem)[1][0]
     assert path == "bucket/a"
     assert (made["endpoint_override"], made["scheme"], made["region"]) == ("localhost:1", "https", "eu-west-1")
-    assert (made["access_key"], made["secret_key"]) == ("key", "sec/ret")
     assert (made["connect_timeout"], made["request_timeout"], filesystem.attempts) == (1.5, 7, 3)
 
 
@@ -154,7 +158,7 @@ def test_az_and_abfs_are_azure(address: str, account: str, monkeypatch: pytest.M
         ("s3:///a", "names no bucket"),
         ("s3://b/a?colour=red", "unknown option 'colour'; there are endpoint_override, scheme, region"),
         ("gs://b/a?colour=red", "unknown option 'colour'"),
-        ("gs://me@b/a", "only anonymous@ may stand before the bucket"),
+        ("gs://me@b/a", r"gs://…@b/a holds credentials, .* set GOOGLE_APPLICATION_CREDENTIALS"),
         ("az://c/a", r"set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or abfs://"),
         ("abfs://c@a.dfs.core.windows.net/b?colour=red", "unknown option 'colour'"),
     ],
@@ -162,6 +166,56 @@ def test_az_and_abfs_are_azure(address: str, account: str, monkeypatch: pytest.M
 def test_a_wrong_address(address: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_filesystem(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown", "variable"),
+    [
+        ("s3://AKIA:SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://AKIA:SEC/RET+SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://bucket/a?endpoint_override=me:SECRET@host", "a?endpoint_override=… holds", "AWS_ACCESS_KEY_ID"),
+        ("s3://bucket/a?secret_key=SECRET", "unknown option 'secret_key'", ""),
+        ("gs://me:SECRET@bucket/a", "gs://…@bucket/a", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("gs://SECRET@bucket/a", "gs://…@bucket/a", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az://container/a?sv=2024&sig=SECRET", "unknown option 'sv'", ""),
+        ("abfs://c:SECRET@account.dfs.core.windows.net/a", "abfs://…@account", "AZURE_STORAGE_SAS_TOKEN"),
+        ("https://me:SECRET@host/a", "https://…@host/a", ""),
+    ],
+)
+def test_an_address_with_credentials_is_refused_and_nothing_shows_them(
+    address: str, shown: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
+    for use in (open_filesystem, check_bucket, check_place, read_json, lambda a: len(open_store(f"{a}.lmdb"))):
+        with pytest.raises(RaypipeError, match=re.escape(shown)) as caught:
+            use(address)
+        assert variable in str(caught.value)
+        told = "".join(traceback.format_exception(pickle.loads(pickle.dumps(caught.value))))
+        assert "SECRET" not in told.replace("AWS_SECRET_", ""), told
+
+
+def test_a_login_in_the_environments_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:password@host")
+    with pytest.raises(
+        ConfigError, match="AWS_ENDPOINT_URL holds a login, and may not: set AWS_ACCESS_KEY_ID"
+    ) as e:
+        open_filesystem("s3://bucket/a")
+    assert "password" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/date=12:30/a@b.tar is no store",
+        "gs://anonymous@bucket/a, abfs://container@account.dfs.core.windows.net/a",
+        "s3://bucket/a?endpoint_override=127.0.0.1:9000&scheme=http cannot be used",
+        "AWS Error NETWORK_CONNECTION: http://127.0.0.1:9000/bucket",
+        "file:///a/b:c@d",
+    ],
+)
+def test_errors_show_addresses_without_credentials_as_they_are(text: str) -> None:
+    assert str(StoreError(text)) == text
 
 
 @pytest.mark.parametrize("value", ["x", "0", "-1", "nan"])
@@ -240,3 +294,17 @@ def test_an_option_of_the_address_leads_to_a_server(
     with filesystem.open_output_stream(path) as file:
         file.write(b"1")
     assert exists(join(address, "x"))
+
+
+def test_a_place_in_rays_copy_of_a_jobs_folder_is_none_that_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    check_lasting(str(tmp_path), "runs")
+    monkeypatch.chdir(copy)
+    for address in ("runs", "./runs/x", copy.as_uri(), str(copy)):
+        with pytest.raises(ConfigError, match=r"^runs leads to .*_ray_pkg_1.*, Ray's temporary copy"):
+            check_lasting(address, "runs")
+    with pytest.raises(ConfigError, match=r"^the file to write leads to"):
+        check_place("found.json")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import bombs
 import numpy as np
 import pytest
 
@@ -64,6 +65,9 @@ def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
     found = describe(MemoryStore([None, b"x", picture(0)], None))
     assert (found["sampled"], found["bad"], found["formats"]) == (3, 2, {"unknown": 2, "JPEG": 1})
     assert found["image_bytes"][0] == 0 and found["classes"] is None and found["columns"] == ["image"]
+    rare = [bombs.rare_jpeg(), bombs.jpeg_of_scans(13000, 13000, 100), bombs.animated_webp(16383, 10900)]
+    found = describe(MemoryStore(rare, None))
+    assert (found["sampled"], found["bad"], found["height_px"]) == (3, 2, [32, 32, 32])
     found = describe(MemoryStore([], []))
     assert (found["samples"], found["sampled"], found["height_px"], found["image_bytes"]) == (0, 0, None, None)
 

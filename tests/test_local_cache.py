@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -353,3 +355,41 @@ def test_a_folder_that_cannot_be_made_is_one_error(put: Put, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot be made: .*set RAYPIPE_CACHE to another folder"):
         content_of(LocalCache(tmp_path / "file" / "shards"), put())
+
+
+@pytest.mark.parametrize("with_note", [True, False])
+def test_a_shard_is_what_its_store_says_and_not_what_the_cache_says(
+    with_note: bool, put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    file = put()
+    content = remote_bytes(file)
+    file = replace(file, digest=hashlib.blake2b(content, digest_size=16).hexdigest())
+    cache = LocalCache(tmp_path / "shards")
+    assert content_of(cache, file) == content
+    data = cache.folder_of(file) / "data"
+    data.write_bytes(secrets.token_bytes(SIZE))
+    note = json.loads(data.with_suffix(".json").read_text())
+    note["digest"] = digest_of_file(data)
+    if with_note:
+        note["mtime_ns"] = data.stat().st_mtime_ns
+    data.with_suffix(".json").write_text(json.dumps(note))
+    assert content_of(LocalCache(tmp_path / "shards"), file) == content
+
+
+def test_a_cache_that_others_have_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "shards").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r"/shards belongs to another user, or is a link.* set RAYPIPE_CACHE"):
+        shared_cache()
+    (tmp_path / "cache" / "shards").unlink()
+    (tmp_path / "cache" / "shards").mkdir()
+    if os.getuid():
+        pytest.skip("only root can give a folder to somebody else")
+    for folder in ("cache/shards", "cache"):
+        os.chown(tmp_path / folder, 12345, 12345)
+        with pytest.raises(StoreError, match=rf"/{folder} belongs to another user.* set RAYPIPE_CACHE"):
+            shared_cache()
+        os.chown(tmp_path / folder, 0, 0)
+    assert shared_cache()

@@ -76,6 +76,23 @@ def test_a_parameter_without_a_gradient_has_zeros_and_a_frozen_one_none() -> Non
     assert net[2].weight.grad is None
 
 
+def test_gradients_have_the_strides_of_their_parameters_as_after_a_backward() -> None:
+    plain, channels_last = model(), model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    sums = []
+    for net in (plain, channels_last):
+        summed = OrderedGradients(net, 1, 1)
+        backward(net, 0)
+        after_backward = [p.grad.stride() for p in net.parameters() if p.grad is not None]
+        summed.take()
+        summed.finish()
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        assert [grad.stride() for grad in gradients] == [p.stride() for p in net.parameters()] == after_backward
+        sums.append(gradients)
+    assert not sums[1][0].is_contiguous()
+    for one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 # BatchNorm
 
 

@@ -150,6 +150,15 @@ def test_the_device_decodes_the_same_whatever_the_workers(encoded_spec: StreamSp
         assert torch.equal(batch.image, two[place].image) and torch.equal(batch.weight, two[place].weight)
 
 
+def test_decoding_on_the_device_is_a_stage_of_its_own(encoded_spec: StreamSpec) -> None:
+    source: Any = InProcess(encoded_spec, 0, 1)
+    feed = Feed(encoded_spec, source, encoded_spec.plan.start(), device=CPU)
+    for segment in feed:
+        for step in segment:
+            list(step)
+    assert feed.times().decode_s > 0 and feed.times().transfer_s == 0
+
+
 def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
     plain = delivered(encoded_spec, None)
     worker, decoder = TransformWorker(encoded_spec), DeviceDecoder(16, CPU)

@@ -312,7 +312,7 @@ def test_a_cache_that_is_removed_while_it_is_used_ends_in_decoding() -> None:
 def test_what_another_user_has_put_into_memory_is_not_used(places: Path) -> None:
     (places / "elsewhere").mkdir()
     sample_cache._memory_folder().symlink_to(places / "elsewhere")
-    with pytest.raises(ConfigError, match=r"belongs to another user: remove it, or set pool\.cache=disk or off"):
+    with pytest.raises(ConfigError, match=r"another user, or is a link: remove it; set pool\.cache=disk or off"):
         opened(numbered(1))
     assert open_caches(PoolConfig(), {"train": numbered(1)}, TransformConfig()) == {}
 
@@ -513,3 +513,10 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
     )
     # 96 of 100 in an epoch; which are left out differs.
     assert len(caches["train"].find(np.arange(100))) >= 96 and len(caches["val"].find(np.arange(22))) == 22
+
+
+def test_only_caches_are_removed_from_the_folder_of_caches(tmp_path: Path) -> None:
+    (tmp_path / "cache" / "samples" / "class").mkdir(parents=True)
+    (tmp_path / "cache" / "samples" / "class" / "image.jpg").write_bytes(b"x")
+    opened(numbered(1), "disk")
+    assert [path.name for path in (tmp_path / "cache" / "samples" / "class").iterdir()] == ["image.jpg"]

@@ -169,6 +169,7 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_validation_loss",
         "raypipe_validation_accuracy",
         "raypipe_trainer_transfer_seconds_total",
+        "raypipe_trainer_decode_seconds_total",
     }
     for name, samples in seen.items():
         if name.startswith("ray_raypipe_"):

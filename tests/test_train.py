@@ -26,6 +26,7 @@ from raypipe.config import (
 from raypipe.errors import ConfigError, CursorError, ResourceError
 from raypipe.launch import spec_of, train
 from raypipe.plan import PlanConfig
+from raypipe.records import SAMPLES, read_records
 from raypipe.runlog import request_stop
 from raypipe.train import Trainer
 from raypipe.trial import _Session
@@ -68,12 +69,15 @@ def alone(run: RunConfig) -> dict[str, Any]:
 
 
 def records(result: dict[str, Any], kind: str, *fields: str) -> list[tuple[Any, ...]]:
-    lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    return [tuple(r[f] for f in fields) for r in map(json.loads, lines) if r["kind"] == kind]
+    found = read_records(Path(result["run_dir"]).as_uri())
+    assert found is not None
+    return [tuple(r[f] for f in fields) for r in found.kept if r["kind"] == kind]
 
 
-def sample_log(result: dict[str, Any]) -> str:
-    return (Path(result["run_dir"]) / "samples.jsonl").read_text()
+def sample_log(result: dict[str, Any]) -> list[dict[str, Any]]:
+    found = read_records(Path(result["run_dir"]).as_uri(), SAMPLES)
+    assert found is not None
+    return [record for record in found.kept if "indices" in record]
 
 
 def final_state(result: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +98,8 @@ def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[st
     assert ["CPU actor" in text for (text,) in records(alone, "diagnosis", "text")] == [True] * 3
     assert list((folder / "tensorboard").glob("events*"))
     assert "micro_batch: 6" in (folder / "config.yaml").read_text()
-    assert len(sample_log(alone).splitlines()) == 12 * 4
+    assert len(sample_log(alone)) == 12 * 4
+    assert not (folder / "lease").exists() and not (folder / "stop").exists()
 
 
 @pytest.mark.soak  # the run that is killed goes on with two, one and four
@@ -136,8 +141,8 @@ def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_run_that_is_killed_and_goes_on_with_other_workers_ends_with_the_same_weights(
-    run: RunConfig, alone: dict[str, Any], request: pytest.FixtureRequest
+def test_a_run_that_is_killed_and_damaged_goes_on_with_other_workers_to_the_same_weights(
+    run: RunConfig, alone: dict[str, Any], request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, killed = Path(run.runs) / "killed", list[int]()
 
@@ -157,6 +162,7 @@ def test_a_run_that_is_killed_and_goes_on_with_other_workers_ends_with_the_same_
         return result
 
     # After the first kill the run goes on by itself, after each other one as a new job. The third costs a minute.
+    # Then the newest checkpoint is damaged, and the records.
     times = 3 if request.config.getoption("--soak") else 2
     first = threading.Thread(target=kill_a_worker_at, args=(folder, 4, killed), daemon=True)
     first.start()
@@ -166,7 +172,14 @@ def test_a_run_that_is_killed_and_goes_on_with_other_workers_ends_with_the_same_
     if times == 3:
         with pytest.raises(ray.train.WorkerGroupError):
             attempt(workers=1, kill_at=10, resume=str(folder))
+    newest = max(folder.glob("checkpoint_*/checkpoint.json")).parent
+    (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-1])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'not of this run\n{"kind": "train", "st')
     result = attempt(workers=4, kill_at=0, resume=str(folder))
+    assert f"not resumed from {newest.name}: its state.pt has" in capsys.readouterr().out
+    told = read_records(folder.as_uri())
+    assert told is not None and told.unreadable == 2
 
     assert len(killed) == times
     assert [n for (n,) in records(result, "start", "workers")] == ([2, 2, 1, 4] if times == 3 else [2, 2, 4])

@@ -17,6 +17,7 @@ from raypipe.config import AugmentConfig, PoolConfig, RunConfig, StoreConfig, Tr
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
 from raypipe.plan import PlanConfig
 from raypipe.policies import Policy, TuneConfig, policies, seeds
+from raypipe.records import read_records
 from raypipe.trial_queue import Outcome
 from raypipe.tune import _anywhere, best_of, final_runs, milestones, search, search_runs
 
@@ -162,8 +163,9 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     assert [trial["number"] for trial in trials] == [0, 1]
     assert all(0 < trial["epochs"] <= 2 and 0 <= trial["accuracy"] <= 1 for trial in trials)
     for number in range(2):  # each epoch once, whatever was interrupted
-        lines = (folder / "trials" / f"search-{number}" / "metrics.jsonl").read_text().splitlines()
-        epochs = [record["epoch"] for record in map(json.loads, lines) if record["kind"] == "train"]
+        found = read_records((folder / "trials" / f"search-{number}").as_uri())
+        assert found is not None
+        epochs = [record["epoch"] for record in found.kept if record["kind"] == "train"]
         assert epochs == list(range(trials[number]["epochs"]))
     comparison = report["comparison"]
     assert comparison["seeds"] == seeds(TUNE, run) and len(comparison["best"]) == len(comparison["default"]) == 2

@@ -17,7 +17,8 @@ import numpy as np
 from raypipe.errors import ConfigError, StoreError
 from raypipe.file_lock import locked
 from raypipe.filesystem import is_remote
-from raypipe.local_cache import cache_folder, shared_cache
+from raypipe.local_cache import make_cache_folder, shared_cache
+from raypipe.local_file import open_regular
 from raypipe.remote_file import RemoteFile, look_up_all
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices
@@ -37,7 +38,7 @@ class OpenFile:
     """An archive, open for reading; it closes with the object."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
+        self.path, self.descriptor = path, open_regular(path)
         weakref.finalize(self, os.close, self.descriptor)
 
     @property
@@ -170,8 +171,9 @@ class ArchiveStore(ABC, Generic[S]):
     def _archives(self) -> Sequence[_LocalArchive | _RemoteArchive]:
         if is_remote(self.address):
             if self._files is None:
-                found = list_shards(self.address, self.suffix)
-                self._files = look_up_all([shard.address for shard in found])
+                listed = list_shards(self.address, self.suffix)
+                found = look_up_all([shard.address for shard in listed])
+                self._files = [shard.checked(file) for shard, file in zip(listed, found, strict=True)]
             return [_RemoteArchive(file) for file in self._files]
         path = Path(self.address)
         paths = [self.address] if path.exists() else expand(self.address)
@@ -201,12 +203,12 @@ class ArchiveStore(ABC, Generic[S]):
             state = file.state
         if state[0] < _SMALL_BYTES:
             return self._scan(Path(archive.name), archive.name)
-        folder = cache_folder() / "scans"
-        index = folder / f"{hashlib.blake2b(archive.name.encode(), digest_size=16).hexdigest()}-{self.index_file}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = make_cache_folder("scans")
         except OSError:  # it is for speed alone
             return self._scan(Path(archive.name), archive.name)
+        key = hashlib.blake2b(os.fsencode(archive.name), digest_size=16).hexdigest()
+        index = folder / f"{key}-{self.index_file}"
         with locked(index.with_suffix(".lock")):
             found = self._earlier(index, state)
             if found is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
+from raypipe.file_lock import open_lock, try_lock
 from raypipe.stores import open_writer
 
 
@@ -26,16 +26,11 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
     if not dst.parent.is_dir():
         raise StoreError(f"{dst.parent} is not a folder: make it first")
     lock = dst.parent / f".{dst.name}.lock"
+    held = open_lock(lock)
     try:
-        held = lock.open("w")
-    except OSError as error:
-        raise StoreError(f"{dst.parent} cannot be written to: {error}") from error
-    with held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreError(f"another process is writing {dst} at the moment") from None
-        if not os.fstat(held.fileno()).st_nlink:
+        if not try_lock(held, exclusive=True):
+            raise StoreError(f"another process is writing {dst} at the moment")
+        if not os.fstat(held).st_nlink:
             # Opened before, and locked after, another process finished and removed the file.
             raise StoreError(f"another process has written {dst} at this moment")
         try:
@@ -50,6 +45,8 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
                 _remove(partial)
         finally:
             lock.unlink(missing_ok=True)
+    finally:
+        os.close(held)
 
 
 def _move(partial: Path, dst: Path) -> None:

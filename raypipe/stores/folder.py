@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.local_file import check_regular, open_regular
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, check_columns, check_indices
 
@@ -20,7 +23,8 @@ class FolderStore:
 
     Every folder in the root is a class, in the order of the names, even one without images: a split
     that lacks a class then keeps the labels of the others. Samples are sorted by class, then by path.
-    Hidden files and folders do not count, files in the root neither. Links are followed.
+    Hidden files and folders do not count, files in the root neither. Links are followed; a folder to which
+    several lead counts once in a class, by the path of the fewest folders, and of these by the first.
 
     Args:
         address: the root; a relative one is made absolute, since other processes have other folders.
@@ -85,11 +89,11 @@ class _Scan:
     def __init__(self, root: str) -> None:
         try:
             entries = sorted(_visible(root), key=lambda entry: entry.name)
-            self.classes = tuple(entry.name for entry in entries if entry.is_dir())
+            self.classes = tuple(entry.name for entry in entries if stat.S_ISDIR(_mode(entry)))
             self.paths: list[str] = []
             labels: list[int] = []
             for label, name in enumerate(self.classes):
-                images = sorted(_images(f"{root}/{name}", name, frozenset()))
+                images = sorted(_images(root, name))
                 self.paths += images
                 labels += [label] * len(images)
         except OSError as error:
@@ -119,26 +123,46 @@ def _visible(folder: str) -> Iterator[os.DirEntry[str]]:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
-def _images(folder: str, relative: str, ancestors: frozenset[str]) -> Iterator[str]:
-    """Yield the relative paths of all images below a folder, in no order."""
-    real = os.path.realpath(folder)
-    if real in ancestors:
-        return  # a link back to a folder that this walk is inside of
-    for entry in _visible(folder):
-        path = f"{relative}/{entry.name}"
-        if entry.is_dir():
-            yield from _images(entry.path, path, ancestors | {real})
-        elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES and (
-            # A link that leads nowhere is a sample that cannot be read; a pipe would block its reader.
-            entry.is_file() or entry.is_symlink()
-        ):
-            yield path
+def _images(root: str, name: str) -> Iterator[str]:
+    """Yield the relative paths of all images of a class, in no order."""
+    folders, visited = [name], set[tuple[int, int]]()
+    for folder in folders:  # which grow meanwhile
+        found = Path(f"{root}/{folder}").stat()
+        if (found.st_dev, found.st_ino) in visited:
+            continue
+        visited.add((found.st_dev, found.st_ino))
+        within = []
+        for entry in _visible(f"{root}/{folder}"):
+            path, mode = f"{folder}/{entry.name}", _mode(entry)
+            if stat.S_ISDIR(mode):
+                within.append(path)
+            elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES:
+                try:
+                    check_regular(mode)
+                except OSError as error:
+                    raise StoreError(f"{root}/{path} is no image: {error}; remove it") from None
+                yield path
+        folders += sorted(within)
+
+
+def _mode(entry: os.DirEntry[str]) -> int:
+    """The kind of what is in a folder, or of what a link leads to."""
+    if entry.is_symlink():
+        try:
+            return entry.stat().st_mode
+        except OSError:  # it leads nowhere: a sample that cannot be read
+            return stat.S_IFREG
+    # As the listing has it: no system call for each of a million files.
+    if entry.is_file():
+        return stat.S_IFREG
+    return stat.S_IFDIR if entry.is_dir() else entry.stat().st_mode
 
 
 def _content(path: str) -> bytes | None:
     try:
-        with Path(path).open("rb") as file:
-            return file.read() if os.fstat(file.fileno()).st_size <= MAX_SAMPLE_BYTES else None
+        with io.BufferedReader(io.FileIO(path, opener=open_regular)) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            return file.read(num_bytes) if num_bytes <= MAX_SAMPLE_BYTES else None
     except OSError:
         return None
 

@@ -21,6 +21,7 @@ import cv2
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.local_file import regular_path
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices
 
@@ -149,7 +150,8 @@ def _open(address: str, image_name: str, label_name: str) -> _Opened:
     except ImportError:
         raise StoreError("HDF5 needs h5py: pip install 'raypipe[hdf5]'") from None
     try:
-        file = h5py.File(address, "r", locking=False)
+        with regular_path(address) as path:
+            file = h5py.File(path, "r", locking=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise StoreError(f"{address} cannot be opened as HDF5: {error}") from error
     try:

@@ -129,7 +129,7 @@ class LMDBStore:
         path = Path(self.address)
         if not path.exists():
             raise StoreError(f"{path} does not exist")
-        if path.is_file() or (path / "data.mdb").exists():
+        if not path.is_dir() or (path / "data.mdb").exists():
             return [path]
         # Hidden files are what an ingest is still writing.
         shards = sorted(c for c in path.iterdir() if c.suffix == ".lmdb" and not c.name.startswith("."))

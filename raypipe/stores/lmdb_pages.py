@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Protocol
 
 from raypipe.errors import StoreError
+from raypipe.local_file import open_regular
 from raypipe.stores.checks import MAX_SAMPLE_BYTES
 
 _MAGIC = 0xBEEFC0DE
@@ -104,7 +105,7 @@ class LMDBFile:
         self._pread: Callable[[int, int], bytes]
         try:
             if source is None:
-                file = os.open(path, os.O_RDONLY)
+                file = open_regular(path)
                 weakref.finalize(self, os.close, file)
                 self.num_bytes = os.fstat(file).st_size
                 self._pread = partial(os.pread, file)

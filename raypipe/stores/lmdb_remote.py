@@ -112,13 +112,8 @@ def open_shards(address: str, layout: str = "auto") -> list[RemoteShard]:
 
 def _open_shard(listed: Listed, layout: str) -> RemoteShard:
     with opened(listed.address) as (source, found):
-        if listed.num_bytes not in (-1, found.num_bytes):
-            raise StoreError(
-                f"{listed.address} has {found.num_bytes} bytes, and was written with {listed.num_bytes}: ingest "
-                "it again"
-            )
+        file = listed.checked(found)
         own = open_shard(listed.address, source)
-    file = replace(found, digest=listed.digest)
     if own is not None:
         return RemoteShard(file, "", own.count, own.types, own.classes, own.fingerprint)
     # Ranged reads would take a round trip for every page of the index.

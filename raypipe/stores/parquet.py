@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
+from raypipe.filesystem import open_input
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices
 from raypipe.stores.parquet_files import Dataset, open_dataset
@@ -165,7 +166,7 @@ class _Opened:
         # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.
         leaves = [f"{f.name}.bytes" if _is_hf_image(name, f) else f.name for name, f in fields.items()]
         try:
-            with self.dataset.filesystem.open_input_file(place.path) as file:
+            with open_input(self.dataset.filesystem, place.path) as file:
                 reader = pq.ParquetFile(file, metadata=place.metadata, pre_buffer=self.dataset.is_remote)
                 # One thread: a reader inside an actor has the CPUs of that actor and no more.
                 table = reader.read_row_group(place.row_group, columns=leaves, use_threads=False)

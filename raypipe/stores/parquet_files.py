@@ -14,7 +14,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.filesystem import explained, is_remote, open_filesystem
+from raypipe.filesystem import explained, is_remote, open_filesystem, open_input
 from raypipe.stores.file_list import is_pattern, list_files
 from raypipe.stores.remote import list_shards
 
@@ -106,7 +106,7 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
 def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
     """Return the footer as it stands in the file, so that its hash does not depend on pyarrow's version."""
     try:
-        with filesystem.open_input_file(path) as file:
+        with open_input(filesystem, path) as file:
             num_bytes = file.size()
             tail = file.read_at(_TAIL_BYTES, max(0, num_bytes - _TAIL_BYTES))
             start = num_bytes - _TAIL_BYTES - int.from_bytes(tail[:4], "little")

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.filesystem import explained, join, open_filesystem, split
+from raypipe.remote_file import RemoteFile
 from raypipe.stores.splits import check_one_split
 from raypipe.whole_file import read_json, write_json
 
@@ -46,6 +47,15 @@ class Listed:
     address: str
     num_bytes: int = -1
     digest: str = ""
+
+    def checked(self, found: RemoteFile) -> RemoteFile:
+        """What is there, with the digest that it should have; raises StoreError where it has another size."""
+        if self.num_bytes not in (-1, found.num_bytes):
+            raise StoreError(
+                f"{self.address} has {found.num_bytes} bytes, and was written with {self.num_bytes}: ingest it "
+                "again"
+            )
+        return replace(found, digest=self.digest)
 
 
 def expand(address: str) -> list[str]:

@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
+from raypipe.local_file import open_regular
 from raypipe.stores.members import Members, is_image
 from raypipe.stores.metadata import NAME
 from raypipe.stores.webdataset import Grouper, Samples
@@ -68,7 +69,7 @@ class _HeaderReader(io.BufferedReader):
 
 def _scan(path: Path, name: str, image_column: str, label_column: str) -> Members | Samples:
     images: Members = {}
-    with _HeaderReader(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with _HeaderReader(io.FileIO(path, opener=open_regular)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         # Data is read by pread, which leaves the position of the scan alone.
         grouper = Grouper(name, image_column, label_column, lambda at, num: os.pread(file.fileno(), num, at))
         start = -1
@@ -114,7 +115,7 @@ def member_at(descriptor: int, position: int) -> str:
 
 def _advice(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with io.FileIO(path, opener=open_regular) as file:
             start = file.read(8)
     except OSError:
         return "check the path"

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.local_file import open_regular
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices
 from raypipe.stores.example import features_of, kind_of, only_bytes, only_int
@@ -154,7 +155,7 @@ def _read(file: Records, rows: Iterable[int]) -> list[bytes | None]:
     """The data of records, None for those that are too long or damaged."""
     found: list[bytes | None] = []
     try:
-        descriptor = os.open(file.path, os.O_RDONLY)
+        descriptor = open_regular(file.path)
         try:
             for row in rows:
                 start, length = int(file.starts[row]), int(file.lengths[row])

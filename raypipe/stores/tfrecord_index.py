@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.local_file import open_regular
 
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 HEADER_BYTES, CRC_BYTES = _LENGTH.size + _CRC.size, _CRC.size
@@ -51,7 +52,7 @@ def scan(path: str) -> Records:
         StoreError: it cannot be read, is compressed, damaged or truncated, or google-crc32c is missing.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}; check the path") from error
     try:

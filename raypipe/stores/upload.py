@@ -17,7 +17,7 @@ import pyarrow.fs
 
 from raypipe.errors import StoreError
 from raypipe.filesystem import check_bucket, explained, join, open_filesystem, split
-from raypipe.local_cache import cache_folder
+from raypipe.local_cache import cache_folder, make_cache_folder
 from raypipe.shard_folder import digest_of_file
 from raypipe.stores.remote import MANIFEST, Listed, is_complete, names_in, write_manifest
 
@@ -40,8 +40,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
     _check_free(dst, overwrite)
     suffix = Path(split(dst)[1]).suffix
     with explained(StoreError, f"{cache_folder()} cannot be written to"):
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="ingest-", dir=cache_folder()))
+        folder = Path(tempfile.mkdtemp(prefix="ingest-", dir=make_cache_folder()))
     try:
         path = folder / f"store{suffix}"
         yield path

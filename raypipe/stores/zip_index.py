@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
+from raypipe.local_file import open_regular
 from raypipe.stores.checks import MAX_SAMPLE_BYTES
 from raypipe.stores.members import Members, is_image
 
@@ -36,7 +37,7 @@ def scan(path: Path, name: str) -> Members:
             another method than deflate.
     """
     try:
-        with _DirectoryReader(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
+        with _DirectoryReader(io.FileIO(path, opener=open_regular)) as file, zipfile.ZipFile(file) as archive:
             infos, num_bytes = archive.infolist(), os.fstat(file.fileno()).st_size
     except Exception as error:  # zipfile lets half a dozen types through on bad directories
         reason = f"{type(error).__name__}: {error!s:.500}; it is truncated or no zip: copy it again"
@@ -49,14 +50,14 @@ def scan(path: Path, name: str) -> Members:
         if is_folder or stat.S_ISLNK(info.external_attr >> 16) or not is_image(PurePosixPath(key)):
             continue
         if info.flag_bits & _ENCRYPTED:
-            raise StoreError(f"{name}: {key} is encrypted, which is not read: make the zip without a password")
+            raise StoreError(f"{name}: {key!r} is encrypted, which is not read: make the zip without a password")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise StoreError(
-                f"{name}: {key} is compressed by method {info.compress_type}; stored and deflated members are "
+                f"{name}: {key!r} is compressed by method {info.compress_type}; stored and deflated members are "
                 "read: make the zip anew (zip -0)"
             )
         if not 0 <= info.header_offset <= num_bytes - _LOCAL_HEADER.size - info.compress_size:
-            raise StoreError(f"{name}: {key} would end behind the zip's end: it is truncated, copy it again")
+            raise StoreError(f"{name}: {key!r} would end behind the zip's end: it is truncated, copy it again")
         # Of a size beyond all limits only that is kept: it may have 64 bits.
         size = min(info.file_size, MAX_SAMPLE_BYTES + 1)
         images[key] = (info.header_offset, size, info.CRC, info.compress_size, info.compress_type)

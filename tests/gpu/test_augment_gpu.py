@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from waiting import waiting_is_an_error
 
 from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig, TrainConfig
@@ -36,15 +36,6 @@ def host_batches(count: int) -> Iterator[HostBatch]:
         image = rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), np.uint8)
         label, weight = rng.integers(0, 10, ROWS), np.ones(ROWS, np.float32)
         yield HostBatch(MicroBatchId("train", 0, number, 0), image, label, weight, np.arange(ROWS), 0)
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def run(augment: DeviceAugment, device: torch.device, seed: int) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from waiting import waiting_is_an_error
 
 from raypipe.plan import MicroBatchId
 from raypipe.prefetcher import DevicePrefetcher, HostBatch, prefetch
@@ -99,7 +100,6 @@ def test_a_batch_that_is_kept_outlasts_an_iteration_left_early() -> None:
     assert (seen == 1).all()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_steady_state_neither_waits_nor_allocates() -> None:
     batches = iter(DevicePrefetcher(host_batches(60), CUDA, lambda at: at.step, depth=2))
     total = torch.zeros(64, 64, dtype=torch.int64, device=CUDA)
@@ -116,12 +116,9 @@ def test_steady_state_neither_waits_nor_allocates() -> None:
         use(next(batches))
     torch.cuda.synchronize()
     before = num_allocations()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(40):
             use(next(batches))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert num_allocations() == before
     assert len(pointers) == 3
     assert (total == sum(range(50))).all()

@@ -41,3 +41,11 @@ def test_the_second_of_two_writers_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="another process is writing"), new_path(tmp_path / "x.lmdb", False):
             pass
     assert (tmp_path / "x.lmdb").read_bytes() == b"first"
+
+
+def test_a_link_in_the_place_of_its_lock_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"content")
+    (tmp_path / ".x.lmdb.lock").symlink_to("precious")
+    with pytest.raises(StoreError, match=r"cannot be written to: \.x\.lmdb\.lock: it is a link"):
+        write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None)
+    assert (tmp_path / "precious").read_bytes() == b"content"

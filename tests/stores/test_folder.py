@@ -63,12 +63,42 @@ def test_links(tmp_path: Path) -> None:
     (root / "a" / "3.png").symlink_to(outside / "absent.png")
     (root / "a" / "loop").symlink_to(root)
     (root / "b").symlink_to(outside / "more")
-    os.mkfifo(root / "a" / "pipe.png")
     assert store.classes == ("a", "b")
     batch = store.read(np.arange(len(store)))
-    # The loop is walked until it comes back to a folder that it is inside of.
+    # Of the loop what is not in the class yet.
     assert batch["image"] == [b"a/1.png", b"x.png", None, b"more/y.png", b"more/y.png"]
     assert batch["label"].tolist() == [0, 0, 0, 0, 1]
+
+
+def test_links_in_a_lattice_or_a_ring_bring_each_folder_once(tmp_path: Path) -> None:
+    for level in range(20):  # 2^20 paths lead to the last
+        (tmp_path / f"level{level}").mkdir()
+        for name in "xy":
+            (tmp_path / f"level{level}" / name).symlink_to(tmp_path / f"level{level + 1}")
+    make(tmp_path, "level20/1.png")
+    root = tmp_path / "root"
+    for name in "abcdefghijkl":  # 12! paths
+        (root / name).mkdir(parents=True)
+        for other in set("abcdefghijkl") - {name}:
+            (root / name / other).symlink_to(root / other)
+    (root / "lattice").symlink_to(tmp_path / "level0")
+    store = make(root, "a/1.png")
+    batch = store.read(np.arange(len(store)))
+    assert batch["image"] == [b"a/1.png"] * 12 + [b"level20/1.png"]
+    assert batch["label"].tolist() == [*range(13)]
+
+
+def test_folders_that_are_nested_very_deep(tmp_path: Path) -> None:
+    folder = f"{tmp_path}/a"
+    for _ in range(1200):
+        Path(folder).mkdir()
+        folder += "/b"
+    try:
+        (Path(folder).parent / "1.png").write_bytes(b"x")
+        assert FolderStore(tmp_path).read(np.arange(1))["image"] == [b"x"]
+    finally:  # pytest could not
+        (Path(folder).parent / "1.png").unlink()
+        os.removedirs(Path(folder).parent)
 
 
 def test_vanished_file_is_a_missing_sample(tmp_path: Path) -> None:

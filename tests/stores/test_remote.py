@@ -349,3 +349,18 @@ def test_a_shard_of_another_size_than_it_was_written_with(bucket: str, tmp_path:
 def test_a_bucket_that_is_not_there_is_told_before_anything_is_written(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no bucket no-such"), new_remote("s3://no-such/x.lmdb", False):
         raise AssertionError
+
+
+@pytest.mark.parametrize("suffix", ["lmdb", "tar"])
+def test_a_shard_of_other_content_than_it_was_written_with(suffix: str, bucket: str, tmp_path: Path) -> None:
+    address = f"{bucket}/x.{suffix}"
+    upload(tmp_path, address)
+    shard = list_shards(address, f".{suffix}")[0]
+    filesystem, path = open_filesystem(shard.address)
+    with filesystem.open_input_file(path) as source:
+        content = bytearray(source.read())
+    content[content.index(IMAGES[1]) + 100] ^= 1
+    with filesystem.open_output_stream(path) as target:
+        target.write(content)
+    with pytest.raises(StoreError, match=rf"has the checksum \w+, and was written with {shard.digest}"):
+        open_store(address).read(np.arange(2))

@@ -1,0 +1,232 @@
+"""What encoded images declare, held against the limits before a decoder allocates or works for it.
+
+    jpeg_size      JPEG, of which libjpeg-turbo reads the header     scans, and coefficients that are kept for them
+    plain_size     PNG and WebP without extras, which cv2 decodes
+    open_pillow    whatever Pillow is to decode                      canvases, strips and tiles, copies
+
+All that decodes, or asks for a size, comes by one of the three. None of them allocates pixels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import simplejpeg
+
+from raypipe.errors import SampleError
+
+MAX_DECODE_BYTES = 1 << 30
+"""What the decoding of one image may take at a time, the pixels that come out included."""
+MAX_PIXELS = MAX_DECODE_BYTES // 6
+"""178,956,970, as Pillow has it: 0.5 GiB as RGB, of which cv2 holds two copies. What takes more has fewer."""
+MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
+"""Pixels times scans of a JPEG, of which a core does 1.5 to 7 thousand million in a second. Encoders write about
+10 scans; of photos of 12 MP 238 are read."""
+
+_MAGIC = {
+    "JPEG": (b"\xff\xd8\xff",),
+    "PNG": (b"\x89PNG\r\n\x1a\n",),
+    "GIF": (b"GIF87a", b"GIF89a"),
+    "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    "BMP": (b"BM",),
+}
+# Of a JPEG: not stuffing, fill bytes or restarts, as libjpeg looks for the next one.
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
+_TEM, _EOI, _SOS = 0x01, 0xD9, 0xDA
+_SCAN_BYTES = 10  # of the shortest scan: its header
+# Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame; and the
+# most that a JPEG takes, CMYK in several scans.
+_WEBP_BYTES, _MOST_JPEG_BYTES = 19, 15
+_TILE_WIDTH, _TILE_LENGTH, _ROWS_PER_STRIP, _BITS, _SAMPLES, _PHOTOMETRIC = 322, 323, 278, 258, 277, 262  # TIFF
+_YCBCR = 6
+
+
+def image_kind(data: bytes) -> str | None:
+    """JPEG, PNG, WebP, GIF, TIFF or BMP, by the magic number; None = none of them."""
+    if data.startswith(b"RIFF"):
+        return "WebP" if data[8:12] == b"WEBP" else None
+    return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
+
+
+def check_size(width: int, height: int, max_pixels: int, num_bytes: int = 0) -> None:
+    """Raise SampleError above `max_pixels`, or if decoding takes more than MAX_DECODE_BYTES."""
+    if width * height > max_pixels:
+        raise SampleError(f"declares {width}x{height} pixels, limit is {max_pixels}")
+    if num_bytes > MAX_DECODE_BYTES:
+        raise SampleError(
+            f"declares {width}x{height} pixels in a form that takes {num_bytes >> 20} MiB to decode, limit is "
+            f"{MAX_DECODE_BYTES >> 20}: store it smaller, or as a baseline JPEG"
+        )
+
+
+def jpeg_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
+    """(height, width) of a JPEG within the limits; None where simplejpeg cannot tell: Pillow has the last word.
+
+    Raises:
+        SampleError: it is over a limit.
+    """
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+    except Exception:  # ValueError of damage, KeyError of a rare subsampling, such as 4:4:1
+        return None
+    _check_jpeg(data, width, height, max_pixels, 3)
+    return height, width
+
+
+def _check_jpeg(data: bytes, width: int, height: int, max_pixels: int, pixel_bytes: int) -> None:
+    """The limits of a JPEG, `pixel_bytes` of each of whose pixels are held in any case.
+
+    libjpeg keeps the coefficients of all components if there are several scans, and goes through them for each.
+    """
+    num_pixels = width * height
+    check_size(width, height, max_pixels)
+    most_scans = MAX_SCANNED_PIXELS // max(1, num_pixels)
+    if len(data) // _SCAN_BYTES <= most_scans and num_pixels * _MOST_JPEG_BYTES <= MAX_DECODE_BYTES:
+        return  # nearly all, in no time
+    num_components, num_scans, is_progressive = 0, 0, False
+    for marker, body in _jpeg_segments(data):
+        if marker in _FRAMES:
+            num_components, is_progressive = min(4, *body[5:6], 4), marker in _PROGRESSIVE
+        elif marker == _SOS:
+            if not num_scans:
+                has_one = not is_progressive and body[:1] == bytes([num_components])
+                kept = (4 if num_components == 4 else 0) + (0 if has_one else 2 * num_components)
+                check_size(width, height, max_pixels, num_pixels * (pixel_bytes + kept))
+                if has_one:  # libjpeg refuses a second one
+                    return
+            num_scans += 1
+            if num_scans > most_scans:
+                raise SampleError(
+                    f"a JPEG of {width}x{height} pixels in more than {most_scans} scans, the limit for its size: "
+                    "store it as a baseline JPEG"
+                )
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the marker and the body of each segment, up to the image's end."""
+    at = 2
+    while found := _MARKER.search(data, at):
+        at = found.end()
+        marker = data[at - 1]
+        if marker == _EOI:
+            return
+        if marker != _TEM:
+            end = at + max(2, int.from_bytes(data[at : at + 2], "big"))
+            yield marker, data[at + 2 : end]
+            at = end
+
+
+def plain_size(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
+    """(height, width) of a PNG or WebP that cv2 reads as Pillow does; None for any other, and other kinds.
+
+    Raises:
+        SampleError: it is over a limit.
+    """
+    size = _webp_size(data, max_pixels) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
+    if size is not None:
+        check_size(size[1], size[0], max_pixels)
+    return size
+
+
+def _plain_png_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of an undamaged PNG that cv2 reads as Pillow does: 8-bit grey or RGB, no extras.
+
+    The checksums are compared here because libpng would write its complaint to stderr, and because cv2
+    returns what it has when the rest is missing.
+    """
+    if data[12:16] != b"IHDR" or data[24:26] not in (b"\x08\x00", b"\x08\x02"):
+        return None
+    at, kind = 8, b""
+    while kind != b"IEND":
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        end = at + 8 + length
+        if kind not in (b"IHDR", b"IDAT", b"IEND") or end + 4 > len(data):
+            return None
+        if zlib.crc32(memoryview(data)[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            return None
+        at = end + 4
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    return (height, width) if width and height else None
+
+
+def _webp_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
+    """(height, width) of a complete lossy WebP without extras; None for any other.
+
+    Raises:
+        SampleError: it, or any other, is over a limit: Pillow allocates the canvas before it tells its size.
+    """
+    width = height = 0  # of a chunk that no WebP starts with
+    is_plain = False
+    if data[12:16] == b"VP8X":  # alpha, animation or metadata
+        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+    elif data[12:16] == b"VP8L":  # lossless
+        bits = int.from_bytes(data[21:25], "little")
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif data[12:16] == b"VP8 ":  # lossy: 14 bits of size, 2 bits of a scale that decoders ignore
+        width, height = (int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (26, 28))
+        riff_length, chunk_length = (int.from_bytes(data[at : at + 4], "little") for at in (4, 16))
+        is_whole = len(data) >= riff_length + 8 and riff_length >= chunk_length + 12
+        is_plain = is_whole and data[23:26] == b"\x9d\x01\x2a"
+    check_size(width, height, max_pixels, 0 if is_plain else width * height * _WEBP_BYTES)
+    return (height, width) if is_plain else None
+
+
+def open_pillow(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> Any:
+    """Pillow's image, not yet decoded. Its plugin is called by name: `Image.open` would judge the size first.
+
+    Raises:
+        SampleError: it is over a limit.
+        Exception: Pillow's plugins raise a dozen types on bad bytes.
+    """
+    if kind == "WebP":
+        _webp_size(data, max_pixels)
+    if kind == "TIFF":
+        _check_tags(data)
+    name = kind if kind == "WebP" else kind.capitalize()
+    plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
+    image = getattr(plugin, f"{name}ImageFile")(io.BytesIO(data))
+    width, height = image.size
+    pixel_bytes = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
+    if kind == "JPEG":
+        _check_jpeg(data, width, height, max_pixels, pixel_bytes + 3)
+    elif kind != "WebP":
+        # Turning upright copies it; conversion adds 3 bytes of RGB for each pixel.
+        extra = max(width * height * max(pixel_bytes, 3), _tiff_buffer_bytes(image) if kind == "TIFF" else 0)
+        check_size(width, height, max_pixels, width * height * pixel_bytes + extra)
+    return image
+
+
+def _tiff_buffer_bytes(image: Any) -> int:
+    """What libtiff unpacks at a time: a tile, which may be far larger than its image, or a strip."""
+
+    def number(tag: int, default: int) -> int:
+        value = image.tag_v2.get(tag, default)
+        most = max(value) if isinstance(value, tuple) else value
+        if not isinstance(most, int):
+            raise TypeError(f"tag {tag} is {most!r}")
+        return most
+
+    width, height = image.size
+    num_pixels = number(_TILE_WIDTH, 0) * number(_TILE_LENGTH, 0)
+    num_pixels = num_pixels or width * min(height, number(_ROWS_PER_STRIP, height))
+    as_rgba = 4 if number(_PHOTOMETRIC, 0) == _YCBCR else 0
+    return num_pixels * (-(-number(_BITS, 1) * number(_SAMPLES, 1) // 8) + as_rgba)
+
+
+def _check_tags(data: bytes) -> None:
+    """Raise ValueError for a TIFF that has a tag twice: of two sizes Pillow reads the last, libtiff the first."""
+    order: Any = "little" if data[:1] == b"I" else "big"
+    start, num_bytes, entry_bytes = (8, 8, 20) if 43 in data[2:4] else (4, 2, 12)
+    at = int.from_bytes(data[start : start + (num_bytes if start == 8 else 4)], order)
+    num = min(int.from_bytes(data[at : at + num_bytes], order), len(data) // entry_bytes)
+    first = at + num_bytes
+    tags = [data[one : one + 2] for one in range(first, first + num * entry_bytes, entry_bytes)]
+    if len(set(tags)) < len(tags):
+        raise ValueError("a tag stands there twice")

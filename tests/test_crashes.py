@@ -1,0 +1,190 @@
+"""The long proof that no crash costs a run more than what came after its last whole checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_head import LocalHead
+from test_checkpoints import DAMAGE, newest
+
+from raypipe.config import PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.launch import train
+from raypipe.plan import PlanConfig
+from raypipe.runlog import request_stop
+
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]
+
+KILLS = 30
+# A run in a process of its own, which goes on with what is there.
+RUN = """
+import dataclasses, json, sys
+from pathlib import Path
+from test_crashes import a_run
+from raypipe.launch import train
+
+folder, train_store, val_store, epochs, failures = sys.argv[1:]
+run = a_run(Path(folder), Path(train_store), Path(val_store), int(epochs))
+run = dataclasses.replace(run, name="killed", train=dataclasses.replace(run.train, max_failures=int(failures)))
+if (Path(folder) / "killed" / "config.yaml").exists():
+    run = dataclasses.replace(run, resume=f"{folder}/killed")
+print(json.dumps(train(run)))
+"""
+
+
+def a_run(runs: Path, train_store: Path, val_store: Path, epochs: int) -> RunConfig:
+    return RunConfig(
+        store=StoreConfig(str(train_store), str(val_store)),
+        plan=PlanConfig(epochs=epochs, micro_batch=6, per_step=2, seed=1),
+        transform=TransformConfig(train="small", val="resize", size=12),
+        pool=PoolConfig(max_actors=1),
+        train=TrainConfig(
+            model="small",
+            optimizer="adamw",
+            lr=0.003,
+            workers=1,
+            cpus_per_worker=1.0,
+            log_every=1,
+            checkpoint_every=1,
+        ),
+        runs=str(runs),
+    )
+
+
+def final_model(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(newest(folder) / "state.pt", weights_only=True)["model"]
+
+
+def assert_equal_models(one: Path, other: Path) -> None:
+    expected, found = final_model(one), final_model(other)
+    assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def trainers_of(driver: int) -> list[int]:
+    """Ray Train's workers of this machine whose job a driver leads; no test beside this one has any."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::") and b"RayTrainWorker" in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.timeout(1800)
+def test_a_run_that_was_killed_30_times_while_it_wrote_checkpoints_ends_with_the_weights_of_an_unbroken_one(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    moments, killed, epochs = random.Random(3), {"driver": 0, "trainer": 0}, 12
+    folder = tmp_path / "killed"
+
+    def whole() -> int:
+        return max(
+            (
+                int(p.parent.name.split("_")[1]) * 1000 + int(p.parent.name.split("_")[2])
+                for p in folder.glob("checkpoint_*/checkpoint.json")
+            ),
+            default=-1,
+        )
+
+    with LocalHead(3, {"RAYPIPE_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}) as head:
+        environment = {**head.environment, "RAY_ADDRESS": f"{head.gcs_address}"}
+
+        def start(failures: int = 0) -> subprocess.Popen[str]:
+            arguments = [str(tmp_path), str(stores["train"]), str(stores["val"]), str(epochs), str(failures)]
+            return subprocess.Popen(
+                [sys.executable, "-c", RUN, *arguments],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+
+        while sum(killed.values()) < KILLS:
+            driver = start()
+            output: list[str] = []
+            reading = threading.Thread(target=lambda d=driver, o=output: o.extend(d.stdout), daemon=True)  # type: ignore[misc]
+            reading.start()
+            seen = whole()
+            for _ in range(moments.choice((1, 1, 2))):
+                while whole() == seen and driver.poll() is None:
+                    time.sleep(0.001)
+                seen = whole()
+            assert driver.poll() is None, (sum(killed.values()), "".join(output)[-3000:])
+            time.sleep(moments.uniform(0, 0.15))  # a step and its checkpoint take about so long
+            victim = moments.choice(("driver", "trainer"))
+            trainers = trainers_of(driver.pid)
+            os.kill(driver.pid if victim == "driver" else trainers[0], signal.SIGKILL)
+            killed[victim] += 1
+            driver.wait(120)
+            reading.join(10)
+            print(f"kill {sum(killed.values())}: {victim} at {seen}", flush=True)
+        last = start()
+        shown = last.communicate(timeout=400)[0]
+        assert last.returncode == 0, shown[-3000:]
+        result = json.loads(shown.splitlines()[-1])
+        unbroken = start_unbroken(environment, tmp_path, stores, epochs)
+    assert min(killed.values()) > 3 and result["steps"] == unbroken["steps"]
+    assert_equal_models(Path(unbroken["run_dir"]), folder)
+
+
+def start_unbroken(
+    environment: dict[str, str], tmp_path: Path, stores: dict[str, Path], epochs: int
+) -> dict[str, Any]:
+    arguments = [str(tmp_path / "unbroken"), str(stores["train"]), str(stores["val"]), str(epochs), "0"]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *arguments],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=400,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def halves(
+    stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, ray_cluster: None
+) -> tuple[RunConfig, Path, Path]:
+    """A run, its folder when it has been trained to its end, and one when it was stopped half-way."""
+    runs = tmp_path_factory.mktemp("runs")
+    run = a_run(runs, stores["train"], stores["val"], 2)
+    train(dataclasses.replace(run, name="whole"))
+
+    def stop() -> None:
+        while len(list((runs / "half").glob("checkpoint_0000_*/checkpoint.json"))) < 2:
+            time.sleep(0.01)
+        request_stop((runs / "half").as_uri())
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    assert train(dataclasses.replace(run, name="half"))["stopped"]
+    stopping.join()
+    return run, runs / "whole", runs / "half"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_an_unbroken_one(
+    damage: str, halves: tuple[RunConfig, Path, Path], tmp_path: Path
+) -> None:
+    run, whole, half = halves
+    shutil.copytree(half, tmp_path / "half")
+    DAMAGE[damage][0](newest(tmp_path / "half"))
+    (tmp_path / "half" / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_resu')
+    train(dataclasses.replace(run, resume=str(tmp_path / "half")))
+    assert_equal_models(whole, tmp_path / "half")

@@ -152,7 +152,8 @@ class TransformWorker:
         else:
             wanted = indices.copy()
             wanted[list(kept)] = PADDING
-            wanted[[index in attempt.bad for index in indices.tolist()]] = PADDING
+            if attempt.bad:  # it would not come back
+                wanted[np.isin(indices, list(attempt.bad))] = PADDING
             samples, labels = read_samples(self._stores[at.split], wanted, self._targets)
             for position, decoded in kept.items():
                 labels[position] = decoded.label

@@ -28,7 +28,7 @@ LAYERS = [
     {"lookup", "stores.base", "stores.checks", "stores.record", "stores.splits", "whole_file", "remote_file"},
     {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
     {"digest_file", "shard_folder", "stores.remote", "stores.members", "stores.example", "transform_steps"},
-    {"stores.webdataset", "stores.zip_index", "stores.file_list"},
+    {"stores.webdataset", "stores.zip_index", "stores.file_list", "stores.parquet_pages"},
     {"stores.tar_index", "stores.tar_writer"},
     {"download"},
     {"local_cache", "stores.lmdb_pages"},

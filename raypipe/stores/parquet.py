@@ -164,12 +164,12 @@ class _Opened:
                 reader = pq.ParquetFile(bytes_of, metadata=place.metadata, read_dictionary=in_dictionaries)
                 # One thread: a reader inside an actor has the CPUs of that actor and no more.
                 table = reader.read_row_group(place.row_group, columns=leaves, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             reason = " ".join(str(error).split())  # pyarrow's have several lines
             raise StoreError(
                 f"{place.path}, row group {place.row_group}, cannot be read: {reason}; copy or ingest it again"
             ) from error
-        except ValueError as error:  # before anything was unpacked
+        except StoreError as error:  # over a limit
             raise StoreError(f"{place.path}, row group {place.row_group}: {error}") from error
         num_rows = place.metadata.row_group(place.row_group).num_rows
         if table.num_rows != num_rows:

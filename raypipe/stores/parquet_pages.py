@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raypipe.errors import StoreError
 from raypipe.stores.wire import varint
 
 MAX_GROUP_BYTES = 1 << 30
@@ -39,7 +40,8 @@ def bounded(
     """What pyarrow may read columns of a row group from, and which of them it has to leave in dictionaries.
 
     Raises:
-        ValueError: they would take more than MAX_GROUP_BYTES, or a page's header is damaged.
+        StoreError: they would take more than MAX_GROUP_BYTES.
+        ValueError: a page's header is damaged.
     """
     group, starts = metadata.row_group(row_group), tuple(f"{leaf}." for leaf in leaves)
     chunks = [
@@ -58,7 +60,7 @@ def bounded(
 
 def _check(num_bytes: int, state: str) -> None:
     if num_bytes > MAX_GROUP_BYTES:
-        raise ValueError(
+        raise StoreError(
             f"its columns may take {num_bytes:,} bytes {state}, limit is {MAX_GROUP_BYTES:,}: write smaller row "
             "groups, such as pyarrow.parquet.write_table(…, row_group_size=1000)"
         )
@@ -220,7 +222,7 @@ def _skip(data: memoryview, at: int, kind: int, depth: int) -> int:
 
 def _byte(data: memoryview, at: int) -> int:
     if at >= len(data):
-        raise ValueError("it ends within a page's header; copy or ingest it again")
+        raise ValueError("it ends within a page's header")
     return data[at]
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
 
@@ -66,3 +69,39 @@ def tiled_tiff(side: int, tile: int, twice: bool = False) -> bytes:
     start = 8 + 2 + 12 * len(entries) + 4
     packed = b"".join(struct.pack("<HHII", tag, 4, 1, start if tag == 324 else value) for tag, value in entries)
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + packed + bytes(4) + bytes(data)
+
+
+def parquet(path: Path, kind: str, size: int, num: int) -> None:
+    """One row group of `num` batches: of an image of `size` zeros each, stored or in a dictionary, or of labels.
+
+    Args:
+        kind: "values", "dictionary" (a thousand times), "lists" (of the same), or "labels", `size` of them.
+    """
+    image = pa.array([bytes(size)], pa.binary())
+    if kind == "values":
+        batch = pa.record_batch({"image": image, "label": [0]})
+    elif kind == "labels":
+        rows = pa.array([b""] * size, pa.binary())
+        batch = pa.record_batch({"image": rows, "label": zeros(size)})
+    else:
+        repeated = pa.DictionaryArray.from_arrays(zeros(1000, pa.int32()), image)
+        if kind == "lists":
+            lists = pa.ListArray.from_arrays(pa.array([0, 1000], pa.int32()), repeated)
+            batch = pa.record_batch({"image": pa.array([b"x"]), "label": [0], "names": lists})
+        else:
+            batch = pa.record_batch({"image": repeated, "label": zeros(1000)})
+    pq.write_table(
+        pa.Table.from_batches([batch] * num),
+        path,
+        row_group_size=1 << 30,
+        compression="zstd",
+        use_dictionary=kind != "values",
+        dictionary_pagesize_limit=1 << 30,
+        write_statistics=False,
+        store_schema=False,  # with it a dictionary stays one
+    )
+
+
+def zeros(num: int, kind: pa.DataType | None = None) -> pa.Array:
+    kind = kind or pa.int64()
+    return pa.Array.from_buffers(kind, num, [None, pa.py_buffer(bytes(num * kind.bit_width // 8))])

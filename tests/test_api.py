@@ -37,7 +37,7 @@ LAYERS = [
     },
     {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
     {"digest_file", "shard_folder", "stores.remote", "stores.members", "stores.example", "transform_steps"},
-    {"stores.webdataset", "stores.zip_index", "stores.file_list"},
+    {"stores.webdataset", "stores.zip_index", "stores.file_list", "stores.parquet_pages"},
     {"stores.tar_index", "stores.tar_writer"},
     {"download"},
     {"local_cache", "stores.lmdb_pages"},

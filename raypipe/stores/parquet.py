@@ -23,8 +23,9 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.filesystem import open_input
 from raypipe.stores.base import Columns
-from raypipe.stores.checks import check_columns, check_indices
+from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices
 from raypipe.stores.parquet_files import Dataset, open_dataset
+from raypipe.stores.parquet_pages import bounded
 from raypipe.stores.parquet_writer import ParquetWriter
 
 __all__ = ["ParquetStore", "ParquetWriter"]
@@ -167,14 +168,17 @@ class _Opened:
         leaves = [f"{f.name}.bytes" if _is_hf_image(name, f) else f.name for name, f in fields.items()]
         try:
             with open_input(self.dataset.filesystem, place.path) as file:
-                reader = pq.ParquetFile(file, metadata=place.metadata, pre_buffer=self.dataset.is_remote)
+                bytes_of, in_dictionaries = bounded(file, place.metadata, place.row_group, leaves)
+                reader = pq.ParquetFile(bytes_of, metadata=place.metadata, read_dictionary=in_dictionaries)
                 # One thread: a reader inside an actor has the CPUs of that actor and no more.
                 table = reader.read_row_group(place.row_group, columns=leaves, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             reason = " ".join(str(error).split())  # pyarrow's have several lines
             raise StoreError(
                 f"{place.path}, row group {place.row_group}, cannot be read: {reason}; copy or ingest it again"
             ) from error
+        except StoreError as error:  # over a limit
+            raise StoreError(f"{place.path}, row group {place.row_group}: {error}") from error
         num_rows = place.metadata.row_group(place.row_group).num_rows
         if table.num_rows != num_rows:
             raise StoreError(
@@ -210,11 +214,24 @@ def _take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str)
 
 
 def _python_value(scalar: pa.Scalar) -> Any:
-    """Return the value; None for text that is no UTF-8, as from a damaged record."""
+    """Return the value; None for text that is no UTF-8, as from a damaged record, and for a list over 1 GiB."""
+    if isinstance(scalar, pa.ListScalar | pa.LargeListScalar) and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES:
+        return None
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
         return None
+
+
+def _num_bytes_of(values: pa.Array | None) -> int:
+    """The most that values may take in Python, where each of a dictionary's may be all that is in it."""
+    if values is None:
+        return 0
+    if pa.types.is_nested(values.type):
+        return sum(map(_num_bytes_of, values.flatten() if pa.types.is_struct(values.type) else [values.flatten()]))
+    if pa.types.is_dictionary(values.type):
+        return len(values) * values.dictionary.nbytes
+    return values.nbytes
 
 
 def _join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:

@@ -37,7 +37,7 @@ class Dataset:
     """Parquet files of one schema, as one sequence of row groups.
 
     Attributes:
-        filesystem, is_remote: where the files are.
+        filesystem: where the files are.
         columns: name in the store → field in the files; `image` and `label` first.
         classes: class names from the label's Hugging Face feature, None without one.
         groups: all row groups that have rows, in order.
@@ -46,7 +46,6 @@ class Dataset:
     """
 
     filesystem: pafs.FileSystem
-    is_remote: bool
     columns: dict[str, pa.Field]
     classes: tuple[str, ...] | None
     groups: list[Group]
@@ -94,7 +93,6 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
         digest.update(repr((image_column, label_column)).encode())
     return Dataset(
         filesystem=filesystem,
-        is_remote=is_remote(address),
         columns=_columns(paths[0], schema, image_column, label_column),
         classes=classes,
         groups=groups,

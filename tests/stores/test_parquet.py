@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import bombs
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -345,3 +350,64 @@ def test_writer_leaves_images_as_they_are(tmp_path: Path) -> None:
     features = json.loads(metadata.metadata[b"huggingface"])["info"]["features"]
     assert features["label"] == {"names": ["a", "b"], "_type": "ClassLabel"}
     assert ParquetStore(path).classes == ("a", "b")
+
+
+READ = """
+import json, resource, sys
+import numpy as np
+from raypipe.errors import StoreError
+from raypipe.stores.parquet import ParquetStore
+
+store = ParquetStore(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    values = store.read(np.array([0]), store.columns)
+    found = {name: None if values[name][0] is None else len(np.atleast_1d(values[name])) for name in values}
+except StoreError as error:
+    found = str(error)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"found": found, "mib": (peak - before) / 1024}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "num", "found"),
+    [
+        ("values", 1 << 26, 17, "row group 0: .* 1,[0-9,]* bytes unpacked, limit is 1,073,741,824"),
+        ("values", 1 << 20, 20, {"image": 1, "label": 1}),
+        ("dictionary", 1 << 22, 20, {"image": 1, "label": 1}),  # 84 GB, if it were written out
+        ("lists", 1 << 22, 20, {"image": 1, "label": 1, "names": None}),  # 4 GB in one row
+        ("labels", 1 << 20, 60, "row group 0: .* unpacked, limit is"),
+    ],
+)
+def test_a_row_group_is_unpacked_within_its_limit_or_not_at_all(
+    tmp_path: Path, kind: str, size: int, num: int, found: Any
+) -> None:
+    path = tmp_path / "bomb.parquet"
+    bombs.parquet(path, kind, size, num)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # noqa: E731
+    command = [sys.executable, "-c", READ, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=100, check=True)
+    read = json.loads(done.stdout)
+    assert re.search(found, read["found"]) if isinstance(found, str) else read["found"] == found
+    assert read["mib"] < 200
+
+
+def test_pages_that_lie_about_their_size_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "lie.parquet"
+    bombs.parquet(path, "values", 1 << 26, 1)
+    data = path.read_bytes()
+    size = _varint((1 << 26) + 10)  # with levels, and the length in front of the value
+    assert data.count(size) == 1
+    for lie in ((1 << 27) - 1, (1 << 26) - 1):
+        path.write_bytes(data.replace(size, _varint(lie)))
+        with pytest.raises(StoreError, match="cannot be read"):  # as pyarrow finds
+            ParquetStore(path).read(np.array([0]))
+
+
+def _varint(value: int) -> bytes:
+    value, coded = value << 1, bytearray()  # zigzag
+    while value > 127:
+        coded.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*coded, value])

@@ -11,11 +11,13 @@ from typing import Any
 import yaml
 
 from raypipe.checkpoints import newest_cursor, remove_unfinished
-from raypipe.cluster import Allocation, connect, preflight
+from raypipe.cluster import Allocation, connect, reserved
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.digits import digits_stores
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError
+from raypipe.failures import cause_of
 from raypipe.filesystem import as_uri, check_bucket, exists, explained, join, open_filesystem, split
+from raypipe.interrupts import Interrupts
 from raypipe.logs import configure_logs, progress
 from raypipe.pipeline import StreamSpec
 from raypipe.report import write_report
@@ -30,7 +32,8 @@ def train(run: RunConfig) -> dict[str, Any]:
     """Train by a configuration, on the connected cluster or on a new local one.
 
     At Ctrl-C or SIGTERM (`ray job stop`) the run ends cleanly: at the next line of progress it leaves a
-    checkpoint. A second one aborts it, as does whoever sends SIGKILL before then.
+    checkpoint. A second one aborts it, as does whoever sends SIGKILL before then. While the run starts, it ends
+    before the trainers do.
 
     Returns:
         `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
@@ -38,6 +41,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
     Raises:
         RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
+        KeyboardInterrupt: it was asked to end before its trainers were started.
     """
     run, run_uri = locate(run)
     configure_logs(run.log, run=run.name)
@@ -50,16 +54,19 @@ def train(run: RunConfig) -> dict[str, Any]:
         progress(logger, f"removed {run_uri}/{name}: it was cut off while it was written")
     if run.resume and (cursor := newest_cursor(run_uri)):
         spec.plan.check(cursor)  # before its configuration is written over, and a cluster starts trainers
-    connect(log=run.log)
-    allocation = preflight(run.pool, run.train, run.plan.per_step)
-    spec.plan.check_workers(allocation.workers)
-    spec.check_memory(allocation.max_actors, allocation.workers)
-    store_config(run, run_uri)
-    progress(logger, describe(run, spec, allocation, run_uri))
-    try:
-        result = _fit(run, spec, allocation, num_classes, run_uri)
-    finally:
-        _leave_report(run_uri)
+    with Interrupts() as interrupts:
+        connect(log=run.log)
+        interrupts.stand()
+        with reserved(run.name, run.pool, run.train, run.plan.per_step, interrupts.check) as allocation:
+            spec.plan.check_workers(allocation.workers)
+            spec.check_memory(allocation.max_actors, allocation.workers)
+            store_config(run, run_uri)
+            progress(logger, describe(run, spec, allocation, run_uri))
+            interrupts.check()
+            try:
+                result = _fit(run, spec, allocation, num_classes, run_uri, interrupts)
+            finally:
+                _leave_report(run_uri)
     return {
         "val_accuracy": result["val_accuracy"],
         "images_per_s": result["images"] / result["train_s"] if result["train_s"] else 0.0,
@@ -211,7 +218,12 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
 
 
 def _fit(
-    run: RunConfig, spec: StreamSpec, allocation: Allocation, num_classes: int, run_uri: str
+    run: RunConfig,
+    spec: StreamSpec,
+    allocation: Allocation,
+    num_classes: int,
+    run_uri: str,
+    interrupts: Interrupts,
 ) -> dict[str, Any]:
     from ray.train.v2.api import config as ray_config
 
@@ -226,6 +238,8 @@ def _fit(
     trainer = RunTrainer(
         train_loop,
         per_step=run.plan.per_step,
+        timeout_s=run.pool.stall_timeout_s,
+        interrupts=interrupts,
         on_interrupt=on_interrupt,
         train_loop_config={
             "run": run,
@@ -258,16 +272,5 @@ def _fit(
     try:
         result = trainer.fit()
     except Exception as error:
-        raise _cause(error) from error
+        raise cause_of(error) from error
     return result.metrics or {}
-
-
-def _cause(error: BaseException) -> BaseException:
-    """raypipe's own error among the failures of the workers, or the error as it is."""
-    for failure in getattr(error, "worker_failures", {}).values():
-        found: BaseException | None = failure
-        while found is not None:
-            if isinstance(found, RaypipeError):
-                return found
-            found = found.__cause__
-    return error

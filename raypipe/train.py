@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ from raypipe.runlog import RunLog, stop_requested
 logger = logging.getLogger(__name__)
 
 _STATE_FILE = "state.pt"
+_EVENTS_EVERY_S = 1.0
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -108,7 +110,8 @@ class Trainer:
             self.parallel = DistributedDataParallel(
                 self.model, broadcast_buffers=False, gradient_as_bucket_view=True
             )
-        self.run_uri, self.stopping = run_uri, False
+        self.run_uri, self.stopping, self._begun = run_uri, False, False
+        self._logging_events = threading.Lock()
         self.log = RunLog(run_uri, self.global_step) if self.rank == 0 else None
         if self.log:
             self.log.write("start", self.global_step, workers=self.world_size)
@@ -124,20 +127,49 @@ class Trainer:
 
     def epochs(self) -> Iterator[None]:
         """Train what is left; stands still after each epoch and its validation."""
-        for segment in self.feed:
-            if segment.split == "train":
-                self._train(segment)
-                if self.stopping:
-                    break
-            else:
-                self._validate(segment)
-            if segment.split == "val" or not self.plan.has_val(segment.epoch):
+        with self._events_logged():
+            self.stopping = self._asked_to_stop()  # while it started
+            for segment in () if self.stopping else self.feed:
+                if segment.split == "train":
+                    self._train(segment)
+                    if self.stopping:
+                        break
+                else:
+                    self._validate(segment)
+                if segment.split == "val" or not self.plan.has_val(segment.epoch):
+                    self._report()
+                    self._diagnose(segment)
+                    yield
+            if self.stopping:
                 self._report()
-                self._diagnose(segment)
-                yield
-        if self.stopping:
-            self._report()
         self.close()
+
+    @contextlib.contextmanager
+    def _events_logged(self) -> Iterator[None]:
+        """Within, what happens to the stream is recorded as it comes: a stream that stands still has no line of
+        progress to do so."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(_EVENTS_EVERY_S):
+                self._log_events()
+
+        thread = threading.Thread(target=watch, name="events", daemon=True)
+        if self.log:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if self.log:
+                thread.join()
+
+    def _asked_to_stop(self) -> bool:
+        """Whether the run was asked to end; all ranks meet here."""
+        asked = torch.tensor(float(self.log is not None and stop_requested(self.run_uri)), device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(asked)
+        return asked.item() > 0
 
     def close(self) -> None:
         """End the stream and the log where they stand."""
@@ -169,6 +201,8 @@ class Trainer:
             checkpoint = config.checkpoint_every and self.global_step % config.checkpoint_every == 0
             if self.global_step % config.log_every == 0 or end or checkpoint:
                 self._log_train(segment, step.number + 1, lr, meter)
+            if not self._begun:  # while it waited for its first batch
+                self._begun, self.stopping = True, self.stopping or self._asked_to_stop()
             if self.stopping:
                 return
             if checkpoint and not end:
@@ -264,11 +298,11 @@ class Trainer:
 
     def _log_events(self) -> None:
         assert self.log is not None
-        for kind, text in self.feed.events():
-            self.log.write(kind, self.global_step, text=text)
-            progress(
-                logger, f"{'mended' if kind == 'fault' else 'pool'}: {text}", step=self.global_step, kind=kind
-            )
+        with self._logging_events:
+            for kind, text in self.feed.events():
+                self.log.write(kind, self.global_step, text=text)
+                name = {"scale": "pool"}.get(kind, kind)
+                progress(logger, f"{name}: {text}", step=self.global_step, kind=kind)
 
     @torch.no_grad()
     def _validate(self, segment: SegmentFeed) -> None:

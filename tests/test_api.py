@@ -24,6 +24,7 @@ MODULES = sorted(
 # A module imports from earlier lines only.
 LAYERS = [
     {"errors", "order", "console", "logs", "jpeg_extension"},
+    {"admission", "failures", "interrupts"},
     {"cursor", "filesystem", "file_lock", "rank_group"},
     {"lookup", "stores.base", "stores.checks", "stores.record", "stores.splits", "whole_file", "remote_file"},
     {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
@@ -144,7 +145,7 @@ TORCH_BUT_NOT_RAY = {
     "ring",
     "prefetcher",
 }
-BOTH = {"handover", "rank_stream", "train"}
+BOTH = {"handover", "train"}
 
 
 def fresh(code: str) -> str:

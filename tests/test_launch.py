@@ -11,9 +11,8 @@ from raypipe.bad_list import write_bad_list
 from raypipe.cli import parse_run
 from raypipe.cluster import Allocation
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
-from raypipe.errors import ConfigError, CursorError
+from raypipe.errors import ConfigError
 from raypipe.launch import (
-    _cause,
     _check_run_folder,
     as_plain,
     describe,
@@ -134,23 +133,6 @@ def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
 def test_a_folder_that_holds_no_run_may_become_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     _check_run_folder(tmp_path.as_uri(), resume=False)
-
-
-# The cause of a failure
-
-
-def test_the_cause_is_raypipes_own_error_where_there_is_one() -> None:
-    class WorkersFailedError(Exception):
-        worker_failures: dict[int, BaseException]
-
-    own = CursorError("another plan")
-    wrapped, failed = RuntimeError("task failed"), WorkersFailedError("workers failed")
-    wrapped.__cause__ = own
-    failed.worker_failures = {0: ValueError("other"), 1: wrapped}
-    assert _cause(failed) is own
-    failed.worker_failures = {0: ValueError("other")}
-    assert _cause(failed) is failed
-    assert _cause(wrapped) is wrapped
 
 
 # Steps of a transform

@@ -3,7 +3,7 @@
 Ray Data grows a pool, and the cluster, as long as they are busy: a pool that only fills the buffer is, and a
 cluster that is busy with it gets more nodes of every type (ray#45331). Here PoolSizer decides instead. Actors that
 the cluster has no room for are pending; Ray's autoscaler adds nodes for them, and takes a node away that has had
-none for its idle time-out.
+none for its idle time-out. While another run starts, no pool grows into what it has claimed.
 
 Ray Data has no way to say so, but by what its executor calls to make its autoscalers: these are replaced, for
 executions that have our settings, in every process that reads them.
@@ -21,6 +21,7 @@ from ray.data._internal.cluster_autoscaler.rate_based_cluster_autoscaler import 
 from ray.data._internal.cluster_autoscaler.resource_utilization_gauge import RollingLogicalUtilizationGauge
 from ray.data._internal.execution import streaming_executor
 
+from raypipe.admission import claimed_by_others
 from raypipe.pool_size import PoolSizer, SizeRules
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class PoolAutoscaler(DefaultActorAutoscaler):
         )
         size = running + pending
         if decision is not None:
+            if decision.size > size and claimed_by_others()["CPU"]:
+                return ActorPoolScalingRequest.no_op()  # the next decision comes in some seconds
             self._target = decision.size
             self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")
             if decision.size > size:

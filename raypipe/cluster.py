@@ -9,13 +9,15 @@ import contextlib
 import logging
 import math
 import os
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import ray
 from ray._private.node import Node
 
+from raypipe.admission import claimed, claimed_by_others, holders
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
@@ -27,8 +29,12 @@ logger = logging.getLogger(__name__)
 LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
 """Set in the environment of all processes of a cluster that `connect` has started."""
 
-# Ray Train prints every line of a train function twice unless told not to.
-_WORKER_ENV = {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+_WORKER_ENV = {
+    # Ray Train prints every line of a train function twice unless told not to.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # It waits in silence for the room that trainers need; after so long trainer.py says so.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+}
 # On one machine Ray's own bookkeeping takes CPU from the transform: statistics of its event loops, and a
 # record of every task for the dashboard, which is not there.
 _LOCAL_ENV = {
@@ -132,24 +138,26 @@ class Resources:
 
     Attributes:
         cpus, gpus: in all nodes that run, or that the autoscaler may add.
-        free_cpus, free_gpus: of these, what no other job holds.
+        free_cpus, free_gpus: of these, what nobody holds, and no run of another job has claimed.
+        holders: the other jobs that hold or have claimed the rest, for people.
     """
 
     cpus: float
     gpus: float
     free_cpus: float
     free_gpus: float
+    holders: str = ""
 
 
 def cluster_resources() -> Resources:
     """The resources of the connected cluster, with what its autoscaler may add where it says so."""
     total, free = ray.cluster_resources(), ray.available_resources()
-    limit = autoscaler_limits()
+    limit, promised = autoscaler_limits(), claimed_by_others()
     found = {}
     for name in ("CPU", "GPU"):
         most = max(total.get(name, 0.0), float(limit.get(name, 0.0)))
-        found[name] = (most, most - (total.get(name, 0.0) - free.get(name, 0.0)))
-    return Resources(found["CPU"][0], found["GPU"][0], found["CPU"][1], found["GPU"][1])
+        found[name] = (most, most - (total.get(name, 0.0) - free.get(name, 0.0)) - promised[name])
+    return Resources(found["CPU"][0], found["GPU"][0], found["CPU"][1], found["GPU"][1], holders())
 
 
 def check_object_store(in_flight: int, micro_batch_bytes: int) -> None:
@@ -246,15 +254,16 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
             f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower {executions}"
             "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker, or add CPU nodes"
         )
+    who = f": {offer.holders}" if offer.holders else ""
     if needed > offer.free_cpus:
         raise ResourceError(
-            f"the run needs {parts}; other jobs hold all but {offer.free_cpus:g} of the cluster's "
-            f"{offer.cpus:g} CPUs. Wait for them, stop them (`ray job list`), or add CPU nodes"
+            f"the run needs {parts}; other jobs hold all but {max(0.0, offer.free_cpus):g} of the cluster's "
+            f"{offer.cpus:g} CPUs{who}. Wait for them, stop them (`ray job list`), or add CPU nodes"
         )
     if gpu and needed_workers > offer.free_gpus:
         raise ResourceError(
-            f"the run needs {needed_workers} GPUs; other jobs hold all but {offer.free_gpus:g} of {offer.gpus:g}. "
-            "Wait for them or stop them (`ray job list`), or lower train.workers"
+            f"the run needs {needed_workers} GPUs; other jobs hold all but {max(0.0, offer.free_gpus):g} of "
+            f"{offer.gpus:g}{who}. Wait for them or stop them (`ray job list`), or lower train.workers"
         )
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
@@ -268,13 +277,49 @@ def largest_divisor(number: int, limit: int) -> int:
     return max((d for d in range(1, limit + 1) if number % d == 0), default=0)
 
 
-def preflight(pool: PoolConfig, train: TrainConfig | None = None, per_step: int = 1) -> Allocation:
-    """Share out the connected cluster, see `allocate`; fails within seconds where it cannot be done."""
+def preflight(
+    pool: PoolConfig,
+    train: TrainConfig | None = None,
+    per_step: int = 1,
+    check: Callable[[], None] = lambda: None,
+) -> Allocation:
+    """Share out the connected cluster, see `allocate`; fails within seconds where it cannot be done.
+
+    Args:
+        pool, train, per_step: see `allocate`.
+        check: called while it waits; raises what ends the waiting.
+    """
     deadline = time.monotonic() + _SETTLE_S
     while True:
+        check()
         try:
             return allocate(cluster_resources(), pool, train, per_step)
         except ResourceError as error:
             if "other jobs hold" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def reserved(
+    run: str, pool: PoolConfig, train: TrainConfig, per_step: int, check: Callable[[], None]
+) -> Iterator[Allocation]:
+    """A `preflight` whose trainers and smallest pool no other run can come between, as long as this lasts.
+
+    Args:
+        run: its name.
+        pool, train, per_step, check: see `preflight`.
+    """
+    while True:
+        found = preflight(pool, train, per_step, check)
+        workers = found.min_workers or found.workers
+        cpus = workers * found.cpus_per_worker + pool.least_actors * pool.cpus_per_actor
+        with claimed(run, cpus, workers if found.gpu else 0):
+            try:  # of two that have claimed at one time, at least one sees the other
+                allocate(cluster_resources(), pool, train, per_step)
+            except ResourceError:
+                pass
+            else:
+                yield found
+                return
+        time.sleep(random.uniform(0.1, 1.0))  # both may have seen each other

@@ -178,7 +178,8 @@ class PoolConfig:
             it costs the start of a process. 0 = never.
         max_attempts: actors that one micro-batch may cost before the run ends, where no sample of it is to blame;
             readers that one row group may cost.
-        stall_timeout_s: seconds without a finished micro-batch, while there is work, after which the run ends.
+        stall_timeout_s: seconds without a finished micro-batch, while there is work, or without room for the
+            trainers, after which the run ends.
     """
 
     executions: int = 1
@@ -343,7 +344,8 @@ class TrainConfig:
         ordered_sum: add the gradients of a step in an order that does not depend on W, so that (with W a power of
             two, and a deterministic model) the weights are the same to the bit; instead of DDP, without its
             overlap. "auto" = on CPU.
-        max_failures: worker group restarts before the run gives up; -1 = no limit.
+        max_failures: restarts of the worker group after something has died, before the run gives up; -1 = no
+            limit. An error that would come again ends the run at once.
         checkpoint_every: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_every: steps between lines of progress and metrics.
         log_samples: write the sample indices of every micro-batch, in the order of the stream, to

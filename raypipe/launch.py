@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 
 from raypipe.checkpoints import find_newest, has_checkpoints, set_aside
-from raypipe.cluster import Allocation, connect, preflight
+from raypipe.cluster import Allocation, connect, reserved
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.digits import digits_stores
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError
+from raypipe.failures import cause_of
 from raypipe.filesystem import (
     as_uri,
     check_bucket,
@@ -28,6 +29,7 @@ from raypipe.filesystem import (
     open_filesystem,
     split,
 )
+from raypipe.interrupts import Interrupts
 from raypipe.lease import RunExistsError, taken
 from raypipe.logs import configure_logs, progress
 from raypipe.owner import check_owner
@@ -46,7 +48,8 @@ def train(run: RunConfig) -> dict[str, Any]:
     """Train by a configuration, on the connected cluster or on a new local one.
 
     At Ctrl-C or SIGTERM (`ray job stop`) the run ends cleanly: at the next line of progress it leaves a
-    checkpoint. A second one aborts it, as does whoever sends SIGKILL before then.
+    checkpoint. A second one aborts it, as does whoever sends SIGKILL before then. While the run starts, it ends
+    before the trainers do.
 
     Returns:
         `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
@@ -54,6 +57,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
     Raises:
         RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
+        KeyboardInterrupt: it was asked to end before its trainers were started.
     """
     with located(run) as (run, run_uri, lease):
         return _train(run, run_uri, lease)
@@ -71,20 +75,23 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         progress(logger, f"not resumed from {name}: {reason}")
     if run.resume:
         progress(logger, f"resumed from {found.checkpoint.name if found.checkpoint else 'the beginning'}")
-    connect(log=run.log)
-    allocation = preflight(run.pool, run.train, run.plan.per_step)
-    spec.plan.check_workers(allocation.workers)
-    spec.check_memory(allocation.max_actors, allocation.workers)
-    # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
-    set_aside(run_uri, found)
-    if stop_was_asked:
-        remove_stop(run_uri)
-    store_config(run, run_uri)
-    progress(logger, describe(run, spec, allocation, run_uri))
-    try:
-        result = _fit(run, spec, allocation, num_classes, run_uri, lease)
-    finally:
-        _leave_traces(run_uri)
+    with Interrupts() as interrupts:
+        connect(log=run.log)
+        interrupts.stand()
+        with reserved(run.name, run.pool, run.train, run.plan.per_step, interrupts.check) as allocation:
+            spec.plan.check_workers(allocation.workers)
+            spec.check_memory(allocation.max_actors, allocation.workers)
+            interrupts.check()
+            # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
+            set_aside(run_uri, found)
+            if stop_was_asked:
+                remove_stop(run_uri)
+            store_config(run, run_uri)
+            progress(logger, describe(run, spec, allocation, run_uri))
+            try:
+                result = _fit(run, spec, allocation, num_classes, run_uri, lease, interrupts)
+            finally:
+                _leave_traces(run_uri)
     return {
         "val_accuracy": result["val_accuracy"],
         "images_per_s": result["images"] / result["train_s"] if result["train_s"] else 0.0,
@@ -266,7 +273,13 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
 
 
 def _fit(
-    run: RunConfig, spec: StreamSpec, allocation: Allocation, num_classes: int, run_uri: str, lease: str
+    run: RunConfig,
+    spec: StreamSpec,
+    allocation: Allocation,
+    num_classes: int,
+    run_uri: str,
+    lease: str,
+    interrupts: Interrupts,
 ) -> dict[str, Any]:
     from ray.train.v2.api import config as ray_config
 
@@ -281,6 +294,8 @@ def _fit(
     trainer = RunTrainer(
         train_loop,
         per_step=run.plan.per_step,
+        timeout_s=run.pool.stall_timeout_s,
+        interrupts=interrupts,
         on_interrupt=on_interrupt,
         train_loop_config={
             "run": run,
@@ -313,18 +328,7 @@ def _fit(
     try:
         trainer.fit()
     except Exception as error:
-        raise _cause(error) from error
+        raise cause_of(error) from error
     newest = find_newest(run_uri, spec.plan.check).checkpoint
     assert newest is not None  # a run ends with one
     return newest.metrics
-
-
-def _cause(error: BaseException) -> BaseException:
-    """raypipe's own error among the failures of the workers, or the error as it is."""
-    for failure in getattr(error, "worker_failures", {}).values():
-        found: BaseException | None = failure
-        while found is not None:
-            if isinstance(found, RaypipeError):
-                return found
-            found = found.__cause__
-    return error

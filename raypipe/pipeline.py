@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray.data
 
 from raypipe import autoscaler, backpressure, inline_metadata, lean, pool_watch, relaxed, telemetry
+from raypipe.admission import free_cpus
 from raypipe.bad_list import read_bad_list
 from raypipe.cluster import check_object_store, connect, preflight
 from raypipe.config import PoolConfig, TransformConfig
@@ -176,11 +177,11 @@ class StreamSpec:
         )
 
     def initial_actors(self, group: RankGroup, max_actors: int) -> int:
-        """Transform actors that one execution begins with: as many as there is room for now.
+        """Transform actors that one execution begins with: as many as there is room for now, beside other runs.
 
         More nodes come when ranks wait.
         """
-        room = int(ray.available_resources().get("CPU", 0.0) / self.pool.cpus_per_actor + 1e-9)
+        room = int(free_cpus() / self.pool.cpus_per_actor + 1e-9)
         return min(max(group.share(room), self.pool.min_actors), self.max_actors(group, max_actors))
 
     def check_memory(self, max_actors: int, world_size: int, num_streams: int = 1) -> None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayTaskError
 
 from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig
 from raypipe.encoded import EncodedMicroBatch
 from raypipe.errors import RaypipeError, SampleError
+from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics import StageClock, StageTimes, mark
 from raypipe.plan import Cursor, MicroBatchId, Segment, Split
@@ -51,7 +51,7 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
     try:
         yield from _rows(iterator)
     except Exception as error:
-        failure = _cause(error)
+        failure = cause_of(error)
     finally:
         del iterator
         # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
@@ -91,18 +91,6 @@ def _encoded(row: dict[str, Any]) -> EncodedMicroBatch:
     return EncodedMicroBatch(
         data=row["data"][0], offsets=row["offsets"][0], crop=row["crop"][0], flip=row["flip"][0], ok=row["ok"][0]
     )
-
-
-def _cause(error: BaseException) -> BaseException:
-    """raypipe's own error under the wrappers of Ray, or the error as it is."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, RayTaskError) and isinstance(found.cause, RaypipeError):
-            return found.cause
-        if isinstance(found, RaypipeError):
-            return found
-        found = found.__cause__ or found.__context__
-    return error
 
 
 class Feed:

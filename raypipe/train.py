@@ -80,7 +80,7 @@ class Trainer:
         device: str = "",
         checkpoints: str = "",
     ) -> None:
-        self.run_uri, self.stopping = run_uri, False
+        self.run_uri, self.stopping, self._begun = run_uri, False, False
         self._lease, self._checkpoints = lease, checkpoints or run_uri
         self._check_lease()
         found = self._newest(spec)
@@ -154,7 +154,8 @@ class Trainer:
         self.close()
 
     def _epochs(self) -> Iterator[None]:
-        for segment in self.feed:
+        self.stopping = self._asked_to_stop()  # while it started
+        for segment in () if self.stopping else self.feed:
             if segment.split == "train":
                 self._train(segment)
                 if self.stopping:
@@ -167,6 +168,13 @@ class Trainer:
                 yield
         if self.stopping:
             self._report()
+
+    def _asked_to_stop(self) -> bool:
+        """Whether the run was asked to end; all ranks meet here."""
+        asked = torch.tensor(float(self.log is not None and stop_requested(self.run_uri)), device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(asked)
+        return asked.item() > 0
 
     def close(self) -> None:
         """End the stream and the log where they stand."""
@@ -199,6 +207,8 @@ class Trainer:
             checkpoint = config.checkpoint_every and self.global_step % config.checkpoint_every == 0
             if self.global_step % config.log_every == 0 or end or checkpoint:
                 self._log_train(segment, step.number + 1, lr, meter)
+            if not self._begun:  # while it waited for its first batch
+                self._begun, self.stopping = True, self.stopping or self._asked_to_stop()
             if self.stopping:
                 return
             if checkpoint and not end:
@@ -294,7 +304,7 @@ class Trainer:
         )
 
     def _log_event(self, kind: str, text: str) -> None:
-        progress(logger, f"{'mended' if kind == 'fault' else 'pool'}: {text}", step=self.global_step, kind=kind)
+        progress(logger, f"{'pool' if kind == 'scale' else kind}: {text}", step=self.global_step, kind=kind)
         if self.log:
             self.log.write(kind, self.global_step, text=text)
 

@@ -14,6 +14,7 @@ from typing import Any
 from raypipe.cluster import Resources
 from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError, ResourceError
+from raypipe.failures import cause_of
 from raypipe.filesystem import open_filesystem
 
 _ENV = {
@@ -215,7 +216,7 @@ def _outcome(result: Any, runs: list[RunConfig]) -> Outcome:
 
 def _reason(error: Exception) -> str:
     """What is wrong, without the trace of how Ray came by it."""
-    cause = getattr(error, "cause", error)
+    cause = cause_of(error)
     if isinstance(cause, RaypipeError):
         return f"{type(cause).__name__}: {cause}"
     return str(error).strip().splitlines()[-1]

@@ -24,6 +24,7 @@ MODULES = sorted(
 # A module imports from earlier lines only.
 LAYERS = [
     {"errors", "order", "console", "logs", "jpeg_extension", "local_file"},
+    {"admission", "failures", "interrupts"},
     {"cursor", "filesystem", "file_lock", "rank_group"},
     {
         "lookup",
@@ -156,7 +157,7 @@ TORCH_BUT_NOT_RAY = {
     "prefetcher",
     "streams",
 }
-BOTH = {"handover", "rank_stream", "train"}
+BOTH = {"handover", "train"}
 
 
 def fresh(code: str) -> str:

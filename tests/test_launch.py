@@ -18,7 +18,6 @@ from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig, T
 from raypipe.cursor import Cursor
 from raypipe.errors import ConfigError, CursorError
 from raypipe.launch import (
-    _cause,
     _check_run_folder,
     _leave_traces,
     as_plain,
@@ -262,23 +261,6 @@ def test_a_report_that_cannot_be_made_hides_neither_result_nor_error(
     (full_disk / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     _leave_traces(uri)
     assert "no report: TypeError" in caplog.text
-
-
-# The cause of a failure
-
-
-def test_the_cause_is_raypipes_own_error_where_there_is_one() -> None:
-    class WorkersFailedError(Exception):
-        worker_failures: dict[int, BaseException]
-
-    own = CursorError("another plan")
-    wrapped, failed = RuntimeError("task failed"), WorkersFailedError("workers failed")
-    wrapped.__cause__ = own
-    failed.worker_failures = {0: ValueError("other"), 1: wrapped}
-    assert _cause(failed) is own
-    failed.worker_failures = {0: ValueError("other")}
-    assert _cause(failed) is failed
-    assert _cause(wrapped) is wrapped
 
 
 # Steps of a transform

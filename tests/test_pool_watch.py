@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from raypipe import pool_watch
 from raypipe.config import PoolConfig, TransformConfig
@@ -13,6 +15,7 @@ from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.pool_watch import PoolWatch
 from raypipe.rank_stream import host_batches
+from raypipe.supervisor import start_supervisor
 
 
 @pytest.mark.cluster
@@ -23,12 +26,16 @@ def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
         stores["train"],
         plan=PlanConfig(micro_batch=10),
         transform=TransformConfig(train="small", size=8),
-        pool=PoolConfig(stall_timeout_s=2),
+        pool=PoolConfig(stall_timeout_s=5),
     )
+    supervisor = start_supervisor(1)
     with pytest.raises(ResourceError) as caught:
-        next(host_batches(spec.splits(spec.plan.start(), max_actors=1)[0]))
-    for part in ("the stream stands still", "for 2 s", "1 have not started", "0 CPUs free", "Add CPU nodes"):
+        next(host_batches(spec.splits(spec.plan.start(), max_actors=1, supervisor=supervisor)[0]))
+    for part in ("the stream stands still", "for 5 s", "1 have not started", "0 CPUs free", "Add CPU nodes"):
         assert part in str(caught.value)
+    ((kind, text),) = ray.get(supervisor.events.remote(0))
+    assert kind == "fault"
+    assert re.match(r"no transform actor runs: 1 wait for 1 CPUs each; the run ends in [1-4] s", text), text
 
 
 # Room for actors that wait for CPUs. That it mends a real stream, after a real node has gone, tests/faults shows.
@@ -80,6 +87,39 @@ def free_cpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     free = {"CPU": 0.0}
     monkeypatch.setattr(pool_watch, "ray", SimpleNamespace(available_resources=lambda: free))
     return free
+
+
+def told(watch: Watch, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, int, int, bool]) -> list[str]:
+    """What is said after looks at a pool.
+
+    Args:
+        looks: seconds, actors that run, actors that do not yet, and whether one is queued for CPUs.
+    """
+    pool = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
+    monkeypatch.setattr(pool_watch, "holders", lambda: "job 7 holds 2 CPUs")
+    for seconds, running, restarting, queued in looks:
+        monkeypatch.setattr(pool_watch, "is_waited_for", lambda cpus, queued=queued: queued)
+        info = SimpleNamespace(running=running, restarting=restarting, pending=0)
+        op = SimpleNamespace(_actor_pool=pool, get_actor_info=lambda info=info: info)
+        watch._tell_of_none(op, watch._progress[1] + seconds)
+    return watch.notes
+
+
+def test_actors_that_are_all_lost_and_have_no_room_are_told_of_at_once_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [(second, 0, 2, True) for second in range(10, 30)]
+    assert told(Watch(Pool()), monkeypatch, (9, 2, 0, False), *looks, (30, 1, 1, True)) == [
+        "no transform actor runs: 2 wait for 1 CPUs each; the run ends in 48 s (pool.stall_timeout_s); job 7 "
+        "holds 2 CPUs. Add CPU nodes, or stop other jobs (`ray job list`)",
+        "transform actors run again, after 21 s",
+    ]
+
+
+def test_actors_that_only_start_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = [(second, 0, 2, False) for second in range(20)]
+    assert told(Watch(Pool()), monkeypatch, *starting, (20, 0, 2, True), (21, 2, 0, False)) == []
+    assert told(Watch(Pool()), monkeypatch, *[(second, 1, 3, True) for second in range(20)]) == []
 
 
 def test_idle_actors_make_room_for_as_many_as_are_waited_for(free_cpus: dict[str, float]) -> None:

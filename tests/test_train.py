@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def final_state(result: dict[str, Any]) -> dict[str, Any]:
     last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
     state = torch.load(last / "state.pt", weights_only=True)
     return state["model"] | {f"ema.{name}": value for name, value in state["ema"].items()}
+
+
+def once_it_is_there(path: Path, action: Callable[[], None]) -> threading.Thread:
+    """Does something as soon as a file is there."""
+
+    def wait() -> None:
+        while not path.exists():
+            time.sleep(0.02)
+        action()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
 
 
 def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[str, Any]) -> None:
@@ -206,14 +220,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     run: RunConfig, alone: dict[str, Any]
 ) -> None:
     folder = Path(run.runs) / "asked"
-
-    def ask() -> None:
-        while not (folder / "samples.jsonl").exists():
-            time.sleep(0.02)
-        request_stop(folder.as_uri())
-
-    asking = threading.Thread(target=ask)
-    asking.start()
+    asking = once_it_is_there(folder / "samples.jsonl", lambda: request_stop(folder.as_uri()))
     stopped = train(dataclasses.replace(run, name="asked"))
     asking.join()
     assert stopped["stopped"] and 0 < stopped["steps"] < 12
@@ -252,7 +259,52 @@ def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_e
     assert "a transform actor died in train-e0000-s" in recorded[1]["text"]
 
 
-def test_a_label_outside_of_the_classes_is_named(run: RunConfig) -> None:
-    settings = dataclasses.replace(run.train, num_classes=3, max_failures=0)
+def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(run: RunConfig) -> None:
+    settings = dataclasses.replace(run.train, num_classes=3, max_failures=2)
     with pytest.raises(ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"):
         train(dataclasses.replace(run, name="labels", train=settings))
+    assert len(records({"run_dir": f"{run.runs}/labels"}, "start", "step")) == 1
+
+
+@pytest.mark.soak  # the next one stops while it waits for its first batch
+def test_a_run_that_is_asked_to_stop_before_it_trains_does_not_train(run: RunConfig) -> None:
+    folder = Path(run.runs) / "early"
+    asking = once_it_is_there(folder / "config.yaml", lambda: request_stop(folder.as_uri()))
+    settings = dataclasses.replace(run.train, log_every=100, checkpoint_every=0)
+    result = train(dataclasses.replace(run, name="early", train=settings))
+    asking.join()
+    assert result["stopped"] and result["steps"] == 0
+
+
+def test_a_pool_without_room_is_recorded_while_it_has_none_and_goes_on_when_there_is_to_the_stop_asked_for_then(
+    run: RunConfig,
+) -> None:
+    folder, held, seen = Path(run.runs) / "waits", list[Any](), list[str]()
+    metrics = folder / "metrics.jsonl"
+
+    class Job:
+        def ping(self) -> None: ...
+
+    def take_what_is_free() -> None:
+        held.append(ray.remote(num_cpus=3)(Job).remote())
+
+    def give_it_back() -> None:
+        while "no transform actor runs" not in metrics.read_text():
+            time.sleep(0.1)
+        seen.extend(metrics.read_text().splitlines())
+        request_stop(folder.as_uri())
+        ray.kill(held[0])
+
+    helpers = [
+        once_it_is_there(folder / "config.yaml", take_what_is_free),
+        once_it_is_there(metrics, give_it_back),
+    ]
+    settings = dataclasses.replace(run.train, log_every=100, checkpoint_every=0)
+    result = train(dataclasses.replace(run, name="waits", train=settings))
+    for helper in helpers:
+        helper.join()
+    assert [json.loads(line)["kind"] for line in seen] == ["start", "fault"]
+    texts = [text for (text,) in records(result, "fault", "text")]
+    assert texts[0].startswith("no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8")
+    assert texts[1].startswith("transform actors run again, after ")
+    assert result["stopped"] and result["steps"] == 1

@@ -1,0 +1,152 @@
+"""Which job holds what of the connected cluster, and which run has claimed what it does not hold yet.
+
+A run takes its trainers first, and its transform actors seconds later. Of two runs that start at one time, where
+there is room for one, each could take what the other waits for. So a run claims all that it needs before it takes
+any of it: no other run starts on that, and no pool grows into it. Claims are entries in the cluster's key-value
+store. A claim counts as long as its job lives, and only for what the job does not hold already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+from ray._private.state import state
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray.core.generated import gcs_pb2
+from ray.experimental import internal_kv
+
+_tables: Any = gcs_pb2  # generated: it has no types
+_NAMESPACE = "raypipe"
+_PREFIX = "claim:"
+_KINDS = ("CPU", "GPU")
+
+Amounts = Counter[str]
+"""Of CPU and GPU."""
+
+
+@contextlib.contextmanager
+def claimed(run: str, cpus: float, gpus: float) -> Iterator[None]:
+    """Within, this job has a claim to so many CPUs and GPUs for a run."""
+    key = f"{_PREFIX}{_this_job()}:{uuid.uuid4().hex}"
+    text = json.dumps({"run": run, "CPU": cpus, "GPU": gpus})
+    internal_kv._internal_kv_put(key, text, namespace=_NAMESPACE)
+    try:
+        yield
+    finally:
+        if ray.is_initialized():
+            internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+
+
+def claimed_by_others() -> Amounts:
+    """What runs of other jobs have claimed and do not hold yet."""
+    claims, missing = _claims(), Amounts()
+    if claims:
+        held = _held()
+        for job, (amounts, _) in claims.items():
+            missing += amounts - held[job]  # nothing where a job holds more
+    return missing
+
+
+def free_cpus() -> float:
+    """CPUs of the nodes that run, which nobody holds, and no run of another job has claimed."""
+    return ray.available_resources().get("CPU", 0.0) - claimed_by_others()["CPU"]
+
+
+def is_waited_for(cpus: float) -> bool:
+    """Whether there is an actor that needs so many CPUs, and for which no node has room."""
+    worker: Any = ray._private.worker.global_worker
+    waiting = get_cluster_resource_state(worker.gcs_client).pending_resource_requests
+    return any(each.request.resources_bundle.get("CPU", 0.0) == cpus for each in waiting)
+
+
+def holders() -> str:
+    """The other jobs that hold CPUs and GPUs, or have claimed some, for people; empty = there are none."""
+    jobs, claims, held = _jobs(), _claims(), _held()
+    this, told = _this_job(), []
+    for job in sorted({*held, *claims} - {this}):
+        claim, runs = claims.get(job, (Amounts(), []))
+        parts = [f"holds {_text(held[job])}"] if held[job] else []
+        if missing := claim - held[job]:
+            parts.append(f"has claimed {_text(missing)}, as it starts")
+        if parts:
+            told.append(f"{_name(jobs.get(job), job, runs)} {' and '.join(parts)}")
+    return "; ".join(told)
+
+
+def _this_job() -> str:
+    return ray.get_runtime_context().get_job_id()
+
+
+def _jobs() -> dict[str, Any]:
+    """The jobs that live, by their ids."""
+    table = state._connect_and_get_accessor().get_job_table(
+        skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+    )
+    jobs = (_tables.JobTableData.FromString(entry) for entry in table)
+    return {job.job_id.hex(): job for job in jobs if not job.is_dead}
+
+
+def _claims() -> dict[str, tuple[Amounts, list[str]]]:
+    """What other jobs that live have claimed, and for which runs."""
+    found: dict[str, tuple[Amounts, list[str]]] = {}
+    keys = [key.decode() for key in internal_kv._internal_kv_list(_PREFIX, namespace=_NAMESPACE)]
+    if not keys:
+        return found
+    this, jobs = _this_job(), _jobs()
+    for key in keys:
+        job = key.split(":")[1]
+        if job not in jobs:  # it was killed
+            internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+        elif job != this and (text := internal_kv._internal_kv_get(key, namespace=_NAMESPACE)):
+            claim = json.loads(text)
+            amounts, runs = found.setdefault(job, (Amounts(), []))
+            amounts.update({kind: claim[kind] for kind in _KINDS})
+            runs.append(claim["run"])
+    return found
+
+
+def _held() -> dict[str, Amounts]:
+    """What the actors and the placement groups of each job hold. Tasks, which come and go, are left out."""
+    held: dict[str, Amounts] = defaultdict(Amounts)
+    accessor = state._connect_and_get_accessor()
+    for entry in accessor.get_placement_group_table():
+        group = _tables.PlacementGroupTableData.FromString(entry)
+        if group.state == _tables.PlacementGroupTableData.CREATED:
+            for bundle in group.bundles:
+                held[group.creator_job_id.hex()].update(_amounts(bundle.unit_resources))
+    table, starting = _tables.ActorTableData, []
+    for entry in accessor.get_actor_table(None, None):
+        actor = table.FromString(entry)
+        if actor.state == table.ALIVE:
+            held[actor.job_id.hex()].update(_amounts(actor.required_resources))
+        elif actor.state in (table.PENDING_CREATION, table.RESTARTING):
+            starting.append(actor)
+    for actor in starting:  # one that has its CPUs is no longer queued for them
+        amounts = _amounts(actor.required_resources)
+        if amounts and not is_waited_for(amounts["CPU"]):
+            held[actor.job_id.hex()].update(amounts)
+    return held
+
+
+def _amounts(resources: Mapping[str, float]) -> Amounts:
+    return Amounts({kind: resources[kind] for kind in _KINDS if resources.get(kind)})
+
+
+def _text(amounts: Amounts) -> str:
+    return " and ".join(f"{n:g} {kind}{'s' if n != 1 else ''}" for kind in _KINDS if (n := amounts[kind]))
+
+
+def _name(job: Any, number: str, runs: list[str]) -> str:
+    """A job as `ray job list` has it, with what tells people whose it is. Options may hold secrets."""
+    if job is None:
+        return f"job {number}"
+    about = [f"run {run}" for run in runs] or [" ".join(job.entrypoint.split()[:2])]
+    about.append(f"process {job.driver_pid} on {job.driver_address.ip_address}")
+    submission = job.config.metadata.get("job_submission_id", "")
+    return f"job {submission or number} ({', '.join(filter(None, about))})"

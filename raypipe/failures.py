@@ -1,0 +1,71 @@
+"""What ended a task or a run, beneath the wrappers of Ray; and whether to try again could mend it.
+
+An error that would come again is final: what raypipe raises on purpose, a full disk, a mistake in the user's code.
+What died is tried again: a process, a node, an actor or an object that was lost with them, a connection, a device,
+and the collectives of the ranks that waited for one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from raypipe.errors import RaypipeError
+
+# A rank whose peer has died gets a bare RuntimeError from Gloo, which names only its source file.
+_OF_GLOO = ("gloo/", "Connection closed by peer")
+
+
+def _wrapped(error: BaseException) -> list[BaseException]:
+    """What a wrapper of Ray's holds: the error of a task, of Ray Train's workers, or of its controller."""
+    held = (getattr(error, name, None) for name in ("cause", "controller_failure"))
+    workers = getattr(error, "worker_failures", {}).values()
+    return [each for each in (*held, *workers) if isinstance(each, BaseException)]
+
+
+def _beneath(error: BaseException) -> Iterator[BaseException]:
+    """An error, then what it wraps, comes from, or was raised at; each once."""
+    pending, seen = [error], set[int]()
+    for found in pending:
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            pending += [*_wrapped(found), *filter(None, (found.__cause__, found.__context__))]
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """raypipe's own error beneath whatever Ray has wrapped around it, or the error as it is."""
+    # A task's error is of Ray's class and of its cause's at once.
+    ours = (found for found in _beneath(error) if isinstance(found, RaypipeError) and not _wrapped(found))
+    return next(ours, error)
+
+
+def is_final(failures: Iterable[BaseException]) -> bool:
+    """Whether what has failed at one time, in one or several ranks, would fail again. Pure.
+
+    Ranks fail because of each other. A process that was lost explains whatever the others say; if there is none, a
+    final error of one explains the broken connections of the others.
+    """
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+
+    lost = (WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)  # what no rank raises itself
+    failures = list(failures)
+    if any(isinstance(error, lost) for error in failures):
+        return False
+    return any(isinstance(cause_of(error), RaypipeError) or not _is_death(error) for error in failures)
+
+
+def _is_death(error: BaseException) -> bool:
+    import torch
+    from ray.exceptions import OutOfDiskError, RayError, RayTaskError
+    from ray.train.v2._internal.exceptions import RayTrainError
+
+    if isinstance(error, RayTaskError):
+        return all(_is_death(each) for each in _wrapped(error))
+    if isinstance(error, OSError):
+        # Those of object storage have no number. Those of a disk have one, and come again.
+        return isinstance(error, ConnectionError | TimeoutError) or error.errno is None
+    if isinstance(error, RayError | RayTrainError | torch.distributed.DistError | torch.AcceleratorError):
+        return not isinstance(error, OutOfDiskError)
+    if type(error) is RuntimeError and any(word in str(error) for word in _OF_GLOO):
+        return True
+    return error.__cause__ is not None and _is_death(error.__cause__)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import pytest
+import ray
+import torch
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfDiskError, RayTaskError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2.api.config import FailureConfig
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+from raypipe.errors import ConfigError, CursorError, ResourceError, SampleError
+from raypipe.failures import cause_of, is_final
+from raypipe.trainer import OnlyDeathsPolicy
+
+LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
+# As Gloo words it, in a rank whose peer was killed.
+GLOO = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33093"
+)
+NCCL = torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error")
+
+
+def disk_full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def of_a_task(cause: Exception) -> RayTaskError:
+    """As `ray.get` raises what a task or an actor has raised."""
+    return RayTaskError("transform", "Traceback …", cause)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ResourceError("the stream stands still"),
+        SampleError("sample 3"),
+        of_a_task(ConfigError("the transform made (3, 4), and (3, 5) before")),
+        disk_full(),
+        of_a_task(disk_full()),
+        OutOfDiskError("the object store's"),
+        FileNotFoundError(errno.ENOENT, "no such file"),
+        ValueError("in the user's code"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+    ],
+    ids=repr,
+)
+def test_what_would_come_again_is_final(error: Exception) -> None:
+    assert is_final([error])
+    assert is_final([GLOO, error, NCCL])  # whose peers it left alone
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LOST,
+        WorkerHealthCheckTimeoutError("it hangs"),
+        GLOO,
+        NCCL,
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        ActorDiedError(),
+        NodeDiedError("its node"),
+        ObjectLostError("00", None, ""),
+        of_a_task(ActorDiedError()),
+        ConnectionResetError(errno.ECONNRESET, "reset"),
+        TimeoutError("of a request"),
+        OSError("AWS Error NETWORK_CONNECTION during PutObject operation"),
+    ],
+    ids=repr,
+)
+def test_what_died_is_tried_again(error: Exception) -> None:
+    assert not is_final([error])
+    assert not is_final([error, GLOO])
+
+
+def test_a_rank_that_was_lost_explains_whatever_the_others_say() -> None:
+    assert not is_final([ValueError("a sum of nothing"), LOST])
+
+
+def test_a_death_that_another_error_is_raised_from_is_one() -> None:
+    error = RuntimeError("the coordinator does not answer")
+    error.__cause__ = ActorDiedError()
+    assert not is_final([error])
+
+
+def wrapped_in_workers(error: Exception) -> Exception:
+    return WorkerGroupError("workers failed", {0: ValueError("other"), 1: error})
+
+
+def raised_while_handled(error: Exception) -> Exception:
+    try:
+        try:
+            raise error
+        except Exception:
+            raise RuntimeError("task failed")  # noqa: B904  this is what it tests
+    except RuntimeError as other:
+        return other
+
+
+@pytest.mark.parametrize(
+    "wrapper", [of_a_task, wrapped_in_workers, ControllerError, raised_while_handled, lambda error: error]
+)
+def test_the_cause_is_raypipes_own_error_beneath_any_wrapper(wrapper: Callable[[Exception], Exception]) -> None:
+    own = CursorError("another plan")
+    assert cause_of(wrapper(own)) is own
+    assert cause_of(wrapped_in_workers(wrapper(own))) is own
+    other = wrapper(ValueError("not ours"))
+    assert cause_of(other) is other
+
+
+@pytest.mark.cluster
+def test_what_a_real_task_raises_is_told_apart(ray_cluster: None) -> None:
+    @ray.remote(max_retries=0)
+    def fails(how: str) -> None:
+        if how == "dies":
+            os._exit(1)
+        raise ConfigError("a wrong size") if how == "config" else OSError(errno.ENOSPC, "No space left on device")
+
+    errors = []
+    for how in ("config", "disk", "dies"):
+        with pytest.raises(Exception) as caught:
+            ray.get(fails.remote(how))
+        errors.append(caught.value)
+    assert [is_final([error]) for error in errors] == [True, True, False]
+    assert isinstance(cause_of(errors[0]), ConfigError) and str(cause_of(errors[0])) == "a wrong size"
+
+
+def test_ray_train_ends_at_the_first_final_error_and_tries_deaths_again() -> None:
+    policy = OnlyDeathsPolicy(FailureConfig(max_failures=1))
+    decisions = [
+        policy.make_decision(WorkerGroupError("", failures))
+        for failures in ({0: GLOO, 1: LOST}, {0: ResourceError("after 900 s"), 1: GLOO}, {1: LOST})
+    ]
+    assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE, FailureDecision.RAISE]

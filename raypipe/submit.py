@@ -181,10 +181,16 @@ def check_upload(folder: Path, max_mib: float) -> dict[str, str]:
 
 
 def _client(address: str) -> JobSubmissionClient:
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     try:
         return JobSubmissionClient(address or None)
+    except AuthenticationError as error:
+        raise ConfigError(
+            "the cluster asks for its token, and did not get the right one: set RAY_AUTH_MODE=token, with the "
+            "token in ~/.ray/auth_token or RAY_AUTH_TOKEN; docs/cluster.md says where it comes from"
+        ) from error
     except ConnectionError as error:
         raise ConfigError(
             f"{error} Set --address http://HOST:8265 to the cluster's job server (`ray dashboard cluster.yaml` "

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -285,3 +286,8 @@ def test_every_error_is_in_the_tree_and_survives_pickling() -> None:
 def test_public_modules_import_by_name() -> None:
     for module in sorted(NEITHER_RAY_NOR_TORCH):
         assert importlib.import_module(f"raypipe.{module}").__doc__
+
+
+def test_no_checkpoint_is_unpickled() -> None:
+    loads = [call for path in ROOT.rglob("*.py") for call in re.findall(r"torch\.load\(.*\)", path.read_text())]
+    assert loads and all("weights_only=True" in call for call in loads), loads

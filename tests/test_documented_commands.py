@@ -353,8 +353,9 @@ def test_the_jobs_of_docs_cloud_and_docs_cluster_run() -> None:
     assert run_alone(resume)["run_dir"] == f"s3://bucket/runs/{RUN_ID}"
     for name in ("train", "val"):
         run_alone(["raypipe", "ingest", "val.parquet", f"s3://my-bucket/{name}.parquet"])
-    (words,) = of("cluster.md", "jobs/train.py")
+    standing, words = of("cluster.md", "jobs/train.py")
     assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
+    assert job(standing, "--runs=runs")["run_dir"].endswith("/runs/first")  # the digits
 
 
 @runs(("formats.md", "jobs/train.py"), ("transforms.md", "jobs/train.py"))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,28 @@ def test_a_command_with_credentials_is_not_submitted(folder: Path) -> None:
         submit(command, working_dir=str(folder))
     with pytest.raises(ConfigError, match=r"http://…@host:8265 holds credentials.* RAY_JOB_HEADERS"):
         submit(["true"], address="http://me:SECRET@host:8265", working_dir=str(folder))
+
+
+class AsksForAToken(BaseHTTPRequestHandler):
+    """Answers as a job server with authentication does."""
+
+    def do_GET(self) -> None:
+        self.send_error(401, "Unauthorized: Missing authentication token")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_cluster_that_asks_for_its_token_is_one_error(folder: Path) -> None:
+    with HTTPServer(("127.0.0.1", 0), AsksForAToken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(
+                ConfigError, match=r"asks for its token.* set RAY_AUTH_MODE=token, with the token in"
+            ):
+                submit(["true"], address=f"http://127.0.0.1:{server.server_port}", working_dir=str(folder))
+        finally:
+            server.shutdown()
 
 
 def test_a_folder_that_is_too_large_is_refused_before_the_upload_by_its_largest_files(folder: Path) -> None:

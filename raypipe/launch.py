@@ -248,7 +248,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     if allocation.idle_gpus:
         all_gpus = allocation.workers + allocation.idle_gpus
         trainers += (
-            f"; {allocation.idle_gpus} of {all_gpus} GPUs STAY IDLE, since workers must divide the "
+            f"\nidle GPUs  {allocation.idle_gpus} of {all_gpus}, since the number of workers must divide the "
             f"{plan.config.per_step} micro-batches of a step: set plan.per_step={all_gpus}, and plan.micro_batch "
             f"for the global batch that you want, or train.workers={allocation.workers} if this is meant"
         )

@@ -113,6 +113,10 @@ class Lease:
         self.run_uri, self.token, self._owner = run_uri, token, owner
         self._filesystem, path = open_filesystem(join(run_uri, _FOLDER))
         self._folder, self._path = path, f"{path}/{token}.json"
+        self._made: list[Path] = []
+        if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
+            folder = Path(self._folder)
+            self._made = [folder, *(parent for parent in folder.parents if not parent.exists())]
         self._ended = threading.Event()
         self._renewing = threading.Thread(target=self._renew_until_ended, daemon=True, name="raypipe-lease")
 
@@ -162,13 +166,12 @@ class Lease:
             self._filesystem.delete_file(f"{self._folder}/{claim.name}")
 
     def give_back(self) -> None:
-        """Let others have the folder."""
+        """Let others have the folder; one that was made for the lease, and is empty still, goes."""
         self._ended.set()
         with contextlib.suppress(pa.ArrowException, OSError):
             self._filesystem.delete_file(self._path)
-            if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
-                for empty in (Path(self._folder), Path(self._folder).parent):
-                    empty.rmdir()
+            for empty in self._made:
+                empty.rmdir()
 
 
 @contextlib.contextmanager

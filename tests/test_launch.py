@@ -115,7 +115,7 @@ def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
 def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
     allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
     shown = describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
-    assert "trainers   1 x GPU; 7 of 8 GPUs STAY IDLE" in shown
+    assert "trainers   1 x GPU\nidle GPUs  7 of 8" in shown
     assert "set plan.per_step=8" in shown and "train.workers=1 if this is meant" in shown
 
 
@@ -188,10 +188,10 @@ def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(tmp_path: 
 
 
 def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_once(tmp_path: Path) -> None:
-    run = RunConfig(runs=str(tmp_path))
+    run = RunConfig(runs=str(tmp_path / "runs"))
     with located(run) as (first, first_uri, _), located(run) as (second, second_uri, _):
         assert (first_uri != second_uri and first.name in second.name) or first.name < second.name
-        assert (tmp_path / first.name / "lease").is_dir() and (tmp_path / second.name / "lease").is_dir()
+        assert all((tmp_path / "runs" / each.name / "lease").is_dir() for each in (first, second))
         with (
             pytest.raises(ConfigError, match=rf"{second.name} is in use by process {os.getpid()} of"),
             located(dataclasses.replace(run, name=second.name)),

@@ -69,6 +69,8 @@ def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
         assert is_held((tmp_path / "new").as_uri(), mine.token)
     assert not (tmp_path / "new").exists() and not is_held((tmp_path / "new").as_uri(), mine.token)
     (tmp_path / "old").mkdir()
+    with taken((tmp_path / "old").as_uri()):
+        pass
     (tmp_path / "old" / "config.yaml").write_text("")
     with pytest.raises(KeyError), taken((tmp_path / "old").as_uri()):
         raise KeyError

@@ -246,7 +246,7 @@ def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_e
         spec, transforms={**spec.transforms, "train": dies}, pool=dataclasses.replace(spec.pool, max_attempts=1)
     )
     with pytest.raises(ResourceError, match="transform actors have died in train-e0000-s"):
-        Trainer(run, spec, 5, 1, tmp_path.as_uri(), "cpu").fit()
+        Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").fit()
     recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
     assert "a transform actor died in train-e0000-s" in recorded[1]["text"]

@@ -104,12 +104,6 @@ def log_place(**place: Any) -> None:
     _place.update(place)
 
 
-def printable(text: str) -> str:
-    """A text that comes from data, such as a name in an archive: what is not to be printed is escaped."""
-    # Control characters steer a terminal; bytes that are no UTF-8, as surrogates, cannot be written at all.
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def progress(logger: logging.Logger, text: str, **values: Any) -> None:
     """Print a line of progress, on standard output.
 

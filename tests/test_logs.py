@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raypipe import logs
-from raypipe.logs import configure_logs, log_place, printable, progress
+from raypipe.logs import configure_logs, log_place, progress
 
 logger = logging.getLogger("raypipe.somewhere")
 
@@ -129,8 +129,3 @@ def test_a_value_that_json_does_not_know_is_written_as_text(capsys: pytest.Captu
     logger.info("here", extra={"values": {"path": logging}})
     (line,) = lines(capsys.readouterr().err)
     assert "module 'logging'" in line["path"]
-
-
-def test_what_would_steer_a_terminal_or_cannot_be_written_is_escaped() -> None:
-    assert printable("cats/ä 鳥.jpg") == "cats/ä 鳥.jpg"
-    assert printable("\x1b[2J\n\r\x9b\u202e\udcff") == r"\x1b[2J\n\r\x9b\u202e\udcff"

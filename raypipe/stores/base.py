@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from raypipe.logs import printable
+from raypipe.console import printable
 
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value);
@@ -73,9 +73,9 @@ class Store(Protocol):
 
 
 def name_of(store: Store, index: int) -> str:
-    """What a store calls a sample, fit to be printed; empty where it has no names, or cannot tell now."""
+    """What a store calls a sample, fit to be printed in a line; empty where it has no name, or cannot tell now."""
     try:
-        return printable(str(store.sample_name(index)))  # type: ignore[attr-defined]
+        return printable(str(store.sample_name(index))).replace("\n", r"\n")  # type: ignore[attr-defined]
     except Exception:  # it is for the record of what is wrong already
         return ""
 

@@ -342,8 +342,8 @@ class TrainConfig:
         ordered_sum: add the gradients of a step in an order that does not depend on W, so that (with W a power of
             two, and a deterministic model) the weights are the same to the bit; instead of DDP, without its
             overlap. "auto" = on CPU.
-        max_failures: restarts of the worker group after something has died, before the run gives up; -1 = no limit.
-            An error that would come again ends the run at once.
+        max_failures: restarts of the worker group, after something has died, before the run gives up; -1 = no
+            limit. An error that would come again ends the run at once.
         checkpoint_every: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_every: steps between lines of progress and metrics.
         log_samples: write the sample indices of every micro-batch, in the order of the stream, to

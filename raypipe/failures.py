@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from raypipe.errors import RaypipeError
 
-# A rank whose peer has died gets a bare RuntimeError from Gloo, which names only its source file.
-_OF_GLOO = ("gloo/", "Connection closed by peer")
+# A rank whose peer has died gets a bare RuntimeError from Gloo, which names its source file, or from a socket.
+_OF_PEERS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def _wrapped(error: BaseException) -> list[BaseException]:
@@ -66,6 +66,6 @@ def _is_death(error: BaseException) -> bool:
         return isinstance(error, ConnectionError | TimeoutError) or error.errno is None
     if isinstance(error, RayError | RayTrainError | torch.distributed.DistError | torch.AcceleratorError):
         return not isinstance(error, OutOfDiskError)
-    if type(error) is RuntimeError and any(word in str(error) for word in _OF_GLOO):
+    if type(error) is RuntimeError and any(word in str(error) for word in _OF_PEERS):
         return True
     return error.__cause__ is not None and _is_death(error.__cause__)

@@ -178,11 +178,13 @@ class Trainer:
 
     def close(self) -> None:
         """End the stream and the log where they stand."""
-        self.feed.close()
-        if self.log and self._follower:
-            self._follower.stop()
-            self.log.close()
-            self.log = None
+        try:
+            self.feed.close()
+        finally:
+            if self.log and self._follower:
+                self._follower.stop()
+                self.log.close()
+                self.log = None
 
     def _train(self, segment: SegmentFeed) -> None:
         config, plan = self.run.train, self.plan

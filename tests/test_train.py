@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError
 from raypipe.launch import spec_of, train
+from raypipe.pipeline import StreamSpec
 from raypipe.plan import PlanConfig
 from raypipe.records import SAMPLES, read_records
 from raypipe.runlog import request_stop
@@ -243,19 +243,22 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
 
 
 def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_else_is(
-    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunConfig, tmp_path: Path
 ) -> None:
     def dies(image: Any) -> Any:
         os._exit(1)
 
-    monkeypatch.setattr(train_fn_utils, "_train_fn_utils", _Session())
+    def trains(spec: StreamSpec) -> None:
+        train_fn_utils._train_fn_utils = _Session()
+        Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").fit()
+
     spec = spec_of(run, tmp_path.as_uri())
     spec = dataclasses.replace(
         spec, transforms={**spec.transforms, "train": dies}, pool=dataclasses.replace(spec.pool, max_attempts=1)
     )
+    # In a process of its own: with it goes the actor that Ray is about to start again.
     with pytest.raises(ResourceError, match="transform actors have died in train-e0000-s"):
-        Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").fit()
-    gc.collect()  # the execution, whose actor has CPUs that other tests need
+        ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
     recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
     assert "a transform actor died in train-e0000-s" in recorded[1]["text"]

@@ -24,9 +24,15 @@ MODULES = sorted(
 # A module imports from earlier lines only.
 LAYERS = [
     {"errors", "order", "console", "logs", "jpeg_extension"},
-    {"cursor", "filesystem", "file_lock", "rank_group"},
+    {"cursor", "filesystem", "file_lock", "rank_group", "stores.hdf5_reader"},
     {"lookup", "stores.base", "stores.checks", "stores.record", "stores.splits", "whole_file", "remote_file"},
-    {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
+    {
+        "stores.metadata",
+        "stores.plain_pickle",
+        "stores.wire",
+        "stores.tfrecord_index",
+        "stores.hdf5",
+    },
     {"digest_file", "shard_folder", "stores.remote", "stores.members", "stores.example", "transform_steps"},
     {"stores.webdataset", "stores.zip_index", "stores.file_list", "stores.parquet_pages"},
     {"stores.tar_index", "stores.tar_writer"},

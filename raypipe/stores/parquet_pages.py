@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.stores.wire import varint
 
-MAX_GROUP_BYTES = 1 << 30
-"""What the wanted columns of one row group may take, as stored, and unpacked with the largest page beside them."""
+MAX_GROUP_BYTES = 1 << 29
+"""What the wanted columns of one row group may take, stored, and unpacked with the largest page beside them: half
+of 1 GiB, since pyarrow doubles what it writes values to."""
 
 _NEAR_BYTES = 64 << 10  # columns that are no further apart are read as one: a remote file takes long to answer
 _PIECE_BYTES, _NUM_THREADS = 32 << 20, 4  # what a request asks for, as pyarrow does
@@ -45,16 +46,16 @@ def bounded(
     """
     group, starts = metadata.row_group(row_group), tuple(f"{leaf}." for leaf in leaves)
     chunks = [
-        (chunk, metadata.schema.column(number).length)
+        (chunk, metadata.schema.column(number))  # pyarrow goes by the schema's type, not by the chunk's
         for number in range(group.num_columns)
         if (chunk := group.column(number)).path_in_schema in leaves or chunk.path_in_schema.startswith(starts)
     ]
     ranges = _Ranges(file, [_range(chunk) for chunk, _ in chunks])
-    columns = [_look(chunk, ranges, length) for chunk, length in chunks]
+    columns = [_look(chunk, ranges, column) for chunk, column in chunks]
     total = max(c.page_bytes for c in columns) + sum(c.num_bytes for c in columns)
     _check(total, "unpacked")
     repeated = [c for c in columns if c.repeated_bytes]
-    fits = total + sum(c.repeated_bytes for c in repeated) <= MAX_GROUP_BYTES
+    fits = total + sum(c.repeated_bytes for c in repeated) <= MAX_GROUP_BYTES // 4
     return pa.PythonFile(ranges, "r"), [] if fits else [c.path for c in repeated]
 
 
@@ -77,7 +78,7 @@ class _Column:
     repeated_bytes: int
 
 
-def _look(chunk: pq.ColumnChunkMetaData, ranges: _Ranges, fixed_length: int) -> _Column:
+def _look(chunk: pq.ColumnChunkMetaData, ranges: _Ranges, column: pq.ColumnSchema) -> _Column:
     num_values = num_repeated = all_bytes = largest = dictionary = delta = 0
     for kind, num_bytes, num_of_page, encoding in _pages(ranges.part(*_range(chunk)), chunk.num_values):
         all_bytes += num_bytes
@@ -90,10 +91,10 @@ def _look(chunk: pq.ColumnChunkMetaData, ranges: _Ranges, fixed_length: int) -> 
         elif encoding == _DELTA_BYTE_ARRAY:  # each value may begin as the one before, and be as long as all
             delta += num_of_page * num_bytes
     num_values = max(num_values, chunk.num_values)
-    if chunk.physical_type == "BYTE_ARRAY":
+    if column.physical_type == "BYTE_ARRAY":
         values, repeated = all_bytes + delta + num_values * _TEXT_BYTES, num_repeated * dictionary
     else:
-        values, repeated = num_values * (_VALUE_BYTES + fixed_length), 0
+        values, repeated = num_values * (_VALUE_BYTES + column.length), 0
     return _Column(chunk.path_in_schema, values, largest + dictionary, repeated)
 
 

@@ -75,7 +75,7 @@ class _DirectoryReader(io.BufferedReader):
 
 
 def content_of(descriptor: int, name: str, place: list[int]) -> bytes | None:
-    """A member, by a row of numbers as `scan` has them; None where it is damaged or over 1 GiB.
+    """A member, by a row of numbers as `scan` has them; None where it is damaged or over 512 MiB.
 
     Raises:
         StoreError: the file ends before it.

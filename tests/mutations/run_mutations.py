@@ -163,7 +163,7 @@ def read_all(path: Path, rng: np.random.Generator) -> str:
                 outcomes |= {decoded(image, rng) for image in batch["image"]}
     except StoreError as error:
         assert str(path) in str(error) and len(str(error)) < 2_000
-        assert not re.search("MemoryError|malloc|realloc", str(error)) or path.suffix == ".h5"
+        assert not re.search("MemoryError|malloc|realloc", str(error)) or path.suffix == ".h5", str(error)
         return "clear error"
     return "good" if outcomes <= {"good"} else "bad sample"
 

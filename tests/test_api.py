@@ -26,7 +26,7 @@ MODULES = sorted(
 LAYERS = [
     {"errors", "order", "console", "logs", "jpeg_extension", "local_file"},
     {"admission", "failures", "interrupts"},
-    {"cursor", "filesystem", "file_lock", "rank_group"},
+    {"cursor", "filesystem", "file_lock", "rank_group", "stores.hdf5_reader"},
     {
         "lookup",
         "stores.base",

@@ -112,7 +112,7 @@ class ArchiveStore(ABC, Generic[S]):
         return int(self._open()[1].bounds[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`. A member over 1 GiB is None; numbers that are damaged are 0."""
+        """Read samples, see `Store.read`. A member over 512 MiB is None; numbers that are damaged are 0."""
         index = self._open()[1]
         wanted = check_indices(indices, len(self), self.address)
         check_columns(columns, index.types, self.address)

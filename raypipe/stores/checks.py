@@ -11,9 +11,10 @@ from raypipe.errors import StoreError
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 """Suffixes, in lower case, of the files that folder and tar stores take for samples."""
 
-MAX_SAMPLE_BYTES = 1 << 30
+MAX_SAMPLE_BYTES = 1 << 29
 """A file, member or record above this size is no encoded image, and reading it might take all memory: its sample
-has the image None. It is about the size of 179 million pixels, the decoder's limit, as 16-bit RGB uncompressed."""
+has the image None. It is the size of 179 million pixels, the decoder's limit, as RGB uncompressed; what unpacks or
+joins such a value holds it twice."""
 
 
 def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address: str) -> np.ndarray:

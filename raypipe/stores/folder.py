@@ -58,7 +58,7 @@ class FolderStore:
         return len(self._scan().paths)
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`. A file that cannot be read, or is over 1 GiB, is an image None."""
+        """Read samples, see `Store.read`. A file that cannot be read, or is over 512 MiB, is an image None."""
         scan = self._scan()
         wanted = check_indices(indices, len(scan.paths), self.address)
         check_columns(columns, self.columns, self.address)

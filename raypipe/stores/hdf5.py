@@ -4,16 +4,25 @@
              a list of uint8 of any length (vlen): encoded images
     labels   integers of shape (N,), or of as many axes more as they have one element in
 
-What leads out of the file is not followed: links to others, datasets whose data are in others, references. The
-file is read by libhdf5, which trusts its files more than raypipe does its own: take none from strangers.
+What leads out of the file is not followed: links to others, datasets whose data are in others, references.
+
+libhdf5 trusts its files: damaged ones let it crash, go round for ever, or unpack a chunk to any size. So it works
+in a process of its own, with 1 GiB and 10 s of CPU for an answer: a file that ends it gives one StoreError.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import json
+import math
 import os
+import signal
+import struct
+import subprocess
+import sys
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +30,12 @@ import cv2
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.local_file import regular_path
+from raypipe.local_file import open_regular
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices
 
-_IMAGES, _LABELS = ("images", "image", "x", "X"), ("labels", "label", "y", "Y")
 _MAX_BYTES = 64 << 20  # of neighbouring rows that are read at a time: a chunk of them is decompressed once
+_READER_BYTES, _READER_CPU_S = 1 << 30, 10.0
 _NUM_HASHED = 64
 
 
@@ -64,15 +73,15 @@ class HDF5Store:
     def fingerprint(self) -> str:
         """Hash over the shape and type of the images, all labels, and the images of 64 samples."""
         opened = self._open()
-        digest = hashlib.blake2b(repr((opened.images.shape, str(opened.images.dtype))).encode(), digest_size=16)
+        digest = hashlib.blake2b(repr((opened.shape, opened.dtype)).encode(), digest_size=16)
         digest.update(b"" if opened.labels is None else opened.labels.tobytes())
         for row in np.unique(np.linspace(0, len(self) - 1, _NUM_HASHED).astype(int)).tolist():
-            for _, pixels in opened.rows(self.address, [row]):
+            for _, pixels in opened.rows([row]):
                 digest.update(len(pixels).to_bytes(8, "little") + pixels.tobytes())
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        return int(self._open().images.shape[0])
+        return int(self._open().shape[0])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`; pixels come as PNG."""
@@ -86,7 +95,7 @@ class HDF5Store:
                 result[name] = opened.labels[wanted]
                 continue
             rows = np.unique(wanted)
-            encoded = {row: _encoded(value) for row, value in opened.rows(self.address, rows.tolist())}
+            encoded = {row: _encoded(value) for row, value in opened.rows(rows.tolist())}
             result[name] = [encoded[row] for row in wanted.tolist()]
         return result
 
@@ -96,43 +105,111 @@ class HDF5Store:
 
     def close(self) -> None:
         if self._opened is not None:
-            self._opened.file.close()
+            self._opened.end()
         self._opened = None
 
     def _open(self) -> _Opened:
-        # A forked child opens it anew: libhdf5's state is its parent's.
-        if self._opened is None or self._opened.pid != os.getpid():
-            self._opened = _open(self.address, *self._names)
+        # A forked child opens it anew, and so does the next read after one that the reader has died of.
+        if self._opened is None or self._opened.pid != os.getpid() or self._opened.has_ended:
+            self._opened = _Opened(self.address, *self._names)
         return self._opened
 
 
-@dataclass
 class _Opened:
-    """An open file: h5py's dataset of images, and labels, int64 of shape (N,)."""
+    """A file that a process of its own reads.
 
-    file: Any
-    images: Any
-    labels: np.ndarray | None
-    pid: int = field(default_factory=os.getpid)
+    Attributes:
+        shape, dtype: of the images.
+        labels: int64 of shape (N,); None where there are none.
+        has_ended: the process has.
+    """
 
-    def rows(self, address: str, rows: list[int]) -> Iterator[tuple[int, np.ndarray]]:
+    def __init__(self, address: str, image_name: str, label_name: str) -> None:
+        if importlib.util.find_spec("h5py") is None:
+            raise StoreError("HDF5 needs h5py: pip install 'raypipe[hdf5]'")
+        self._address, self.pid, self.has_ended = address, os.getpid(), False
+        program = Path(__file__).with_name("hdf5_reader.py")
+        names, limits = (image_name, label_name), (str(_READER_BYTES), str(_READER_CPU_S))
+        try:
+            descriptor = open_regular(address)
+        except OSError as error:
+            raise StoreError(f"{address} cannot be opened as HDF5: {error}") from error
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(program), address, f"/dev/fd/{descriptor}", *names, *limits],
+                pass_fds=[descriptor],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+            )
+        finally:
+            os.close(descriptor)
+        self.end = weakref.finalize(self, _end, self._process)
+        try:
+            found = json.loads(self._answer("while it was opened"))
+            self.shape, self.dtype = tuple(map(int, found["shape"])), str(found["dtype"])
+            self._is_list = len(self.shape) == 1
+            self.labels = None
+            if found["is_labelled"]:
+                self.labels = np.frombuffer(self._answer("while it was opened"), np.int64)
+        except BaseException:
+            self.end()
+            raise
+        self._row_bytes = 1 << 20 if self._is_list else math.prod(self.shape[1:])
+        if self._row_bytes > MAX_SAMPLE_BYTES:
+            self.end()
+            raise StoreError(f"{address}: images of {self.shape[1:]} are too large")
+
+    def rows(self, rows: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield rows, which ascend: pixels, or uint8 of shape (num_bytes,)."""
-        is_list = self.images.ndim == 1
-        row_bytes = 1 << 20 if is_list else int(np.prod(self.images.shape[1:]))
-        most = max(1, _MAX_BYTES // row_bytes)
+        most = max(1, _MAX_BYTES // self._row_bytes)
         start = 0
         while start < len(rows):
             stop = start + 1
             while stop < len(rows) and rows[stop] == rows[stop - 1] + 1 and stop - start < most:
                 stop += 1
-            try:
-                values = self.images[rows[start] : rows[stop - 1] + 1]
-            except (OSError, RuntimeError, ValueError) as error:
-                raise StoreError(
-                    f"{address} cannot be read at row {rows[start]}: {error}; copy it again"
-                ) from error
-            yield from zip(rows[start:stop], values, strict=True)
+            yield from zip(rows[start:stop], self._read(rows[start], rows[stop - 1] + 1), strict=True)
             start = stop
+
+    def _read(self, start: int, stop: int) -> list[np.ndarray]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(struct.pack("<qq", start, stop))
+            self._process.stdin.flush()
+        except OSError:  # it has died; what of, the answer says
+            pass
+        sizes = np.frombuffer(self._answer(f"at row {start}"), np.uint64).astype(np.int64)
+        values = np.split(np.frombuffer(self._answer(f"at row {start}"), np.uint8), np.cumsum(sizes)[:-1])
+        if len(sizes) != stop - start or not (self._is_list or np.all(sizes == self._row_bytes)):
+            raise StoreError(f"{self._address} cannot be read at row {start}: it has changed; open it again")
+        return values if self._is_list else [value.reshape(self.shape[1:]) for value in values]
+
+    def _answer(self, where: str) -> bytes:
+        assert self._process.stdout is not None
+        head = self._process.stdout.read(9)
+        kind, num_bytes = (head[:1], int.from_bytes(head[1:], "little")) if len(head) == 9 else (b"", 0)
+        content = self._process.stdout.read(num_bytes) if num_bytes <= _READER_BYTES else b""
+        if kind == b"E":
+            raise StoreError(content.decode(errors="replace"))
+        if not kind or len(content) < num_bytes:
+            self.has_ended = True
+            self._process.kill()  # if it lives, and says what it should not
+            code = self._process.wait()
+            took = f"took more than {_READER_CPU_S:g} s of CPU" if code == -signal.SIGPROF else f"died ({code})"
+            raise StoreError(
+                f"{self._address} cannot be read as HDF5: libhdf5 {took} {where}. The file is damaged, or made "
+                "to do that: copy it again"
+            )
+        return content
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _encoded(value: np.ndarray) -> bytes:
@@ -142,86 +219,3 @@ def _encoded(value: np.ndarray) -> bytes:
     ok, png = cv2.imencode(".png", value[..., ::-1] if value.ndim == 3 and value.shape[2] == 3 else value)
     assert ok
     return png.tobytes()
-
-
-def _open(address: str, image_name: str, label_name: str) -> _Opened:
-    try:
-        import h5py
-    except ImportError:
-        raise StoreError("HDF5 needs h5py: pip install 'raypipe[hdf5]'") from None
-    try:
-        with regular_path(address) as path:
-            file = h5py.File(path, "r", locking=False)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise StoreError(f"{address} cannot be opened as HDF5: {error}") from error
-    try:
-        images = _dataset(file, address, image_name, _IMAGES, "image")
-        labels = _dataset(file, address, label_name, _LABELS, "label")
-        assert images is not None
-        _check_images(address, images)
-        return _Opened(file, images, None if labels is None else _labels(address, labels, images.shape[0]))
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        file.close()
-        raise StoreError(f"{address} cannot be read as HDF5: {error}; copy it again") from error
-    except StoreError:
-        file.close()
-        raise
-
-
-def _dataset(file: Any, address: str, given: str, usual: tuple[str, ...], column: str) -> Any:
-    """The dataset of a column, or None where none is named and there is none for labels."""
-    import h5py
-
-    for name in [given] if given else usual:
-        found, parts = file, [part for part in name.split("/") if part]
-        for part in parts:
-            link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None
-            if link is None:
-                found = None
-                break
-            if not isinstance(link, h5py.HardLink):
-                raise StoreError(f"{address}: {name!r} is a link ({type(link).__name__}), which is not followed")
-            found = found[part]
-        if not isinstance(found, h5py.Dataset):
-            continue
-        if found.is_virtual or found.external:
-            raise StoreError(f"{address}: the data of {name!r} are in other files, which are not read")
-        return found
-    if not given and column == "label":
-        return None
-    there, names = ", ".join(list(file)[:20]), given or " or ".join(usual)
-    raise StoreError(f"{address} has no dataset {names!r} for {column}, only: {there}; set {column}_column")
-
-
-def _check_images(address: str, images: Any) -> None:
-    import h5py
-
-    shape, of = images.shape, h5py.check_vlen_dtype(images.dtype)
-    is_list = shape is not None and len(shape) == 1 and of == np.uint8
-    is_pixels = images.dtype == np.uint8 and shape is not None and len(shape) in (3, 4)
-    if is_pixels and len(shape) == 4 and shape[3] not in (1, 3):
-        is_pixels = False
-    if not is_list and not is_pixels:
-        raise StoreError(
-            f"{address}, {images.name}: {images.dtype} of {shape}; images are uint8 (N, H, W, 3), (N, H, W, 1), "
-            "(N, H, W), or lists of uint8, encoded images; set image_column"
-        )
-    if not all(shape):
-        raise StoreError(f"{address}, {images.name} has no samples: {shape}")
-    if is_pixels and np.prod([int(side) for side in shape[1:]], dtype=object) > MAX_SAMPLE_BYTES:
-        raise StoreError(f"{address}, {images.name}: images of {shape[1:]} are too large")
-
-
-def _labels(address: str, labels: Any, num_samples: int) -> np.ndarray:
-    shape = labels.shape
-    if (
-        labels.dtype.kind not in "iub"
-        or not shape
-        or shape[0] != num_samples
-        or any(side != 1 for side in shape[1:])
-    ):
-        raise StoreError(
-            f"{address}, {labels.name}: {labels.dtype} of {shape}; labels are one integer for each of the "
-            f"{num_samples} images; set label_column"
-        )
-    return labels[...].reshape(num_samples).astype(np.int64)

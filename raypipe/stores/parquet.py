@@ -214,7 +214,7 @@ def _take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str)
 
 
 def _python_value(scalar: pa.Scalar) -> Any:
-    """Return the value; None for text that is no UTF-8, as from a damaged record, and for a list over 1 GiB."""
+    """Return the value; None for text that is no UTF-8, as from a damaged record, and for a list over 512 MiB."""
     if isinstance(scalar, pa.ListScalar | pa.LargeListScalar) and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES:
         return None
     try:

@@ -18,8 +18,12 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.stores.wire import varint
 
-MAX_GROUP_BYTES = 1 << 30
-"""What the wanted columns of one row group may take, as stored, and unpacked with the largest page beside them."""
+MAX_GROUP_BYTES = 1 << 29
+"""What the wanted columns of one row group may unpack to, with the largest page beside them: half of 1 GiB, since
+pyarrow doubles what it writes values to. Images hardly shrink: they may unpack to _GROWTH times what is stored."""
+
+_GROWTH = 3  # the values, the largest page, which may be all of them, and what goes beside each
+_MAX_STORED_BYTES = 4 << 30
 
 _NEAR_BYTES = 64 << 10  # columns that are no further apart are read as one: a remote file takes long to answer
 _PIECE_BYTES, _NUM_THREADS = 32 << 20, 4  # what a request asks for, as pyarrow does
@@ -40,28 +44,28 @@ def bounded(
     """What pyarrow may read columns of a row group from, and which of them it has to leave in dictionaries.
 
     Raises:
-        StoreError: they would take more than MAX_GROUP_BYTES.
+        StoreError: they would take too much.
         ValueError: a page's header is damaged.
     """
     group, starts = metadata.row_group(row_group), tuple(f"{leaf}." for leaf in leaves)
     chunks = [
-        (chunk, metadata.schema.column(number).length)
+        (chunk, metadata.schema.column(number))  # pyarrow goes by the schema's type, not by the chunk's
         for number in range(group.num_columns)
         if (chunk := group.column(number)).path_in_schema in leaves or chunk.path_in_schema.startswith(starts)
     ]
     ranges = _Ranges(file, [_range(chunk) for chunk, _ in chunks])
-    columns = [_look(chunk, ranges, length) for chunk, length in chunks]
+    columns = [_look(chunk, ranges, column) for chunk, column in chunks]
     total = max(c.page_bytes for c in columns) + sum(c.num_bytes for c in columns)
-    _check(total, "unpacked")
+    _check(total, "unpacked", max(MAX_GROUP_BYTES, _GROWTH * ranges.num_bytes))
     repeated = [c for c in columns if c.repeated_bytes]
-    fits = total + sum(c.repeated_bytes for c in repeated) <= MAX_GROUP_BYTES
+    fits = total + sum(c.repeated_bytes for c in repeated) <= MAX_GROUP_BYTES // 4
     return pa.PythonFile(ranges, "r"), [] if fits else [c.path for c in repeated]
 
 
-def _check(num_bytes: int, state: str) -> None:
-    if num_bytes > MAX_GROUP_BYTES:
+def _check(num_bytes: int, state: str, limit: int) -> None:
+    if num_bytes > limit:
         raise StoreError(
-            f"its columns may take {num_bytes:,} bytes {state}, limit is {MAX_GROUP_BYTES:,}: write smaller row "
+            f"its columns may take {num_bytes:,} bytes {state}, limit is {limit:,}: write smaller row "
             "groups, such as pyarrow.parquet.write_table(…, row_group_size=1000)"
         )
 
@@ -77,7 +81,7 @@ class _Column:
     repeated_bytes: int
 
 
-def _look(chunk: pq.ColumnChunkMetaData, ranges: _Ranges, fixed_length: int) -> _Column:
+def _look(chunk: pq.ColumnChunkMetaData, ranges: _Ranges, column: pq.ColumnSchema) -> _Column:
     num_values = num_repeated = all_bytes = largest = dictionary = delta = 0
     for kind, num_bytes, num_of_page, encoding in _pages(ranges.part(*_range(chunk)), chunk.num_values):
         all_bytes += num_bytes
@@ -90,10 +94,10 @@ def _look(chunk: pq.ColumnChunkMetaData, ranges: _Ranges, fixed_length: int) -> 
         elif encoding == _DELTA_BYTE_ARRAY:  # each value may begin as the one before, and be as long as all
             delta += num_of_page * num_bytes
     num_values = max(num_values, chunk.num_values)
-    if chunk.physical_type == "BYTE_ARRAY":
+    if column.physical_type == "BYTE_ARRAY":
         values, repeated = all_bytes + delta + num_values * _TEXT_BYTES, num_repeated * dictionary
     else:
-        values, repeated = num_values * (_VALUE_BYTES + fixed_length), 0
+        values, repeated = num_values * (_VALUE_BYTES + column.length), 0
     return _Column(chunk.path_in_schema, values, largest + dictionary, repeated)
 
 
@@ -132,7 +136,8 @@ class _Ranges:
             if joined and start <= joined[-1][1] + _NEAR_BYTES:
                 start, end = joined[-1][0], max(joined.pop()[1], end)
             joined.append((start, min(end, self._size)))
-        _check(sum(end - start for start, end in joined), "as stored")
+        self.num_bytes = sum(end - start for start, end in joined)
+        _check(self.num_bytes, "as stored", _MAX_STORED_BYTES)
         self._parts = {start: _read(file, start, end) for start, end in joined if start < end}
 
     def part(self, start: int, end: int) -> memoryview:

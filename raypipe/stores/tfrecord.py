@@ -83,7 +83,7 @@ class TFRecordStore:
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`.
 
-        A record over 1 GiB, or whose checksum is wrong, or that is no Example with one image, is an image None
+        A record over 512 MiB, or whose checksum is wrong, or that is no Example with one image, is an image None
         and a label 0. An Example without its label raises StoreError.
         """
         opened = self._open()

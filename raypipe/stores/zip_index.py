@@ -82,7 +82,7 @@ def member_at(descriptor: int, position: int) -> str:
 
 
 def content_of(descriptor: int, name: str, place: list[int]) -> bytes | None:
-    """A member, by a row of numbers as `scan` has them; None where it is damaged or over 1 GiB.
+    """A member, by a row of numbers as `scan` has them; None where it is damaged or over 512 MiB.
 
     Raises:
         StoreError: the file ends before it.

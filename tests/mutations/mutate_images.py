@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 from mutate import EDGES, Mutation, flip, garbage, number, splice, truncate
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import bombs
 
 
 def exif(rng: np.random.Generator) -> bytes:
@@ -199,8 +204,26 @@ def tiff_entry(data: bytes, rng: np.random.Generator) -> bytes:
     return bytes(out)
 
 
+def tiff_tile(data: bytes, rng: np.random.Generator) -> bytes:
+    """A tile of any size around an image of any size; its width twice, at times."""
+    tile = int(rng.choice([16, 256, 1024, 3000, 8000] if rng.integers(40) else [20_000]))
+    return bombs.tiled_tiff(int(rng.choice([1, 16, tile, 3000])), tile, twice=not rng.integers(4))
+
+
+def jpeg_scans(data: bytes, rng: np.random.Generator) -> bytes:
+    """Any number of scans of any number of pixels."""
+    sides = [int(rng.choice([8, 100, 1000, 6000, 13_000])) for _ in range(2)]
+    return bombs.jpeg_of_scans(*sides, int(rng.choice([1, 10, 100, 882])))
+
+
+def webp_canvas(data: bytes, rng: np.random.Generator) -> bytes:
+    """An animation of one pixel on a canvas of any size."""
+    sides = [int(rng.choice([1, 1000, 4000, 10_900, 16_383, 1 << 24])) for _ in range(2)]
+    return bombs.animated_webp(*sides)
+
+
 OF_FORMAT: dict[str, dict[str, Mutation]] = {
-    "jpeg": {"declared size": jpeg_size, "segment": jpeg_segment, "metadata": jpeg_exif},
+    "jpeg": {"declared size": jpeg_size, "segment": jpeg_segment, "metadata": jpeg_exif, "scans": jpeg_scans},
     "png": {
         "right checksum": png_checked,
         "rows": png_rows,
@@ -208,8 +231,8 @@ OF_FORMAT: dict[str, dict[str, Mutation]] = {
         "bomb": png_bomb,
         "metadata": png_text,
     },
-    "webp": {"declared size": webp_size, "chunk": webp_chunk},
+    "webp": {"declared size": webp_size, "chunk": webp_chunk, "canvas": webp_canvas},
     "bmp": {"declared size": bmp_header, "runs": bmp_runs},
     "gif": {"declared size": gif_size},
-    "tiff": {"directory": tiff_entry},
+    "tiff": {"directory": tiff_entry, "directory, again": tiff_entry, "tile": tiff_tile},
 }

@@ -1,6 +1,6 @@
 """Mutated images and stores: each an image, a bad sample or one clear error; nothing dies, hangs or swells.
 
-`python -m pytest -s --soak tests/mutations` takes all 11,500 of them, a minute and a half on two busy cores, where
+`python -m pytest -s --soak tests/mutations` takes all 11,000 of them, two minutes on two busy cores, where
 the suite takes every kind's first quarter. It prints the outcomes, and a failure names the input, which
 
     cd tests/mutations && python run_mutations.py KIND NUMBER 1 FOLDER
@@ -25,9 +25,9 @@ import pytest
 import raypipe
 
 NUM_INPUTS = {
-    **{"png": 1200, "jpeg": 1200, "webp": 900, "bmp": 700, "gif": 500, "tiff": 500},
-    **{"parquet": 1300, "lmdb": 1600, "tar": 600, "webdataset": 600, "zip": 600, "folder": 300},
-    **{"foreign": 1000, "tfrecord": 500},
+    **{"png": 1100, "jpeg": 1100, "webp": 800, "bmp": 700, "gif": 500, "tiff": 500},
+    **{"parquet": 1200, "lmdb": 1400, "tar": 600, "webdataset": 600, "zip": 600, "folder": 300},
+    **{"foreign": 900, "tfrecord": 500, "hdf5": 200},
 }
 BATCH = 1000  # per process: a process takes a second to start
 PEAK_MIB = 1100  # above what a process had before its first input
@@ -92,7 +92,7 @@ def reports(
 
 
 def test_there_are_as_many_as_is_said() -> None:
-    assert sum(NUM_INPUTS.values()) == 11_500
+    assert sum(NUM_INPUTS.values()) == 11_000
 
 
 @pytest.mark.timeout(600)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
 import pickle
+import signal
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +171,41 @@ def test_without_its_library_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(StoreError, match=r"pip install 'raypipe\[hdf5\]'"):
         len(HDF5Store(path))
+
+
+def test_a_chunk_that_unpacks_to_more_than_it_should_is_one_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5", {"chunks": (1, 9, 7, 3), "compression": "gzip"}, images=PIXELS)
+    squeeze, zeros = zlib.compressobj(1), bytes(1 << 24)
+    bomb = b"".join(squeeze.compress(zeros) for _ in range(100)) + squeeze.flush()
+    with h5py.File(path, "a") as file:
+        file["images"].id.write_direct_chunk((3, 0, 0, 0), bomb)
+    store = open_store(path)
+    with pytest.raises(StoreError, match=r"a\.h5 cannot be read (at row 3|as HDF5: .* at row 3)"):
+        store.read(np.array([3]), ("image",))
+    assert np.array_equal(decode(store.read(np.array([4]), ("image",))["image"][0]), PIXELS[4])
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGSEGV, "died"), (signal.SIGPROF, "more than 10 s of CPU")]
+)
+def test_a_reader_that_dies_is_one_error_and_the_next_read_goes_on(
+    tmp_path: Path, number: int, reason: str
+) -> None:
+    store = HDF5Store(write(tmp_path / "a.h5", images=PIXELS))
+    before = store.read(np.array([4]), ("image",))
+    os.kill(store._opened._process.pid, number)
+    with pytest.raises(StoreError, match=rf"a\.h5 cannot be read as HDF5: libhdf5 .*{reason}.* at row 4"):
+        store.read(np.array([4]), ("image",))
+    assert store.read(np.array([4]), ("image",)) == before
+
+
+def test_no_reader_is_left_behind(tmp_path: Path) -> None:
+    store = HDF5Store(write(tmp_path / "a.h5", images=PIXELS))
+    assert len(store) == NUM
+    readers = [store._opened._process]
+    store.close()
+    assert store.fingerprint
+    readers.append(store._opened._process)
+    del store
+    gc.collect()
+    assert all(reader.poll() is not None for reader in readers)

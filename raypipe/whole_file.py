@@ -110,9 +110,9 @@ def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 
 def check_place(address: str | Path) -> None:
     """Raise ConfigError where no file can be written, before the work of making its content."""
-    check_lasting(str(address), "the file to write")
     with explained(ConfigError, f"{address} cannot be written"):
         filesystem, path = _place(address, "written")
+        check_lasting(str(address), "the file to write")
         if is_remote(address):
             bucket = path.partition("/")[0]
             if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:

@@ -41,7 +41,7 @@ def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_tr
     texts = {name: [text for which, text in found["events"] if which == name] for name in ("fast", "slow")}
     assert any("the ranks waited for" in text and "of the actors were busy" in text for text in texts["fast"])
     assert any("→ 1 transform actors: the ranks waited for 0%" in text for text in texts["fast"])
-    assert texts["slow"] == []
+    assert not [text for text in texts["slow"] if "→" in text]  # beside: its first actor had to wait for a node
 
 
 def test_a_pool_does_not_grow_into_what_another_run_has_claimed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ import dataclasses, json, sys, threading, time
 import raypipe
 from raypipe.cluster import connect
 from raypipe.config import *
-from raypipe.filesystem import exists
+from raypipe.checkpoints import has_checkpoints
 from raypipe.launch import train
 from raypipe.plan import PlanConfig
 from raypipe.runlog import request_stop
@@ -51,7 +51,7 @@ def run(folder, name):
     )
 
 def stop():
-    while not exists(f"{remote}/runs/mine/config.yaml"):
+    while not has_checkpoints(f"{remote}/runs/mine"):
         time.sleep(0.1)
     request_stop(f"{remote}/runs/mine")
 

@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import fill, make_room, small_disk
 from local_head import LocalHead
 from test_checkpoints import DAMAGE, newest
 
 from raypipe.config import PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.errors import ConfigError
 from raypipe.launch import train
 from raypipe.plan import PlanConfig
+from raypipe.records import read_records
 from raypipe.runlog import request_stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
@@ -188,3 +191,28 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_an_un
     (tmp_path / "half" / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_resu')
     train(dataclasses.replace(run, resume=str(tmp_path / "half")))
     assert_equal_models(whole, tmp_path / "half")
+
+
+@pytest.mark.timeout(240)
+def test_a_run_whose_disk_fills_ends_with_one_error_and_goes_on_to_the_same_weights_when_there_is_room(
+    halves: tuple[RunConfig, Path, Path], tmp_path: Path
+) -> None:
+    run, whole, _ = halves
+    with small_disk(tmp_path / "disk", kib=8192) as disk:
+        folder = disk / "run"
+
+        def fill_up() -> None:
+            while len(list(folder.glob("checkpoint_*/checkpoint.json"))) < 2:
+                time.sleep(0.005)
+            fill(disk)
+
+        filling = threading.Thread(target=fill_up)
+        filling.start()
+        with pytest.raises(ConfigError, match=r"checkpoint .* cannot be written .*No space left on device"):
+            train(dataclasses.replace(run, runs=str(disk), name="run"))
+        filling.join()
+        make_room(disk)
+        found = read_records(folder.as_uri())
+        assert found is not None and len([r for r in found.kept if r["kind"] == "start"]) == 1  # not tried again
+        train(dataclasses.replace(run, resume=str(folder)))
+        assert_equal_models(whole, folder)

@@ -122,7 +122,7 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
         deadline = time.monotonic() + 30  # the cluster hears of their ends one by one
         while left := {actor["class_name"] for actor in head.live_actors() if actor["name"] not in of_rays_own}:
             assert time.monotonic() < deadline, left
-        half_written = runs / "digits" / "checkpoint_0002_0000010_01234567"
+        half_written = runs / "digits" / "checkpoint_0002_0000001_01234567"
         half_written.mkdir()
         second = [
             sys.executable,

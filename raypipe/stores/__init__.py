@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.filesystem import refuse_credentials
 from raypipe.stores.base import Store, StoreWriter
 
 __all__ = ["WRITTEN_SUFFIXES", "Store", "StoreWriter", "open_store", "open_writer", "store_options"]
@@ -51,6 +50,8 @@ def open_store(address: str | Path, **options: Any) -> Store:
         StoreError: there is nothing at the address, or nothing that is understood.
         ConfigError: the store has no such option, or the address holds credentials.
     """
+    from raypipe.filesystem import refuse_credentials
+
     refuse_credentials(address)
     local = _local_path(address)
     kind = _kind_of_uri(str(address)) if local is None else _kind_of_path(local)

@@ -208,8 +208,8 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], None], str]] = {
     "value beyond the page": (in_leaf(4, "<H", 0), "a value of 3000 bytes at byte"),
     "a database within": (in_leaf(4, "<H", 2), "a database within the database"),
     "long value beyond its pages": (in_leaf(0, "<I", 9_000), "a value of 9000 bytes in 1 pages"),
-    "long value beyond the file": (in_leaf(0, "<I", 1 << 30), "1073741840 bytes, in a file of"),
-    "long value beyond all images": (in_leaf(0, "<I", 0xFFFFFFFF), "4294967295 bytes, limit is 1073741824"),
+    "long value beyond the file": (in_leaf(0, "<I", 1 << 28), "268435472 bytes, in a file of"),
+    "long value beyond all images": (in_leaf(0, "<I", 0xFFFFFFFF), "4294967295 bytes, limit is 536870912"),
     "long value elsewhere": (in_leaf(16, "<Q", 2), "and no long value"),
     "long value beyond all": (in_leaf(16, "<Q", 1 << 52), "page 4503599627370496"),
 }

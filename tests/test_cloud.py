@@ -100,6 +100,10 @@ def files(folder: str) -> dict[str, bytes]:
     return {path.removeprefix(f"{root}/"): filesystem.open_input_stream(path).read() for path in paths}
 
 
+def without_names(records: bytes) -> list[dict[str, Any]]:
+    return [{key: v for key, v in json.loads(line).items() if key != "name"} for line in records.splitlines()]
+
+
 def final_state(run: dict[str, bytes]) -> dict[str, Any]:
     last = max(name for name in run if name.endswith("/state.pt"))
     return torch.load(io.BytesIO(run[last]), weights_only=True)
@@ -143,7 +147,8 @@ def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on
     quarantined = {name: content for name, content in here.items() if name.startswith("quarantine/")}
     assert quarantined
     for name, content in quarantined.items():
-        assert there[name].replace(remote.encode(), local.encode()) == content
+        found = there[name].replace(remote.encode(), local.encode())
+        assert without_names(found) == without_names(content)  # shards in a bucket have names of their own
     kinds = [record["kind"] for record in parse(there["metrics.jsonl"]).kept]
     assert kinds.count("train") == 16 and kinds.count("val") == 2 and kinds.count("start") == 2
     assert "stop" not in there and any(name.startswith("tensorboard/") for name in there)

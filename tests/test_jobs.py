@@ -122,7 +122,7 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
         deadline = time.monotonic() + 30  # the cluster hears of their ends one by one
         while left := {actor["class_name"] for actor in head.live_actors() if actor["name"] not in of_rays_own}:
             assert time.monotonic() < deadline, left
-        half_written = runs / "digits" / "checkpoint_0002_0000001_01234567"
+        half_written = runs / "digits" / "checkpoint_0009_0000001_01234567"
         half_written.mkdir()
         second = [
             sys.executable,
@@ -149,7 +149,7 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
     result = next(json.loads(line) for line in reversed(lines[:-1]) if line.startswith('{"val_accuracy"'))
     assert result["val_accuracy"] == digits_run["val_accuracy"] and result["steps"] == 33
     told = f"not resumed from {half_written.name}: it was cut off while it was written"
-    assert told in lines and not half_written.exists()  # as the run has got past it
+    assert told in lines and half_written.exists()
     assert_equal_weights(runs / "digits", Path(digits_run["run_dir"]))
 
 

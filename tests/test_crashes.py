@@ -75,15 +75,16 @@ def assert_equal_models(one: Path, other: Path) -> None:
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def trainers() -> list[int]:
-    """Ray Train's workers of this machine, those of drivers just killed included; no test beside this has any."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def trainers_of(head: LocalHead) -> list[int]:
+    """Ray Train's workers of a cluster, those of drivers that were just killed included."""
+    found, mark = [], f"RAY_TMPDIR={head.environment['RAY_TMPDIR']}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if path.read_bytes().startswith(b"ray::") and b"RayTrainWorker" in path.read_bytes():
-                found.append(int(path.parent.name))
+            command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
         except OSError:
             continue
+        if command.startswith(b"ray::") and b"RayTrainWorker" in command and mark in environment.split(b"\0"):
+            found.append(int(path.name))
     return found
 
 
@@ -129,11 +130,13 @@ def test_a_run_that_was_killed_30_times_while_it_wrote_checkpoints_ends_with_the
             assert driver.poll() is None, (sum(killed.values()), "".join(output)[-3000:])
             time.sleep(moments.uniform(0, 0.15))  # a step and its checkpoint take about so long
             victim = moments.choice(("driver", "trainer"))
-            for pid in [driver.pid] if victim == "driver" else trainers():
+            for pid in [driver.pid] if victim == "driver" else trainers_of(head):
                 os.kill(pid, signal.SIGKILL)
             killed[victim] += 1
             driver.wait(120)
             reading.join(10)
+            while trainers_of(head):  # of a killed driver: Ray ends them within seconds
+                time.sleep(0.05)
             print(f"kill {sum(killed.values())}: {victim} at {seen}", flush=True)
         last = start()
         shown = last.communicate(timeout=400)[0]

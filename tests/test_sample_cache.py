@@ -511,8 +511,8 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
         {"train": open_store(stores[name]), "val": open_store(stores["val"])},
         TransformConfig(size=24),
     )
-    # 96 of 100 in an epoch, and mostly all are kept; seen once on a busy machine: 86.
-    assert len(caches["train"].find(np.arange(100))) >= 64 and len(caches["val"].find(np.arange(22))) == 22
+    # 96 of 100 in an epoch; which are left out differs.
+    assert len(caches["train"].find(np.arange(100))) >= 96 and len(caches["val"].find(np.arange(22))) == 22
 
 
 def test_only_caches_are_removed_from_the_folder_of_caches(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
     from raypipe.pipeline import StreamSpec
 
+_RAY_DATA_THREAD = "iter_threaded"
+_THREAD_S = 5.0  # for a call to Ray that it is in
+
 
 def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
     """The rows of a stream's split as micro-batches in host memory, zero-copy and read-only.
@@ -48,8 +52,9 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         RaypipeError: what went wrong in an actor, without the layers around it.
     """
     failure: BaseException | None = None
+    threads: list[threading.Thread] = []
     try:
-        yield from _rows(iterator)
+        yield from _rows(iterator, threads)
     except Exception as error:
         failure = cause_of(error)
     finally:
@@ -57,17 +62,24 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
         # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
         gc.collect()
+        # Nobody waits for these. One that calls Ray after `ray.shutdown()` ends the process: exit code 1, no word.
+        for thread in threads:
+            thread.join(_THREAD_S)
     # Here, and not above: the error would hold on to the frames of the execution.
     if failure is not None:
         raise failure
 
 
-def _rows(iterator: DataIterator) -> Iterator[HostBatch]:
+def _rows(iterator: DataIterator, threads: list[threading.Thread]) -> Iterator[HostBatch]:
+    """Puts the threads that Ray Data starts for it into `threads`."""
+    before = set(threading.enumerate())
     for row in iterator.iter_batches(
         batch_size=None,  # type: ignore[arg-type]
         batch_format="numpy",
         prefetch_batches=1,
     ):
+        if not threads:
+            threads += [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
         yield host_batch(row)
 
 

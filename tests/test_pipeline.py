@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,7 @@ def test_while_the_consumer_stands_still_little_is_in_flight_and_nothing_spins(
         pool=PoolConfig(in_flight=6),
     )
     batches = host_batches(spec.splits(spec.plan.start(), max_actors=1)[0])
+    before = set(threading.enumerate())
     for _ in range(5):
         next(batches)
     time.sleep(2)  # until all is full
@@ -181,7 +183,10 @@ def test_while_the_consumer_stands_still_little_is_in_flight_and_nothing_spins(
     assert time.process_time() - began < 1, "Ray Data's own loop takes the whole of both seconds"
     done = (tmp_path / "count").stat().st_size / 4
     assert done <= 5 + 6 + 3, "beside what is in flight: Ray's own prefetch of one, and what it unpacks"
+    # Ray Data's own threads, in a call after `ray.shutdown()`, would end the process without a word.
+    threads = [t for t in threading.enumerate() if t.name == "iter_threaded" and t not in before]
     batches.close()
+    assert threads and not any(thread.is_alive() for thread in threads)
 
 
 def with_bad(bad: dict[int, bytes | None], num: int = 64) -> MemoryStore:

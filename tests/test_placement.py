@@ -16,7 +16,7 @@ from local_head import RAY_ON_THIS_MACHINE
 # As cluster.yaml has it, small: a head without CPUs; a GPU host that offers 2 CPUs, of which the trainer takes
 # one; a CPU node. Two streams then ask for as many actors as the CPU node has CPUs, and for one more.
 PROGRAM = """
-import json, sys, time
+import json, sys, threading, time
 import ray
 from ray.cluster_utils import Cluster
 import raypipe
@@ -48,6 +48,8 @@ for num_actors in (2, 1):
     print(json.dumps(sorted(homes())), flush=True)
 del rows
 running.clear()
+while any(thread.name == "iter_threaded" for thread in threading.enumerate()):
+    time.sleep(0.1)  # Ray Data's; in a call to Ray after its shutdown it would end this process, exit code 1
 ray.shutdown()
 cluster.shutdown()
 """

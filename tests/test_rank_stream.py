@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import cv2
 import numpy as np
@@ -226,6 +229,37 @@ def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
         assert times.read_s < times.work_s
     assert train.augment_s > val.augment_s
     assert feed.first_batch_s > 0
+
+
+class Threaded(InProcess):
+    """As Ray Data has it: rows are made by a thread that takes a while to see that nobody wants them any more."""
+
+    def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
+        rows: SimpleQueue[dict[str, np.ndarray]] = SimpleQueue()
+        stopped = threading.Event()
+
+        def make() -> None:
+            for row in super(Threaded, self).iter_batches():
+                rows.put(row)
+            stopped.wait()
+            time.sleep(0.5)
+
+        self.thread = threading.Thread(target=make, name="iter_threaded", daemon=True)
+        self.thread.start()
+        try:
+            while True:
+                yield rows.get()
+        finally:
+            stopped.set()
+
+
+def test_a_feed_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> None:
+    source = Threaded(spec, 0, 1)
+    feed = Feed(spec, cast(Any, source), spec.plan.start(), 0, 1, CPU)
+    consumed(feed, 2)
+    assert source.thread.is_alive()
+    feed.close()
+    assert not source.thread.is_alive()
 
 
 # The cursor of several ranks

@@ -74,7 +74,7 @@ def decode(
     if kind == "JPEG":
         return _decode_jpeg(data, min_side, max_pixels, exif)
     if plain_size(data, kind, max_pixels) is not None:
-        with contextlib.suppress(Exception):  # of a side over 2^20 pixels, which Pillow takes
+        with contextlib.suppress(Exception):  # Pillow has the last word
             image = cv2.imdecode(np.frombuffer(data, np.uint8), _CV2_FLAGS)
             if image is not None:
                 return image

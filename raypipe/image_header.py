@@ -24,6 +24,8 @@ MAX_DECODE_BYTES = 1 << 30
 """What the decoding of one image may take at a time, the pixels that come out included."""
 MAX_PIXELS = MAX_DECODE_BYTES // 6
 """178,956,970, as Pillow has it: 0.5 GiB as RGB, of which cv2 holds two copies. What takes more has fewer."""
+MAX_SIDE = 1 << 20
+"""Pixels, as OpenCV has it. A row costs Pillow a pointer; 2^24 of one pixel cost libwebp 20 s in an animation."""
 MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
 """Pixels times scans of a JPEG, of which a core does 1.5 to 7 thousand million in a second. Encoders write about
 10 scans; of photos of 12 MP 238 are read."""
@@ -56,9 +58,11 @@ def image_kind(data: bytes) -> str | None:
 
 
 def check_size(width: int, height: int, max_pixels: int, num_bytes: int = 0) -> None:
-    """Raise SampleError above `max_pixels`, or if decoding takes more than MAX_DECODE_BYTES."""
+    """Raise SampleError above `max_pixels` or MAX_SIDE, or if decoding takes more than MAX_DECODE_BYTES."""
     if width * height > max_pixels:
         raise SampleError(f"declares {width}x{height} pixels, limit is {max_pixels}")
+    if max(width, height) > MAX_SIDE:
+        raise SampleError(f"declares {width}x{height} pixels, limit of a side is {MAX_SIDE}")
     if num_bytes > MAX_DECODE_BYTES:
         raise SampleError(
             f"declares {width}x{height} pixels in a form that takes {num_bytes >> 20} MiB to decode, limit is "

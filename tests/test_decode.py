@@ -210,6 +210,11 @@ OVER_A_LIMIT = {
     "tile larger than its image": (lambda: bombs.tiled_tiff(1, 20000), "declares 1x1 .* 1144 MiB"),
     "tile of two sizes": (lambda: bombs.tiled_tiff(1, 8000, twice=True), "a tag stands there twice"),
     "scans": (lambda: bombs.jpeg_of_scans(13000, 13000, 100), "more than 16 scans"),
+    "rows of one pixel": (lambda: bmp(1, 170_000_000), "1x170000000 pixels, limit of a side is 1048576"),
+    "rows of an animation": (
+        lambda: bombs.animated_webp(1, 1 << 24),
+        "1x16777216 pixels, limit of a side",
+    ),
     "coefficients of three components": (lambda: progressive(12000, 11000), "declares 12000x11000 .* MiB"),
 }
 LOOK = """
@@ -231,6 +236,12 @@ for look in (image_size, decode):
         found.append(str(error))
 print(json.dumps({"found": found, "mib": (peak() - before) / 1024}))
 """
+
+
+def bmp(width: int, height: int) -> bytes:
+    """Runs of no pixels, for which no data need be there."""
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 2, 0, 0, 1, 0)
+    return b"BM" + struct.pack("<IHHI", 60, 0, 0, 58) + header + bytes(4) + bytes([0, 1])
 
 
 def progressive(width: int, height: int) -> bytes:

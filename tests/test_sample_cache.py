@@ -501,16 +501,17 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
         found, _ = stream_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=1)
         return found
 
-    alone = digests("off", 1)
-    assert combine(digests("memory", 1)) == combine(alone)
-    assert combine(digests("disk", 2)) == combine(alone)
-    with_another = digests("memory", 2, from_step=4)
-    assert combine(with_another) == combine(alone[-len(with_another) :])
+    # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
     caches = open_caches(
         PoolConfig(cache="memory", cache_bytes=limit),
         {"train": open_store(stores[name]), "val": open_store(stores["val"])},
         TransformConfig(size=24),
     )
+    alone = digests("off", 1)
+    assert combine(digests("memory", 1)) == combine(alone)
+    assert combine(digests("disk", 2)) == combine(alone)
+    with_another = digests("memory", 2, from_step=4)
+    assert combine(with_another) == combine(alone[-len(with_another) :])
     # 96 of 100 in an epoch; which are left out differs.
     assert len(caches["train"].find(np.arange(100))) >= 96 and len(caches["val"].find(np.arange(22))) == 22
 

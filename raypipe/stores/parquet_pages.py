@@ -7,6 +7,7 @@ reads from those bytes and from nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,11 +49,12 @@ def bounded(
         ValueError: a page's header is damaged.
     """
     group, starts = metadata.row_group(row_group), tuple(f"{leaf}." for leaf in leaves)
-    chunks = [
-        (chunk, metadata.schema.column(number))  # pyarrow goes by the schema's type, not by the chunk's
-        for number in range(group.num_columns)
-        if (chunk := group.column(number)).path_in_schema in leaves or chunk.path_in_schema.startswith(starts)
-    ]
+    chunks = []
+    for number in range(group.num_columns):
+        column = metadata.schema.column(number)  # pyarrow goes by the schema's names and types, not by the chunk's
+        if column.path in leaves or column.path.startswith(starts):
+            _check_column(file.size(), metadata, row_group, column.path)
+            chunks.append((group.column(number), column))
     ranges = _Ranges(file, [_range(chunk) for chunk, _ in chunks])
     columns = [_look(chunk, ranges, column) for chunk, column in chunks]
     total = max(c.page_bytes for c in columns) + sum(c.num_bytes for c in columns)
@@ -60,6 +62,41 @@ def bounded(
     repeated = [c for c in columns if c.repeated_bytes]
     fits = total + sum(c.repeated_bytes for c in repeated) <= MAX_GROUP_BYTES // 4
     return pa.PythonFile(ranges, "r"), [] if fits else [c.path for c in repeated]
+
+
+def _check_column(num_bytes: int, metadata: pq.FileMetaData, row_group: int, path: str) -> None:
+    """Raise OSError where a column's entry in the footer is damaged.
+
+    `RowGroupMetaData.column` would end the process: pyarrow 26 does not catch what C++ throws there. Its reader
+    does, and looks at the entry before it reads anything.
+    """
+    reader = pq.ParquetFile(pa.PythonFile(_Unread(num_bytes), "r"), metadata=metadata)
+    with contextlib.suppress(_ReachedError):
+        next(reader.iter_batches(row_groups=[row_group], columns=[path], use_threads=False), None)
+
+
+class _ReachedError(Exception):
+    """The reader has come so far that it wants data."""
+
+
+class _Unread:
+    """A file of which nothing can be read."""
+
+    closed = False
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def read(self, num_bytes: int) -> bytes:
+        raise _ReachedError
+
+    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
+        return self._num_bytes
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def close(self) -> None: ...
 
 
 def _check(num_bytes: int, state: str, limit: int) -> None:

@@ -1,0 +1,168 @@
+"""The hashes of many streams, and of the weights of a run on the CPU, to compare before and after a change.
+
+    python tests/stream_hashes.py before.json           write them
+    python tests/stream_hashes.py --against before.json   and say which have changed; exit code 1 if any has
+
+Every store, transform and target of small data made here goes through `raypipe ingest`, `raypipe digest` and
+jobs/train.py as a user would call them, so that no change within the program needs a change here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import tfrecords
+import torch
+from local_head import RAY_ON_THIS_MACHINE, LocalHead
+
+ROOT = Path(__file__).parents[1]
+NUM, CLASSES = 90, "abcde"
+
+
+def image(index: int, kind: str = ".jpg") -> bytes:
+    rng = np.random.default_rng(index)
+    height, width = 40 + index % 23, 52 - index % 17
+    pixels = cv2.resize(rng.integers(0, 256, (5, 6, 3), np.uint8), (width, height))
+    return cv2.imencode(kind, pixels)[1].tobytes()
+
+
+def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Name → address: one store of each kind."""
+    images = folder / "images"
+    for index in range(NUM):
+        kind = ".png" if index % 9 == 0 else ".jpg"
+        path = images / CLASSES[index % 5] / f"{index:03}{kind}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image(index, kind))
+    with zipfile.ZipFile(folder / "images.zip", "w") as file:
+        for path in sorted(images.rglob("*.*")):
+            file.write(path, path.relative_to(images))
+    subprocess.run(["tar", "cf", folder / "images.tar", "--sort=name", "-C", images, "."], check=True)
+    (folder / "images.tfrecord").write_bytes(
+        b"".join(tfrecords.record(tfrecords.example({"image": image(i), "label": i % 5})) for i in range(NUM))
+    )
+    with h5py.File(folder / "images.h5", "w") as file:
+        file["image"] = np.stack([np.full((32, 36, 3), i, np.uint8) for i in range(NUM)])
+        file["label"] = np.arange(NUM) % 5
+    masks = [np.full((40 + i % 23, 52 - i % 17), i % 7, np.uint8) for i in range(NUM)]
+    boxes = [[[2.0 + i % 5, 3, 20, 25, i % 5], [1, 1, 9, 9, 1]][: 1 + i % 2] for i in range(NUM)]
+    columns = {
+        "image": [image(i) for i in range(NUM)],
+        "label": [i % 5 for i in range(NUM)],
+        "mask": [cv2.imencode(".png", mask)[1].tobytes() for mask in masks],
+        "boxes": pa.array(boxes, pa.list_(pa.list_(pa.float32()))),
+    }
+    pyarrow.parquet.write_table(pa.table(columns), folder / "targets.parquet", row_group_size=16)
+
+    def ingest(source: Path, name: str, *options: str) -> str:
+        command = [sys.executable, "-m", "raypipe", "ingest", str(source), str(folder / name), *options]
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        return str(folder / name)
+
+    return {
+        "folder": str(images),
+        "zip": str(folder / "images.zip"),
+        "tar": str(folder / "images.tar"),
+        "lmdb": ingest(images, "images.lmdb"),
+        "lmdb-shards": ingest(images, "shards.lmdb", "--shards=3"),
+        "parquet": ingest(images, "images.parquet"),
+        "webdataset": ingest(images, "webdataset.tar"),
+        "short-side": ingest(images, "short.lmdb", "--short_side=32"),
+        "from-tfrecord": ingest(folder / "images.tfrecord", "tfrecord.lmdb"),
+        "from-hdf5": ingest(folder / "images.h5", "hdf5.lmdb"),
+        "targets": str(folder / "targets.parquet"),
+    }
+
+
+def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Name and arguments of `raypipe digest`."""
+    usual = ["--epochs=2", "--micro_batch=8", "--per_step=2", "--size=24", "--seed=3"]
+    for name, address in stores.items():
+        yield name, [address, *usual]
+    lmdb, parquet = stores["lmdb"], stores["parquet"]
+    for name in ("heavy", "light", "small", "resize", "center"):
+        yield f"transform {name}", [lmdb, *usual, f"--transform={name}"]
+    for name in ("global", "window", "off"):
+        yield f"shuffle {name}", [parquet, *usual, f"--shuffle={name}"]
+    both = [lmdb, "--val", parquet, *usual]
+    yield "train and val", both
+    yield "two actors", [*both, "--actors=2"]
+    yield "two workers", [*both, "--workers=2"]
+    yield "two executions", [*both, "--workers=2", "--executions=2"]
+    yield "resume", [*both, "--from_step=4", "--unbroken=false"]
+    yield "cache", [*both, "--cache=disk"]
+    yield "scaled crops", [*both, "--config", "scaled.yaml"]
+    yield "decode on the device", [*both, "--config", "device.yaml", "--transform=crop"]
+    yield "masks", [stores["targets"], *usual, "--mask_column=mask"]
+    yield "boxes", [stores["targets"], *usual, "--boxes_column=boxes"]
+
+
+def digest(arguments: list[str], environment: dict[str, str]) -> str:
+    command = [sys.executable, "-m", "raypipe", "digest", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
+    return done.stdout.strip().splitlines()[-1]
+
+
+def weights(folder: Path, environment: dict[str, str]) -> str:
+    """Of a run on the CPU with the embedded digits: a hash over its model's tensors."""
+    command = [sys.executable, str(ROOT / "jobs" / "train.py"), "--runs", str(folder / "runs"), "--name=fixed"]
+    command += ["--plan.epochs=2", "--plan.seed=7"]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    newest = max((folder / "runs" / "fixed").glob("checkpoint_*"))
+    state = torch.load(newest / "state.pt", weights_only=True, map_location="cpu")
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(state["model"].items()):
+        found.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", nargs="?", help="a JSON file to write")
+    parser.add_argument("--against", help="a JSON file that was written before")
+    parser.add_argument("--only", default="", help="names that contain this")
+    options = parser.parse_args()
+    found: dict[str, str] = {}
+    # /dev/shm apart, everything lies in one folder with the same name each time: fingerprints may know addresses.
+    with tempfile.TemporaryDirectory(prefix="hashes-") as name, LocalHead(num_cpus=4) as head:
+        folder = Path(name)
+        own = {"RAY_ADDRESS": head.gcs_address, "RAYPIPE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, **head.environment, **RAY_ON_THIS_MACHINE, **own}
+        for file, line in {"scaled": "{crop_decode: scaled}", "device": "{decode: gpu}"}.items():
+            (folder / f"{file}.yaml").write_text(f"transform: {line}\n")
+        for case, arguments in cases(make_stores(folder, environment)):
+            if options.only in case:
+                arguments = [str(folder / a) if a.endswith(".yaml") else a for a in arguments]
+                found[case] = digest(arguments, environment)
+                print(f"{case:24}{found[case]}", flush=True)
+        if options.only in "weights":
+            found["weights"] = weights(folder, environment)
+            print(f"{'weights':24}{found['weights']}", flush=True)
+    if options.output:
+        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
+    if not options.against:
+        return 0
+    before = json.loads(Path(options.against).read_text())
+    changed = [case for case, value in found.items() if before.get(case) != value]
+    print(f"{len(found) - len(changed)} of {len(found)} are as before; changed: {', '.join(changed) or 'none'}")
+    return bool(changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

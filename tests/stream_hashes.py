@@ -89,7 +89,7 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
 
 
 def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Name and arguments of `raypipe digest`."""
+    """Name and arguments of `raypipe digest`: what the actors make."""
     usual = ["--epochs=2", "--micro_batch=8", "--per_step=2", "--size=24", "--seed=3"]
     for name, address in stores.items():
         yield name, [address, *usual]
@@ -105,14 +105,40 @@ def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     yield "two executions", [*both, "--workers=2", "--executions=2"]
     yield "resume", [*both, "--from_step=4", "--unbroken=false"]
     yield "cache", [*both, "--cache=disk"]
-    yield "scaled crops", [*both, "--config", "scaled.yaml"]
-    yield "decode on the device", [*both, "--config", "device.yaml", "--transform=crop"]
     yield "masks", [stores["targets"], *usual, "--mask_column=mask"]
     yield "boxes", [stores["targets"], *usual, "--boxes_column=boxes"]
 
 
-def digest(arguments: list[str], environment: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "raypipe", "digest", *arguments]
+FED = """
+import hashlib, json, sys
+import ray, raypipe
+store, transform, augment = sys.argv[1], *map(json.loads, sys.argv[2:])
+ray.init(logging_level="ERROR")
+spec = raypipe.StreamSpec.of(
+    store, store, plan=raypipe.PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=3),
+    transform=raypipe.TransformConfig(size=24, **transform), pool=raypipe.PoolConfig(cpus_per_actor=0.5),
+)
+found = hashlib.blake2b(digest_size=16)
+for segment in raypipe.feed(spec, augment=raypipe.AugmentConfig(**augment) if augment else None):
+    for step in segment:
+        for batch in step:
+            for tensor in (batch.index, batch.label, batch.weight, batch.image):
+                found.update(tensor.contiguous().cpu().numpy().tobytes())
+print(found.hexdigest())
+"""
+
+
+def fed(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Name and arguments of FED: what the device gets, on the CPU."""
+    yield "fed", [stores["lmdb"], "{}", "{}"]
+    yield "fed, scaled crops", [stores["lmdb"], '{"crop_decode": "scaled"}', "{}"]
+    yield "fed, decode on device", [stores["lmdb"], '{"decode": "gpu"}', "{}"]
+    mixing = '{"preset": "strong", "mixup_alpha": 0.4, "cutmix_alpha": 1.0, "mix_prob": 0.9}'
+    yield "fed, augmented", [stores["lmdb"], "{}", mixing]
+
+
+def last_line(arguments: list[str], environment: dict[str, str]) -> str:
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         return f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
@@ -144,12 +170,12 @@ def main() -> int:
         folder = Path(name)
         own = {"RAY_ADDRESS": head.gcs_address, "RAYPIPE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
         environment = {**os.environ, **head.environment, **RAY_ON_THIS_MACHINE, **own}
-        for file, line in {"scaled": "{crop_decode: scaled}", "device": "{decode: gpu}"}.items():
-            (folder / f"{file}.yaml").write_text(f"transform: {line}\n")
-        for case, arguments in cases(make_stores(folder, environment)):
+        stores = make_stores(folder, environment)
+        commands = [(case, ["-m", "raypipe", "digest", *arguments]) for case, arguments in cases(stores)]
+        commands += [(case, ["-c", FED, *arguments]) for case, arguments in fed(stores)]
+        for case, arguments in commands:
             if options.only in case:
-                arguments = [str(folder / a) if a.endswith(".yaml") else a for a in arguments]
-                found[case] = digest(arguments, environment)
+                found[case] = last_line(arguments, environment)
                 print(f"{case:24}{found[case]}", flush=True)
         if options.only in "weights":
             found["weights"] = weights(folder, environment)

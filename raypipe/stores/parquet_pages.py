@@ -7,7 +7,6 @@ reads from those bytes and from nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,25 +69,26 @@ def _check_column(num_bytes: int, metadata: pq.FileMetaData, row_group: int, pat
     `RowGroupMetaData.column` would end the process: pyarrow 26 does not catch what C++ throws there. Its reader
     does, and looks at the entry before it reads anything.
     """
-    reader = pq.ParquetFile(pa.PythonFile(_Unread(num_bytes), "r"), metadata=metadata)
-    with contextlib.suppress(_ReachedError):
-        next(reader.iter_batches(row_groups=[row_group], columns=[path], use_threads=False), None)
+    empty = _Empty(num_bytes)
+    reader = pq.ParquetFile(pa.PythonFile(empty, "r"), metadata=metadata)
+    try:
+        reader.read_row_group(row_group, columns=[path], use_threads=False)
+    except (pa.ArrowException, OSError):
+        if not empty.was_read:
+            raise
 
 
-class _ReachedError(Exception):
-    """The reader has come so far that it wants data."""
-
-
-class _Unread:
-    """A file of which nothing can be read."""
+class _Empty:
+    """A file that says how long it is, and has nothing. An error of its own would be kept by Arrow for ever."""
 
     closed = False
 
     def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
+        self._num_bytes, self.was_read = num_bytes, False
 
     def read(self, num_bytes: int) -> bytes:
-        raise _ReachedError
+        self.was_read = True
+        return b""
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         return self._num_bytes

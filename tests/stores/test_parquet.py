@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores import open_store
+from raypipe.stores import open_store, parquet
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.parquet_writer import GROUP_BYTES, ParquetWriter
 
@@ -314,13 +314,13 @@ def test_cache_keeps_the_last_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
     store = ParquetStore(path, cache_bytes=0)
     reads: list[int] = []
-    read_row_group = pq.ParquetFile.read_row_group
+    bounded = parquet.bounded
 
-    def counted(self: pq.ParquetFile, group: int, **options: Any) -> pa.Table:
+    def counted(file: Any, metadata: Any, group: int, leaves: Any) -> Any:
         reads.append(group)
-        return read_row_group(self, group, **options)
+        return bounded(file, metadata, group, leaves)
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
+    monkeypatch.setattr(parquet, "bounded", counted)
     for index in (0, 1, 3, 4, 5, 39, 38, 0):
         store.read(np.array([index]))
     assert reads == [0, 1, 9, 0]

@@ -207,7 +207,7 @@ def test_a_run_whose_disk_fills_ends_with_one_error_and_goes_on_to_the_same_weig
     halves: tuple[RunConfig, Path, Path], tmp_path: Path
 ) -> None:
     run, whole, _ = halves
-    with small_disk(tmp_path / "disk", kib=8192) as disk:
+    with small_disk(tmp_path / "disk", kib=32768) as disk:
         folder = disk / "run"
 
         def fill_up() -> None:

@@ -30,6 +30,7 @@ import torch
 from local_head import RAY_ON_THIS_MACHINE, LocalHead
 
 ROOT = Path(__file__).parents[1]
+RAYPIPE = str(Path(sys.executable).parent / "raypipe")  # of the environment that runs this
 NUM, CLASSES = 90, "abcde"
 
 
@@ -69,7 +70,7 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     pyarrow.parquet.write_table(pa.table(columns), folder / "targets.parquet", row_group_size=16)
 
     def ingest(source: Path, name: str, *options: str) -> str:
-        command = [sys.executable, "-m", "raypipe", "ingest", str(source), str(folder / name), *options]
+        command = [RAYPIPE, "ingest", str(source), str(folder / name), *options]
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         return str(folder / name)
 
@@ -111,7 +112,7 @@ def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 FED = """
 import hashlib, json, sys
-import ray, raypipe
+import numpy as np, ray, raypipe
 store, transform, augment = sys.argv[1], *map(json.loads, sys.argv[2:])
 ray.init(logging_level="ERROR")
 spec = raypipe.StreamSpec.of(
@@ -122,8 +123,8 @@ found = hashlib.blake2b(digest_size=16)
 for segment in raypipe.feed(spec, augment=raypipe.AugmentConfig(**augment) if augment else None):
     for step in segment:
         for batch in step:
-            for tensor in (batch.index, batch.label, batch.weight, batch.image):
-                found.update(tensor.contiguous().cpu().numpy().tobytes())
+            for values in (batch.index, batch.label, batch.weight, batch.image):
+                found.update(np.asarray(values).tobytes())
 print(found.hexdigest())
 """
 
@@ -138,10 +139,9 @@ def fed(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def last_line(arguments: list[str], environment: dict[str, str]) -> str:
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     if done.returncode:
-        return f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
+        raise RuntimeError(f"{arguments} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -171,8 +171,8 @@ def main() -> int:
         own = {"RAY_ADDRESS": head.gcs_address, "RAYPIPE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
         environment = {**os.environ, **head.environment, **RAY_ON_THIS_MACHINE, **own}
         stores = make_stores(folder, environment)
-        commands = [(case, ["-m", "raypipe", "digest", *arguments]) for case, arguments in cases(stores)]
-        commands += [(case, ["-c", FED, *arguments]) for case, arguments in fed(stores)]
+        commands = [(case, [RAYPIPE, "digest", *arguments]) for case, arguments in cases(stores)]
+        commands += [(case, [sys.executable, "-c", FED, *arguments]) for case, arguments in fed(stores)]
         for case, arguments in commands:
             if options.only in case:
                 found[case] = last_line(arguments, environment)

@@ -58,11 +58,11 @@ def free_cpus() -> float:
     return ray.available_resources().get("CPU", 0.0) - claimed_by_others()["CPU"]
 
 
-def is_waited_for(cpus: float) -> bool:
-    """Whether there is an actor that needs so many CPUs, and for which no node has room."""
+def waited_for() -> set[float]:
+    """Of how many CPUs each there are actors that no node has room for."""
     worker: Any = ray._private.worker.global_worker
     waiting = get_cluster_resource_state(worker.gcs_client).pending_resource_requests
-    return any(each.request.resources_bundle.get("CPU", 0.0) == cpus for each in waiting)
+    return {each.request.resources_bundle.get("CPU", 0.0) for each in waiting}
 
 
 def holders() -> str:
@@ -127,9 +127,10 @@ def _held() -> dict[str, Amounts]:
             held[actor.job_id.hex()].update(_amounts(actor.required_resources))
         elif actor.state in (table.PENDING_CREATION, table.RESTARTING):
             starting.append(actor)
+    queued = waited_for() if starting else set()
     for actor in starting:  # one that has its CPUs is no longer queued for them
         amounts = _amounts(actor.required_resources)
-        if amounts and not is_waited_for(amounts["CPU"]):
+        if amounts and amounts["CPU"] not in queued:
             held[actor.job_id.hex()].update(amounts)
     return held
 

@@ -257,7 +257,7 @@ def _read(run_uri: str, filesystem: pyarrow.fs.FileSystem, path: str, name: str)
     folder = f"{path}/{name}"
     if filesystem.get_file_info(f"{folder}/{_MANIFEST}").type != pyarrow.fs.FileType.File:
         return None
-    manifest = _json(_content(filesystem, f"{folder}/{_MANIFEST}"), _MANIFEST)
+    manifest = _manifest(_content(filesystem, f"{folder}/{_MANIFEST}"))
     try:
         expected = {file: manifest["files"][file] for file in (STATE_FILE, CURSOR_FILE)}
         metrics = dict(manifest["metrics"])
@@ -272,11 +272,11 @@ def _read(run_uri: str, filesystem: pyarrow.fs.FileSystem, path: str, name: str)
     return Checkpoint(run_uri, name, cursor, metrics)
 
 
-def _json(content: bytes, name: str) -> Any:
+def _manifest(content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError:
-        raise _DamageError(f"its {name} is {'damaged' if content else 'empty'}") from None
+        raise _DamageError(f"its {_MANIFEST} is {'damaged' if content else 'empty'}") from None
 
 
 def _content(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:

@@ -264,15 +264,10 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
 
 def _stored_config(run: str) -> str:
     """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
-    from raypipe.filesystem import as_uri, explained, join, open_filesystem, open_input
+    from raypipe.filesystem import as_uri, explained, join, open_filesystem, read_whole
 
     with explained(ConfigError, f"the configuration of {run} cannot be read"):
-        filesystem, path = open_filesystem(join(as_uri(run), "config.yaml"))
-        try:
-            with open_input(filesystem, path) as file:
-                return file.read().decode()
-        except FileNotFoundError:
-            return ""
+        return (read_whole(*open_filesystem(join(as_uri(run), "config.yaml"))) or b"").decode()
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: type) -> None:

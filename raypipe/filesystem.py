@@ -178,6 +178,15 @@ def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
         return filesystem.open_input_file(opened)
 
 
+def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
+    """What a file holds, opened by `open_input`; None where there is none."""
+    try:
+        with open_input(filesystem, path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
 @functools.lru_cache(maxsize=64)
 def _filesystem(scheme: str, host: str, query: str, settings: tuple[str, ...], pid: int) -> pyarrow.fs.FileSystem:
     """One per process, so that connections are used again; never one that a parent process made."""

@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 
+STAGES = ("wait", "transfer", "decode", "augment", "compute")
+"""What a trainer's time goes by: NAME_s in progress, records, `StageTimes` and exported metrics."""
+
 _ROOT = logging.getLogger("raypipe")
 # They write to standard error by handlers of their own.
 _RAYS_OWN = ("ray.data", "ray.train")

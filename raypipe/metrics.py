@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-STAGES = ("wait", "transfer", "decode", "augment", "compute")
+from raypipe.logs import STAGES
 
 
 def mark(device: torch.device) -> Any:

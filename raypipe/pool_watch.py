@@ -15,7 +15,7 @@ import ray
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 
-from raypipe.admission import holders, is_waited_for
+from raypipe.admission import holders, waited_for
 from raypipe.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class PoolWatch(BackpressurePolicy):
                 self._supervisor.note.remote(f"transform actors run again, after {after:.0f} s", "no_room")
             self._some_ran_at = self._queued_since = now
             self._told = False
-        elif not waiting or not is_waited_for(cpus):  # they start
+        elif not waiting or cpus not in waited_for():  # they start
             self._queued_since = now
         elif not self._told and now - self._queued_since > _QUEUE_S:
             self._told = True

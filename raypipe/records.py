@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.filesystem import explained, join, open_filesystem, open_input
+from raypipe.filesystem import explained, join, open_filesystem, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +57,6 @@ def read_records(run_uri: str, name: str = METRICS) -> Records | None:
     with explained(ConfigError, f"{join(run_uri, name)} cannot be read"):
         content = read_whole(*open_filesystem(join(run_uri, name)))
     return None if content is None else parse(content)
-
-
-def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
-    """What a file holds; None where there is none."""
-    try:
-        with open_input(filesystem, path) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
 
 
 def parse(content: bytes) -> Records:

@@ -21,14 +21,14 @@ import yaml
 
 from raypipe import page
 from raypipe.errors import ConfigError
-from raypipe.filesystem import as_uri, explained, join, open_filesystem
+from raypipe.filesystem import as_uri, explained, join, open_filesystem, read_whole
+from raypipe.logs import STAGES
 from raypipe.page import Form, Series, number
-from raypipe.records import METRICS, parse, read_records, read_whole, told
+from raypipe.records import METRICS, parse, read_records, told
 from raypipe.stores.base import title_of
 from raypipe.whole_file import write_text
 
 FILE_NAME = "report.html"
-_STAGES = ("wait", "transfer", "decode", "augment", "compute")
 _MAX_ROWS = 50  # of a table; the files have the rest
 _POOL_SIZE = re.compile(r"→ (\d+) transform actors")  # `raypipe.autoscaler` tells of its decisions so
 
@@ -197,7 +197,7 @@ def _charts(runs: list[Recorded]) -> Iterable[str]:
 def _stages(run: Recorded) -> str:
     """Share of the trainers' time, by log interval."""
     train = [record for record in run.of("train") if isinstance(record.get("compute_s"), int | float)]
-    names = [f"{stage}_s" for stage in _STAGES if stage != "wait"]
+    names = [f"{stage}_s" for stage in STAGES if stage != "wait"]
     found: dict[str, list[float]] = {name: [] for name in names}
     steps = []
     for record in train:

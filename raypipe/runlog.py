@@ -26,9 +26,9 @@ from typing import Any
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.filesystem import exists, explained, is_remote, join, open_filesystem
+from raypipe.filesystem import exists, explained, is_remote, join, open_filesystem, read_whole
 from raypipe.plan import MicroBatchId
-from raypipe.records import METRICS, SAMPLES, START, Appender, read_whole
+from raypipe.records import METRICS, SAMPLES, START, Appender
 
 _STOP_FILE = "stop"
 

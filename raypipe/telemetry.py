@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ray.util.metrics import Counter, Gauge
 
-from raypipe.logs import LogFormat, configure_logs
+from raypipe.logs import STAGES, LogFormat, configure_logs
 
 if TYPE_CHECKING:
     from ray.data import DataContext
@@ -169,7 +169,7 @@ class TrainerMetrics:
         recorder = self._recorder
         for split, of in times.items():
             recorder.reach("raypipe_trainer_images_total", of.images, split=split)
-            for stage in ("wait", "transfer", "decode", "augment", "compute"):
+            for stage in STAGES:
                 recorder.reach(f"raypipe_trainer_{stage}_seconds_total", getattr(of, f"{stage}_s"), split=split)
         recorder.reach("raypipe_trainer_steps_total", steps)
         recorder.set("raypipe_trainer_first_batch_seconds", first_batch_s)

@@ -165,7 +165,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names that contain this")
     options = parser.parse_args()
     found: dict[str, str] = {}
-    # /dev/shm apart, everything lies in one folder with the same name each time: fingerprints may know addresses.
     with tempfile.TemporaryDirectory(prefix="hashes-") as name, LocalHead(num_cpus=4) as head:
         folder = Path(name)
         own = {"RAY_ADDRESS": head.gcs_address, "RAYPIPE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}

@@ -19,12 +19,12 @@ import pytest
 import torch
 from full_disk import fill, make_room, small_disk
 from local_head import LocalHead
+from small_runs import small_run
 from test_checkpoints import DAMAGE, newest
 
-from raypipe.config import PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.launch import train
-from raypipe.plan import PlanConfig
 from raypipe.records import read_records
 from raypipe.runlog import request_stop
 
@@ -35,35 +35,16 @@ KILLS = 30
 RUN = """
 import dataclasses, json, sys
 from pathlib import Path
-from test_crashes import a_run
+from small_runs import small_run
 from raypipe.launch import train
 
 folder, train_store, val_store, epochs, failures = sys.argv[1:]
-run = a_run(Path(folder), Path(train_store), Path(val_store), int(epochs))
+run = small_run(Path(folder), Path(train_store), Path(val_store), int(epochs), 2, checkpoint_every=1)
 run = dataclasses.replace(run, name="killed", train=dataclasses.replace(run.train, max_failures=int(failures)))
 if (Path(folder) / "killed" / "config.yaml").exists():
     run = dataclasses.replace(run, resume=f"{folder}/killed")
 print(json.dumps(train(run)))
 """
-
-
-def a_run(runs: Path, train_store: Path, val_store: Path, epochs: int) -> RunConfig:
-    return RunConfig(
-        store=StoreConfig(str(train_store), str(val_store)),
-        plan=PlanConfig(epochs=epochs, micro_batch=6, per_step=2, seed=1),
-        transform=TransformConfig(train="small", val="resize", size=12),
-        pool=PoolConfig(max_actors=1),
-        train=TrainConfig(
-            model="small",
-            optimizer="adamw",
-            lr=0.003,
-            workers=1,
-            cpus_per_worker=1.0,
-            log_every=1,
-            checkpoint_every=1,
-        ),
-        runs=str(runs),
-    )
 
 
 def final_model(folder: Path) -> dict[str, torch.Tensor]:
@@ -174,7 +155,7 @@ def halves(
 ) -> tuple[RunConfig, Path, Path]:
     """A run, its folder when it has been trained to its end, and one when it was stopped half-way."""
     runs = tmp_path_factory.mktemp("runs")
-    run = a_run(runs, stores["train"], stores["val"], 2)
+    run = small_run(runs, stores["train"], stores["val"], 2, 2, checkpoint_every=1)
     train(dataclasses.replace(run, name="whole"))
 
     def stop() -> None:

@@ -98,7 +98,7 @@ def told(watch: Watch, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, int
     pool = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
     monkeypatch.setattr(pool_watch, "holders", lambda: "job 7 holds 2 CPUs")
     for seconds, running, restarting, queued in looks:
-        monkeypatch.setattr(pool_watch, "is_waited_for", lambda cpus, queued=queued: queued)
+        monkeypatch.setattr(pool_watch, "waited_for", lambda queued=queued: {1.0} if queued else set())
         info = SimpleNamespace(running=running, restarting=restarting, pending=0)
         op = SimpleNamespace(_actor_pool=pool, get_actor_info=lambda info=info: info)
         watch._tell_of_none(op, watch._progress[1] + seconds)

@@ -14,20 +14,17 @@ import pytest
 import ray.train
 import torch
 from ray.train.v2._internal.execution import train_fn_utils
+from small_runs import small_run
 
 from raypipe.config import (
     AugmentConfig,
     PoolConfig,
     RunConfig,
-    StoreConfig,
     StrengthConfig,
-    TrainConfig,
-    TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError
 from raypipe.launch import spec_of, train
 from raypipe.pipeline import StreamSpec
-from raypipe.plan import PlanConfig
 from raypipe.records import SAMPLES, read_records
 from raypipe.runlog import request_stop
 from raypipe.train import Trainer
@@ -38,31 +35,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytes
 
 @pytest.fixture(scope="module")
 def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    return RunConfig(
-        store=StoreConfig(str(stores["train"]), str(stores["val"])),
-        plan=PlanConfig(epochs=3, micro_batch=6, per_step=4, seed=1),
-        transform=TransformConfig(train="small", val="resize", size=12),
-        pool=PoolConfig(max_actors=1),
-        train=TrainConfig(
-            model="small",
-            optimizer="adamw",
-            lr=0.003,
-            workers=1,
-            cpus_per_worker=1.0,
-            log_every=1,
-            log_samples=True,
-            checkpoint_every=3,
-            clip_norm=1.0,
-            ema_decay=0.9,
-        ),
-        augment=AugmentConfig(
-            preset="standard",
-            mixup_alpha=0.2,
-            cutmix_alpha=1.0,
-            strength=StrengthConfig(ramp_up=0.3, ramp_down=0.3),
-        ),
-        runs=str(tmp_path_factory.mktemp("runs")),
-    )
+    train_config = {"log_samples": True, "checkpoint_every": 3, "clip_norm": 1.0, "ema_decay": 0.9}
+    plain = small_run(tmp_path_factory.mktemp("runs"), stores["train"], stores["val"], 3, 4, **train_config)
+    strength = StrengthConfig(ramp_up=0.3, ramp_down=0.3)
+    augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=strength)
+    return dataclasses.replace(plain, augment=augment)
 
 
 @pytest.fixture(scope="module")

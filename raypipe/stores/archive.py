@@ -21,7 +21,7 @@ from raypipe.local_cache import make_cache_folder, shared_cache
 from raypipe.local_file import open_regular
 from raypipe.remote_file import RemoteFile, look_up_all
 from raypipe.stores.base import Columns
-from raypipe.stores.checks import check_columns, check_indices
+from raypipe.stores.checks import check_columns, check_indices, part_of
 from raypipe.stores.members import Index
 from raypipe.stores.remote import expand, list_shards
 from raypipe.stores.splits import check_one_split
@@ -128,7 +128,7 @@ class ArchiveStore(ABC, Generic[S]):
     def sample_name(self, index: int) -> str:
         """A sample's archive, and its image's member in it."""
         archives, found = self._open()
-        archive = archives[int(np.searchsorted(found.bounds, index, "right")) - 1]
+        archive = archives[part_of(found.bounds, index)[0]]
         with archive.use() as file:
             return f"{archive.name}, {self._member(file, found.places['image'][index].tolist())}"
 

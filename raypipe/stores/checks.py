@@ -17,6 +17,12 @@ has the image None. It is the size of 179 million pixels, the decoder's limit, a
 joins such a value holds it twice."""
 
 
+def part_of(bounds: np.ndarray, index: int) -> tuple[int, int]:
+    """The part that holds a sample, and its number within it; part i begins with the sample bounds[i]."""
+    number = int(np.searchsorted(bounds, index, "right")) - 1
+    return number, index - int(bounds[number])
+
+
 def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address: str) -> np.ndarray:
     """Return the indices as int64 of shape (n,).
 

@@ -23,7 +23,7 @@ from raypipe.errors import StoreError
 from raypipe.filesystem import is_remote
 from raypipe.local_cache import shared_cache
 from raypipe.stores.base import Columns
-from raypipe.stores.checks import check_columns, check_indices, image_and_label_first
+from raypipe.stores.checks import check_columns, check_indices, image_and_label_first, part_of
 from raypipe.stores.lmdb_foreign import ForeignShard
 from raypipe.stores.lmdb_remote import RemoteShard, open_shards
 from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, Shard, open_shard
@@ -99,9 +99,8 @@ class LMDBStore:
     def sample_name(self, index: int) -> str:
         """A sample's file, and its key in it."""
         opened = self._open()
-        number = int(np.searchsorted(opened.offsets, index, "right")) - 1
-        shard = opened.shards[number]
-        return f"{shard.path}, key {shard.key(int(index - opened.offsets[number]))}"
+        number, within = part_of(opened.offsets, index)
+        return f"{opened.shards[number].path}, key {opened.shards[number].key(within)}"
 
     def close(self) -> None:
         self._opened = None

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.filesystem import open_input
 from raypipe.stores.base import Columns
-from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices
+from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices, part_of
 from raypipe.stores.parquet_files import Dataset, open_dataset
 from raypipe.stores.parquet_pages import bounded
 from raypipe.stores.parquet_writer import ParquetWriter
@@ -108,9 +108,8 @@ class ParquetStore:
     def sample_name(self, index: int) -> str:
         """A sample's file, row group, and row in it."""
         dataset = self._open().dataset
-        number = int(np.searchsorted(dataset.offsets, index, "right")) - 1
-        group = dataset.groups[number]
-        return f"{group.path}, row group {group.row_group}, row {index - dataset.offsets[number]}"
+        number, row = part_of(dataset.offsets, index)
+        return f"{dataset.groups[number].path}, row group {dataset.groups[number].row_group}, row {row}"
 
     def cached_bytes(self) -> int:
         """Return the size of the decoded row groups held now."""

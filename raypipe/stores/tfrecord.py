@@ -20,7 +20,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.local_file import open_regular
 from raypipe.stores.base import Columns
-from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices
+from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices, part_of
 from raypipe.stores.example import features_of, kind_of, only_bytes, only_int
 from raypipe.stores.file_list import list_files
 from raypipe.stores.splits import PART_OF
@@ -105,8 +105,8 @@ class TFRecordStore:
     def sample_name(self, index: int) -> str:
         """A sample's file, and its record in it."""
         opened = self._open()
-        number = int(np.searchsorted(opened.offsets, index, "right")) - 1
-        return f"{opened.files[number].path}, record {index - opened.offsets[number]}"
+        number, record = part_of(opened.offsets, index)
+        return f"{opened.files[number].path}, record {record}"
 
     def close(self) -> None:
         self._opened = None

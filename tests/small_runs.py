@@ -1,0 +1,32 @@
+"""The configuration of small trainings on one CPU, for tests to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from raypipe.config import PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.plan import PlanConfig
+
+
+def small_run(
+    runs: Path, train_store: Path, val_store: Path, epochs: int, per_step: int, **train: Any
+) -> RunConfig:
+    """A run of the small model, in steps of `per_step` x 6 samples, that logs each.
+
+    Args:
+        runs: folder of its folder.
+        train_store, val_store: as of the fixture `stores`.
+        epochs, per_step: of the plan.
+        train: more settings of TrainConfig.
+    """
+    return RunConfig(
+        store=StoreConfig(str(train_store), str(val_store)),
+        plan=PlanConfig(epochs=epochs, micro_batch=6, per_step=per_step, seed=1),
+        transform=TransformConfig(train="small", val="resize", size=12),
+        pool=PoolConfig(max_actors=1),
+        train=TrainConfig(
+            model="small", optimizer="adamw", lr=0.003, workers=1, cpus_per_worker=1.0, log_every=1, **train
+        ),
+        runs=str(runs),
+    )

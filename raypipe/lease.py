@@ -117,7 +117,7 @@ class Lease:
         if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             folder = Path(self._folder)
             self._made = [folder, *(parent for parent in folder.parents if not parent.exists())]
-        self._ended = threading.Event()
+        self._ended, self._one_by_one = threading.Event(), threading.Lock()
         self._renewing = threading.Thread(target=self._renew_until_ended, daemon=True, name="raypipe-lease")
 
     def claims(self) -> list[_Claim]:
@@ -155,7 +155,10 @@ class Lease:
     def _renew_until_ended(self) -> None:
         while not self._ended.wait(_RENEW_S):
             try:
-                self.renew()
+                # In object storage it writes the claim; behind `give_back` nobody would take that back.
+                with self._one_by_one:
+                    if not self._ended.is_set():
+                        self.renew()
             except FileNotFoundError:
                 return  # taken away; the trainers find out at their next checkpoint
             except (pa.ArrowException, OSError) as error:
@@ -168,7 +171,7 @@ class Lease:
     def give_back(self) -> None:
         """Let others have the folder; one that was made for the lease, and is empty still, goes."""
         self._ended.set()
-        with contextlib.suppress(pa.ArrowException, OSError):
+        with self._one_by_one, contextlib.suppress(pa.ArrowException, OSError):
             self._filesystem.delete_file(self._path)
             for empty in self._made:
                 empty.rmdir()

@@ -176,3 +176,22 @@ def test_a_lease_is_renewed_also_on_a_full_disk_and_is_not_taken_back_once_it_is
         file.unlink()  # another process took it for dead
         mine._renewing.join(20)
         assert not mine._renewing.is_alive() and not is_held(full_disk.as_uri(), mine.token)
+
+
+def test_a_lease_in_a_bucket_that_is_given_back_while_it_is_renewed_stays_given_back(
+    bucket: str, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Event()
+
+    def slow_look(run_uri: str, token: str) -> bool:
+        found = is_held(run_uri, token)
+        looked.set()
+        time.sleep(1)  # in which it is given back, or would be
+        return found
+
+    monkeypatch.setattr(lease, "is_held", slow_look)
+    with taken(f"{bucket}/run"):
+        assert looked.wait(30)
+    time.sleep(2)
+    with taken(f"{bucket}/run") as mine:
+        assert [claim.name for claim in mine.claims()] == [f"{mine.token}.json"]

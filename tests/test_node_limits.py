@@ -36,7 +36,7 @@ def test_the_head_offers_what_it_has_once() -> None:
 
 @pytest.mark.cluster
 def test_a_run_counts_on_the_nodes_that_the_autoscaler_may_add(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    all_cpus_held: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = cluster_resources()
     path = tmp_path / "cluster.yaml"

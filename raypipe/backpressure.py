@@ -22,7 +22,6 @@ from ray.data._internal.execution.operators.base_physical_operator import Intern
 from ray.data._internal.execution.operators.task_pool_map_operator import TaskPoolMapOperator
 
 from raypipe.pool_watch import PoolWatch
-from raypipe.relaxed import RelaxedOrder
 
 if TYPE_CHECKING:
     from ray.data import DataContext
@@ -62,7 +61,7 @@ def install(context: DataContext, in_flight: InFlight, actors: int, reads: bool)
     context.set_config(_LIMIT_KEY, in_flight)
     limit = in_flight.limit(actors)
     # In this order: one that says no ends the round.
-    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [RelaxedOrder, PoolWatch, InFlightPolicy])
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [PoolWatch, InFlightPolicy])
     context.op_resource_reservation_enabled = False
     # A look takes from the reader only what it has buffered, and there are some 32 looks while as many
     # micro-batches pass as may be in flight.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from raypipe import autoscaler, backpressure, inline_metadata, lean, pool_watch, relaxed, telemetry
+from raypipe import autoscaler, backpressure, inline_metadata, lean, pool_watch, telemetry
 from raypipe.admission import free_cpus
 from raypipe.bad_list import read_bad_list
 from raypipe.cluster import check_object_store, connect, preflight
@@ -243,7 +243,6 @@ class StreamSpec:
         inline_metadata.configure(context)
         autoscaler.configure(context, self.size_rules(group, max_actors), supervisor)
         pool_watch.configure(context, supervisor, self.pool.stall_timeout_s)
-        relaxed.configure(context, self.plan, cursor, group)
         telemetry.configure(context, self.run, self.log)
         source = MicroBatchSource(
             self.plan, cursor, self.readers(), supervisor, group, self.transform.target_columns

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import numpy as np
 
-from raypipe.cursor import Cursor, ahead_of
+from raypipe.cursor import Cursor
 from raypipe.errors import ConfigError, CursorError
 from raypipe.order import (
     GlobalOrder,
@@ -39,7 +39,6 @@ from raypipe.stores.base import Store
 
 Split = Literal["train", "val"]
 Shuffle = Literal["auto", "global", "window", "off"]
-DeliveryOrder = Literal["strict", "relaxed"]
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
@@ -62,9 +61,6 @@ class PlanConfig:
             where the store has groups, else global.
         window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
         val_every: validate after every so many epochs and after the last one; 0 = never.
-        order: "strict": micro-batches come in the order of the plan. "relaxed": a step takes whichever are ready
-            of a small window, so that a slow one holds up none; each still comes once, with the same pixels.
-        relaxed_window: micro-batches; how far one may come before its turn.
     """
 
     epochs: int = 10
@@ -74,8 +70,6 @@ class PlanConfig:
     shuffle: Shuffle = "auto"
     window_groups: int = 0
     val_every: int = 1
-    order: DeliveryOrder = "strict"
-    relaxed_window: int = 16
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -85,14 +79,11 @@ class PlanConfig:
             ("seed", 0),
             ("window_groups", 0),
             ("val_every", 0),
-            ("relaxed_window", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
         if self.shuffle not in get_args(Shuffle):
             raise ConfigError(f"plan.shuffle must be one of {get_args(Shuffle)}, got {self.shuffle!r}")
-        if self.order not in get_args(DeliveryOrder):
-            raise ConfigError(f"plan.order must be one of {get_args(DeliveryOrder)}, got {self.order!r}")
 
 
 @dataclass(frozen=True)
@@ -251,16 +242,6 @@ class Plan:
         """The cursor of a run that has not begun."""
         return self.cursor_at(0)
 
-    def cursor_after(self, epoch: int, step: int, numbers: Iterable[int]) -> Cursor:
-        """The cursor after a step, where micro-batches came in the relaxed order.
-
-        Args:
-            epoch, step: as of Cursor.
-            numbers: of the micro-batches of the epoch that are done, those of the last relaxed_window at least.
-        """
-        ahead = ahead_of(step * self.config.per_step, self.config.relaxed_window, numbers)
-        return Cursor(epoch, step, self.fingerprint, ahead)
-
     def cursor_at(self, global_step: int) -> Cursor:
         """The cursor after so many training steps, with no pending validation."""
         return Cursor(*divmod(global_step, self.steps_per_epoch), self.fingerprint)
@@ -274,14 +255,6 @@ class Plan:
                 "differ. "
                 "Restore those settings, or start a new run"
             )
-        if cursor.ahead and self.config.order == "strict":
-            raise CursorError(
-                "the checkpoint was made under plan.order=relaxed, with micro-batches done before their turn: "
-                "go on with that order, at least to the end of the epoch"
-            )
-        frontier, end = cursor.frontier(self.config.per_step), self.steps_per_epoch * self.config.per_step
-        if list(cursor.ahead) != sorted(n for n in set(cursor.ahead) if 0 <= frontier < n < end):
-            raise CursorError(f"the checkpoint's cursor is damaged: {cursor}")
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
             raise CursorError(
                 f"the checkpoint is at epoch {cursor.epoch}, step {cursor.step}; this run has "
@@ -321,12 +294,8 @@ class Plan:
         per_step = self.config.per_step
         for segment in self.segments(cursor):
             size = group.count((segment.num_steps - segment.first_step) * per_step)
-            start, left = segment.first_step * per_step, Kept(np.empty(0))
-            if cursor.ahead and segment.split == "train" and segment.epoch == cursor.epoch:
-                start, left = cursor.frontier(per_step), cursor.left(per_step)
             for number in range(first, size):
-                at = start + int(left.indices(np.array([group.in_stream(number)]))[0])
-                step, micro = divmod(at, per_step)
+                step, micro = divmod(segment.first_step * per_step + group.in_stream(number), per_step)
                 yield MicroBatchId(segment.split, segment.epoch, step, micro)
             first = max(0, first - size)
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig
@@ -111,8 +110,7 @@ class Feed:
     Attributes:
         plan: the run's plan.
         rank, world_size: of this process.
-        cursor: the place after the last step that was consumed whole; put it in the checkpoint. (Of several ranks
-            with plan.order="relaxed", put `joined_cursor()` there.)
+        cursor: the place after the last step that was consumed whole; put it in the checkpoint.
         first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
         num_bad: bad samples seen by this rank.
         num_fallback: samples that the training device was to decode, and the host had to.
@@ -145,9 +143,6 @@ class Feed:
         self.num_bad = self.num_fallback = 0
         self._news = News(supervisor)
         self._start = start
-        # With the relaxed order: numbers, in the present epoch, of micro-batches that this rank knows to be done.
-        self._relaxed = self.plan.config.order == "relaxed"
-        self._done = self._done_before(start)
         self._created = time.perf_counter()
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
         self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
@@ -190,7 +185,6 @@ class Feed:
             self._export()
             if segment.split == "val":
                 self.cursor = Cursor(segment.epoch + 1, 0, self.plan.fingerprint)
-            self._done = set()
         # The stream's own end must be seen, or its execution would be left running.
         assert next(self._batches, None) is None, "the stream is longer than the plan"
 
@@ -254,7 +248,7 @@ class Feed:
             self.first_batch_s = time.perf_counter() - self._created
         else:
             self._clocks[expected.split].add("wait", asked, ready)
-        if batch is None or not self._is_due(batch.at, expected):
+        if batch is None or batch.at != expected:
             got = "ended" if batch is None else f"brought {batch.at}"
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
@@ -276,34 +270,9 @@ class Feed:
         self._computing = (split, augmented)
         return batch
 
-    def _is_due(self, at: MicroBatchId, expected: MicroBatchId) -> bool:
-        if not self._relaxed:
-            return at == expected
-        per_step, window = self.plan.config.per_step, self.plan.config.relaxed_window
-        number, turn = at.step * per_step + at.micro, expected.step * per_step + expected.micro
-        due = (at.split, at.epoch) == (expected.split, expected.epoch) and abs(number - turn) < window
-        due = due and number not in self._done
-        self._done = {other for other in self._done if other > turn - window} | {number}
-        return due
-
-    def _done_before(self, start: Cursor) -> set[int]:
-        frontier = start.frontier(self.plan.config.per_step)
-        recent = range(max(0, frontier - self.plan.config.relaxed_window), frontier)
-        return {*recent, *start.ahead} if self._relaxed else set()
-
     def _end_step(self, epoch: int, step: int) -> None:
         """All of a training step is consumed."""
         self.cursor = Cursor(epoch, step, self.plan.fingerprint)
-        if self._relaxed and self.world_size == 1:
-            self.cursor = self.plan.cursor_after(epoch, step, self._done)
-
-    def joined_cursor(self) -> Cursor:
-        """The cursor after the last step that all ranks have consumed; with the relaxed order they meet here."""
-        if not self._relaxed or self.world_size == 1 or self.cursor.step in (0, self.plan.steps_per_epoch):
-            return self.cursor
-        done: list[Any] = [None] * self.world_size
-        dist.all_gather_object(done, self._done)
-        return self.plan.cursor_after(self.cursor.epoch, self.cursor.step, set().union(*done))
 
     def _judge(self, batch: Batch) -> None:
         """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""

@@ -362,11 +362,10 @@ class Trainer:
             "first_batch_s": self.feed.first_batch_s,
             "stopped": self.stopping,
         }
-        cursor = self.feed.joined_cursor()
         if self.log is not None:
             self.log.sync()
             self._check_lease()
-            write_checkpoint(self._checkpoints, cursor, self._save, metrics)
+            write_checkpoint(self._checkpoints, self.feed.cursor, self._save, metrics)
         ray.train.report(metrics)
 
     def _save(self, file: IO[bytes]) -> None:

@@ -81,7 +81,6 @@ LAYERS = [
         "pool_watch",
         "autoscaler",
         "inline_metadata",
-        "relaxed",
         "supervisor",
         "shard_copy",
         "sample_check",

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any, cast
 
 import cv2
@@ -18,13 +17,12 @@ import pytest
 import torch
 from conftest import CLASSES, samples
 
-from raypipe import rank_stream
 from raypipe.augment import DeviceAugment, Normalize
 from raypipe.config import AugmentConfig, StrengthConfig, TransformConfig
 from raypipe.device_decode import DeviceDecoder
 from raypipe.errors import ConfigError, SampleError
 from raypipe.pipeline import StreamSpec
-from raypipe.plan import Cursor, PlanConfig
+from raypipe.plan import PlanConfig
 from raypipe.prefetcher import Batch
 from raypipe.rank_stream import Feed
 from raypipe.stores.atomic import write_atomically
@@ -231,6 +229,12 @@ def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
     assert feed.first_batch_s > 0
 
 
+def consumed(feed: Feed, steps: int) -> list[str]:
+    """Take so many training steps; returns the micro-batches' places."""
+    taken = zip(range(steps), next(iter(feed)), strict=False)
+    return [str(batch.at) for _, step in taken for batch in step]
+
+
 class Threaded(InProcess):
     """As Ray Data has it: rows are made by a thread that takes a while to see that nobody wants them any more."""
 
@@ -260,59 +264,3 @@ def test_a_feed_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> None
     assert source.thread.is_alive()
     feed.close()
     assert not source.thread.is_alive()
-
-
-# The cursor of several ranks
-
-
-class Overtaking(InProcess):
-    """Of two ranks: each pair of micro-batches of the stream comes after the pair that follows it."""
-
-    def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
-        rows = list(super().iter_batches())
-        for first in range(0, len(rows), 2):
-            yield from reversed(rows[first : first + 2])
-
-
-def consumed(feed: Feed, steps: int) -> list[str]:
-    """Take so many training steps; returns the micro-batches' places."""
-    taken = zip(range(steps), next(iter(feed)), strict=False)
-    return [str(batch.at) for _, step in taken for batch in step]
-
-
-@pytest.mark.parametrize("steps", [1, 3, 4])
-def test_ranks_that_were_overtaken_join_in_one_cursor_from_which_the_rest_comes_once(
-    spec: StreamSpec, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = PlanConfig(epochs=2, micro_batch=6, per_step=2, order="relaxed", relaxed_window=6)
-    relaxed = StreamSpec.of(spec.stores["train"], plan=config, transform=TransformConfig(train="small", size=12))
-    sources: list[Any] = [Overtaking(relaxed, rank, 2) for rank in range(2)]
-    feeds = [Feed(relaxed, source, relaxed.plan.start(), rank, 2, CPU) for rank, source in enumerate(sources)]
-    seen = [at for feed in feeds for at in consumed(feed, steps)]
-
-    def all_gather_object(gathered: list[Any], own: Any) -> None:
-        gathered[:] = [feed._done for feed in feeds]
-
-    monkeypatch.setattr(rank_stream, "dist", SimpleNamespace(all_gather_object=all_gather_object))
-    cursors = [feed.joined_cursor() for feed in feeds]
-    assert cursors[0] == cursors[1] and cursors[0].step == steps
-    assert bool(cursors[0].ahead) == bool(steps % 2)  # after an odd step each rank has one that came too early
-    rest = [str(at) for at in relaxed.plan.micro_batches(cursors[0])]
-    whole = [str(at) for at in relaxed.plan.micro_batches(relaxed.plan.start())]
-    assert sorted(seen + rest) == sorted(whole)
-    for feed in feeds:
-        feed.close()
-
-
-def test_ranks_need_not_meet_where_the_order_is_strict_or_an_epoch_begins(spec: StreamSpec) -> None:
-    # There is no process group here: to meet would be an error.
-    source: Any = InProcess(spec, 1, 2)
-    feed = Feed(spec, source, spec.plan.start(), 1, 2, CPU)
-    consumed(feed, 2)
-    assert feed.joined_cursor() == feed.cursor == Cursor(0, 2, spec.plan.fingerprint)
-    feed.close()
-    config = dataclasses.replace(spec.plan.config, order="relaxed")
-    relaxed = dataclasses.replace(spec, plan=dataclasses.replace(spec.plan, config=config))
-    feed = Feed(relaxed, source, relaxed.plan.start(), 1, 2, CPU)
-    assert feed.joined_cursor() == relaxed.plan.start()
-    feed.close()

@@ -1,4 +1,4 @@
-"""Builds the optional extension `_raypipe_jpeg` (raypipe/jpeg_extension.c) into the wheel.
+"""Builds the optional extension `_raypipe_jpeg` (csrc/jpeg_extension.c) into the wheel.
 
 It needs a C compiler, Python's headers, and libjpeg-turbo 2.1 or later with its headers (Debian and Ubuntu:
 libjpeg-dev; Fedora: libjpeg-turbo-devel; Homebrew: jpeg-turbo). Where one of them is missing, the build warns and
@@ -23,7 +23,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-SOURCE = "raypipe/jpeg_extension.c"
+SOURCE = "csrc/jpeg_extension.c"
 # Beside the package, not in it: it is found as well where Ray puts a working_dir of raypipe's sources in front.
 # abi3: one file serves this and all later versions of Python.
 TARGET = "_raypipe_jpeg.abi3.so"

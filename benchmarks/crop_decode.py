@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from raypipe import open_store
-from raypipe.jpeg_extension import why_no_extension
-from raypipe.presets import build_transform
-from raypipe.transform import MicroBatchTransform
+from raypipe.transform.jpeg_extension import why_no_extension
+from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe.transform.presets import build_transform
 
 
 def measure(images: list[bytes], modes: dict[str, Callable[..., Any]], epoch: int) -> dict[str, float]:

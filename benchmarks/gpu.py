@@ -33,14 +33,14 @@ from rich.console import Console
 from rich.table import Table
 
 import raypipe
-from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
-from raypipe.device_decode import DeviceDecoder
-from raypipe.encoded import EncodedTransform
-from raypipe.mixing import Mixed, mixed_cross_entropy
-from raypipe.models import build_model, build_optimizer
-from raypipe.plan import MicroBatchId
-from raypipe.prefetcher import DevicePrefetcher, HostBatch
+from raypipe.device.augment import DeviceAugment
+from raypipe.device.device_decode import DeviceDecoder
+from raypipe.device.mixing import Mixed, mixed_cross_entropy
+from raypipe.device.prefetcher import DevicePrefetcher, HostBatch
+from raypipe.plan.schedule import MicroBatchId
+from raypipe.train.models import build_model, build_optimizer
+from raypipe.transform.encoded import EncodedTransform
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
 Fed = tuple[torch.Tensor, torch.Tensor, Mixed | None]
@@ -159,7 +159,7 @@ def measure(args: Any, device: torch.device) -> dict[str, Any]:
 
 
 def measure_stream(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
-    from raypipe.bench import ceiling
+    from raypipe.commands.bench import ceiling
 
     config = TransformConfig(train=args.transform, size=args.size)
     with tempfile.TemporaryDirectory() as folder:

@@ -55,11 +55,11 @@ def start(num: int) -> dict[str, float]:
     import cv2
     import ray
 
-    from raypipe.cluster import connect
     from raypipe.config import PoolConfig, TransformConfig
-    from raypipe.pipeline import StreamSpec
-    from raypipe.plan import MicroBatchId, PlanConfig
-    from raypipe.rank_stream import host_batches
+    from raypipe.plan.schedule import MicroBatchId, PlanConfig
+    from raypipe.rayext.cluster import connect
+    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.stream.rank_stream import host_batches
 
     image = cv2.imencode(".jpg", np.zeros((256, 256, 3), np.uint8))[1].tobytes()
     began = time.perf_counter()

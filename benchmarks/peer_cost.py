@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
-from raypipe.memory_watch import private_bytes
+from raypipe.commands.memory_watch import private_bytes
 
 _PERIOD_S = 0.25
 

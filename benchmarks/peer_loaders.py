@@ -37,7 +37,7 @@ class DecodeTransform:
     def _pipeline(self) -> Any:
         import cv2
 
-        from raypipe.presets import build_transform
+        from raypipe.transform.presets import build_transform
 
         cv2.setNumThreads(0)
         return build_transform(self.name, SIZE)
@@ -49,11 +49,11 @@ class DecodeTransform:
 
 
 def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
-    from raypipe.cluster import connect
     from raypipe.config import PoolConfig, TransformConfig
-    from raypipe.pipeline import StreamSpec
-    from raypipe.plan import PlanConfig
-    from raypipe.rank_stream import Feed
+    from raypipe.plan.schedule import PlanConfig
+    from raypipe.rayext.cluster import connect
+    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.stream.rank_stream import Feed
 
     def start() -> Epochs:
         connect()

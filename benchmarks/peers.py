@@ -104,7 +104,7 @@ def measure(name: str, work: Work) -> dict[str, float]:
 
 def ceiling(work: Work, mode: Any, seconds: float) -> float:
     """Images/s of decode and transform alone."""
-    from raypipe import bench
+    from raypipe.commands import bench
     from raypipe.config import TransformConfig
     from raypipe.stores import open_store
 

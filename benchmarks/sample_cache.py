@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from raypipe import PoolConfig, TransformConfig, open_store
-from raypipe.presets import build_transform
-from raypipe.sample_cache import SampleCache, open_caches
-from raypipe.transform import MicroBatchTransform
+from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_cache import SampleCache, open_caches
 
 MODES = ("off", "memory", "disk")
 MICRO_BATCH = 50
@@ -74,7 +74,7 @@ def main() -> None:
     if options.png:
         import cv2
 
-        from raypipe.decode import decode
+        from raypipe.transform.decode import decode
 
         images = [cv2.imencode(".png", decode(image)[:, :, ::-1])[1].tobytes() for image in images]
     config = TransformConfig(train=options.transform, size=options.size)

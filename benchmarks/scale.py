@@ -29,13 +29,13 @@ import numpy as np
 import psutil
 import ray
 
-from raypipe.cluster import connect
+from raypipe.commands.resume_bench import RepeatedStore
 from raypipe.config import PoolConfig, TransformConfig
-from raypipe.pipeline import StreamSpec
-from raypipe.plan import PlanConfig
-from raypipe.rank_stream import host_batches
-from raypipe.resume_bench import RepeatedStore
+from raypipe.plan.schedule import PlanConfig
+from raypipe.rayext.cluster import connect
 from raypipe.stores.memory import MemoryStore
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.stream.rank_stream import host_batches
 
 from scale_report import draw, median_of, show  # isort: skip
 

@@ -18,9 +18,9 @@ import numpy as np
 from crop_decode import measure
 
 from raypipe import open_store
-from raypipe.jpeg_extension import why_no_extension
-from raypipe.presets import build_transform
-from raypipe.transform import MicroBatchTransform
+from raypipe.transform.jpeg_extension import why_no_extension
+from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe.transform.presets import build_transform
 
 NAMES = ["light", "heavy", "tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
 

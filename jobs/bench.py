@@ -8,7 +8,7 @@ The last line of standard output is one JSON object: ceiling_images_per_s, strea
 
 import sys
 
-from raypipe.cli import main
+from raypipe.commands.cli import main
 
 if __name__ == "__main__":
     main(["bench", *sys.argv[1:]])

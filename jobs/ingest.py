@@ -8,7 +8,7 @@ The last line of standard output is one JSON object: samples, classes, bytes, sk
 
 import sys
 
-from raypipe.cli import main
+from raypipe.commands.cli import main
 
 if __name__ == "__main__":
     main(["ingest", *sys.argv[1:]])

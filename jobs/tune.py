@@ -12,9 +12,9 @@ The last line of standard output is one JSON object: better, val_accuracy, defau
 policy, config, trials, stopped_early, failed, seconds, run_dir.
 """
 
-from raypipe.cli import run_job
-from raypipe.policies import TuneConfig
-from raypipe.tune import search
+from raypipe.commands.cli import run_job
+from raypipe.commands.policies import TuneConfig
+from raypipe.commands.tune import search
 
 if __name__ == "__main__":
     run_job(search, __doc__, tune=TuneConfig)

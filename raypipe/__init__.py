@@ -24,36 +24,36 @@ if not {"RAY_ADDRESS", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"} & os.environ.keys():
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 
 if TYPE_CHECKING:
-    from raypipe.cluster import connect as connect
     from raypipe.config import AugmentConfig as AugmentConfig
     from raypipe.config import PoolConfig as PoolConfig
     from raypipe.config import TransformConfig as TransformConfig
+    from raypipe.device.prefetcher import prefetch as prefetch
     from raypipe.errors import RaypipeError as RaypipeError
-    from raypipe.handover import feed as feed
-    from raypipe.pipeline import StreamSpec as StreamSpec
-    from raypipe.pipeline import stream as stream
-    from raypipe.plan import Cursor as Cursor
-    from raypipe.plan import Plan as Plan
-    from raypipe.plan import PlanConfig as PlanConfig
-    from raypipe.prefetcher import prefetch as prefetch
-    from raypipe.source import read_lmdb as read_lmdb
+    from raypipe.plan.schedule import Cursor as Cursor
+    from raypipe.plan.schedule import Plan as Plan
+    from raypipe.plan.schedule import PlanConfig as PlanConfig
+    from raypipe.rayext.cluster import connect as connect
     from raypipe.stores import open_store as open_store
+    from raypipe.stream.handover import feed as feed
+    from raypipe.stream.pipeline import StreamSpec as StreamSpec
+    from raypipe.stream.pipeline import stream as stream
+    from raypipe.stream.source import read_lmdb as read_lmdb
 
 _HOME = {
     "AugmentConfig": "config",
-    "Cursor": "plan",
-    "Plan": "plan",
-    "PlanConfig": "plan",
+    "Cursor": "plan.schedule",
+    "Plan": "plan.schedule",
+    "PlanConfig": "plan.schedule",
     "PoolConfig": "config",
     "RaypipeError": "errors",
-    "StreamSpec": "pipeline",
+    "StreamSpec": "stream.pipeline",
     "TransformConfig": "config",
-    "connect": "cluster",
-    "feed": "handover",
+    "connect": "rayext.cluster",
+    "feed": "stream.handover",
     "open_store": "stores",
-    "prefetch": "prefetcher",
-    "read_lmdb": "source",
-    "stream": "pipeline",
+    "prefetch": "device.prefetcher",
+    "read_lmdb": "stream.source",
+    "stream": "stream.pipeline",
 }
 
 __all__ = sorted(_HOME)

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
-from raypipe.plan import PlanConfig
-from raypipe.transform_steps import without_files
+from raypipe.plan.schedule import PlanConfig
+from raypipe.transform.transform_steps import without_files
 
 OnBadSample = Literal["substitute", "raise"]
 Read = Literal["auto", "actor", "stage"]
@@ -142,7 +142,7 @@ class TransformConfig:
         """The same with the steps in place of the files that hold them, so that nobody need read these again.
 
         Raises:
-            ConfigError: see `raypipe.transform_steps.read_steps`.
+            ConfigError: see `raypipe.transform.transform_steps.read_steps`.
         """
         return replace(self, train=without_files(self.train), val=without_files(self.val))
 

@@ -79,10 +79,10 @@ def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
     import ray
 
     from raypipe.config import PoolConfig
-    from raypipe.pipeline import StreamSpec
-    from raypipe.plan import PlanConfig
-    from raypipe.rank_stream import host_batches
-    from raypipe.supervisor import start_supervisor
+    from raypipe.plan.schedule import PlanConfig
+    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.stream.rank_stream import host_batches
+    from raypipe.stream.supervisor import start_supervisor
 
     spec = StreamSpec.of(
         str(store),
@@ -90,7 +90,7 @@ def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
         pool=PoolConfig(max_actors=NODE_CPUS * MOST_NODES, grow_after_s=3.0, shrink_after_s=6.0),
         train_transform=sleepy,
     )
-    from raypipe.cluster import preflight
+    from raypipe.rayext.cluster import preflight
 
     allocation = preflight(spec.pool)
     watcher = Watcher()

@@ -52,7 +52,7 @@ def ray_cluster() -> Iterator[None]:
     """A local cluster of 4 logical CPUs and a small object store."""
     import ray
 
-    from raypipe.cluster import connect
+    from raypipe.rayext.cluster import connect
 
     connect(num_cpus=4, object_store_bytes=300 << 20)
     yield
@@ -77,7 +77,7 @@ def all_cpus_held(ray_cluster: None) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def cluster_outlives_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command ends its own local cluster; run in this process, it would end that of all tests."""
-    monkeypatch.setattr("raypipe.cli._shutdown", lambda: None)
+    monkeypatch.setattr("raypipe.commands.cli._shutdown", lambda: None)
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ import numpy as np
 import psutil
 import ray
 
-from raypipe.cluster import connect
+from raypipe.commands.memory_watch import MemoryWatch
 from raypipe.config import PoolConfig, TransformConfig
-from raypipe.memory_watch import MemoryWatch
-from raypipe.pipeline import StreamSpec
-from raypipe.plan import PlanConfig
-from raypipe.rank_stream import host_batches
+from raypipe.plan.schedule import PlanConfig
+from raypipe.rayext.cluster import connect
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.stream.rank_stream import host_batches
 
 STORE_BYTES = 80 << 20
 MICRO_BATCH, SIDE, CROP = 8, 256, 160

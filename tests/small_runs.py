@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.config import PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
-from raypipe.plan import PlanConfig
+from raypipe.plan.schedule import PlanConfig
 
 
 def small_run(

@@ -12,9 +12,9 @@ import pytest
 from conftest import CLASSES, picture
 from test_report import make_run
 
-from raypipe.inspection import describe
-from raypipe.report import write_report
-from raypipe.store_page import write_page
+from raypipe.commands.inspection import describe
+from raypipe.commands.store_page import write_page
+from raypipe.pages.report import write_report
 from raypipe.stores.memory import MemoryStore
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from s3_server import FaultyProxy, environment
 
-from raypipe.bad_list import write_bad_list
-from raypipe.filesystem import open_filesystem
-from raypipe.ingest import ingest
-from raypipe.records import parse
+from raypipe.commands.ingest import ingest
+from raypipe.metrics.records import parse
+from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
+from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.upload import new_remote
 
 from conftest import CLASSES, samples  # isort: skip
@@ -30,12 +30,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 RUNS = """
 import dataclasses, json, sys, threading, time
 import raypipe
-from raypipe.cluster import connect
+from raypipe.rayext.cluster import connect
 from raypipe.config import *
-from raypipe.checkpoints import has_checkpoints
-from raypipe.launch import train
-from raypipe.plan import PlanConfig
-from raypipe.runlog import request_stop
+from raypipe.train.checkpoints import has_checkpoints
+from raypipe.train.launch import train
+from raypipe.plan.schedule import PlanConfig
+from raypipe.train.runlog import request_stop
 
 local, remote, results = sys.argv[1:]
 

@@ -14,7 +14,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError
-from raypipe.plan import PlanConfig
+from raypipe.plan.schedule import PlanConfig
 
 SECTIONS = (StoreConfig, PlanConfig, TransformConfig, PoolConfig, AugmentConfig, TrainConfig, RunConfig)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.cli import main
+from raypipe.commands.cli import main
 from raypipe.console import printable
 
 from conftest import picture  # isort: skip

@@ -24,9 +24,9 @@ from test_checkpoints import DAMAGE, newest
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.launch import train
-from raypipe.records import read_records
-from raypipe.runlog import request_stop
+from raypipe.metrics.records import read_records
+from raypipe.train.launch import train
+from raypipe.train.runlog import request_stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
@@ -36,7 +36,7 @@ RUN = """
 import dataclasses, json, sys
 from pathlib import Path
 from small_runs import small_run
-from raypipe.launch import train
+from raypipe.train.launch import train
 
 folder, train_store, val_store, epochs, failures = sys.argv[1:]
 run = small_run(Path(folder), Path(train_store), Path(val_store), int(epochs), 2, checkpoint_every=1)

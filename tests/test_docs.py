@@ -19,13 +19,13 @@ import yaml
 from documented import PAGES, ROOT, blocks, commands
 
 import raypipe
-from raypipe import cli
+from raypipe.commands import cli
+from raypipe.commands.policies import TuneConfig
 from raypipe.config import RunConfig
-from raypipe.policies import TuneConfig
-from raypipe.presets import PRESETS, check_transform
 from raypipe.stores import Store
 from raypipe.stores.atomic import write_atomically
-from raypipe.worker import TransformWorker
+from raypipe.stream.worker import TransformWorker
+from raypipe.transform.presets import PRESETS, check_transform
 
 from conftest import CLASSES, samples  # isort: skip
 

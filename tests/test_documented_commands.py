@@ -24,8 +24,8 @@ import tfrecords
 import yaml
 from documented import PAGES, ROOT, blocks, commands
 
-from raypipe import cli
-from raypipe.filesystem import open_filesystem
+from raypipe.commands import cli
+from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.atomic import write_atomically
 

@@ -15,7 +15,7 @@ import pytest
 
 from raypipe.config import PlanConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 from raypipe.interrupts import Interrupts
-from raypipe.launch import train
+from raypipe.train.launch import train
 
 ROOT = Path(__file__).parent.parent
 

@@ -47,9 +47,18 @@ def test_train_without_a_store_learns_the_digits(digits_run: dict[str, Any]) -> 
     assert {"images_per_s", "wait_fraction"} <= digits_run.keys()
 
 
-@pytest.mark.soak  # tests/test_digest.py has ranges, in the shared cluster
+@pytest.mark.soak  # tests/stream/test_digest.py has ranges, in the shared cluster
 def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(stores: dict[str, Path]) -> None:
-    command = ["-m", "raypipe.cli", "digest", str(stores["train"]), "--epochs", "2", "--micro-batch", "10"]
+    command = [
+        "-m",
+        "raypipe.commands.cli",
+        "digest",
+        str(stores["train"]),
+        "--epochs",
+        "2",
+        "--micro-batch",
+        "10",
+    ]
     command += ["--per-step", "2", "--seed", "3", "--size", "16"]
     one = last_line(run(*command, "--actors", "1"))
     assert one["samples"] == 200 and one["micro_batches"] == 20 and len(one["digest"]) == 32
@@ -58,9 +67,9 @@ def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(st
     assert other["unbroken_digest"] == one["digest"] and other["micro_batches"] == 12
 
 
-@pytest.mark.soak  # tests/test_bench.py measures a stream
+@pytest.mark.soak  # tests/commands/test_bench.py measures a stream
 def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
-    command = ["-m", "raypipe.cli", "bench", str(stores["train"]), "--transform", "light", "--size", "64"]
+    command = ["-m", "raypipe.commands.cli", "bench", str(stores["train"]), "--transform", "light", "--size", "64"]
     done = run(*command, "--seconds", "2", "--micro-batch", "32", "--actors", "1")
     found = last_line(done)
     assert list(found)[:5] == [
@@ -91,13 +100,13 @@ def test_an_error_is_one_line_on_standard_error(
     import re
 
     given = [str(stores["train"]) if a == "STORE" else a for a in arguments]
-    done = run("-m", "raypipe.cli", *given, code=1)
+    done = run("-m", "raypipe.commands.cli", *given, code=1)
     assert re.match(message, done.stderr.splitlines()[0]) and "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
 def test_wrong_usage_ends_with_code_2() -> None:
-    assert "nonsense" in run("-m", "raypipe.cli", "digest", "x.lmdb", "--nonsense", "1", code=2).stderr
+    assert "nonsense" in run("-m", "raypipe.commands.cli", "digest", "x.lmdb", "--nonsense", "1", code=2).stderr
 
 
 # On a cluster's job server
@@ -127,7 +136,7 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
         second = [
             sys.executable,
             "-m",
-            "raypipe.cli",
+            "raypipe.commands.cli",
             "submit",
             "--address",
             head.address,

@@ -50,7 +50,7 @@ def open_store(address: str | Path, **options: Any) -> Store:
         StoreError: there is nothing at the address, or nothing that is understood.
         ConfigError: the store has no such option, or the address holds credentials.
     """
-    from raypipe.filesystem import refuse_credentials
+    from raypipe.storage.filesystem import refuse_credentials
 
     refuse_credentials(address)
     local = _local_path(address)

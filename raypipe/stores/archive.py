@@ -15,17 +15,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.file_lock import locked
-from raypipe.filesystem import is_remote
-from raypipe.local_cache import make_cache_folder, shared_cache
-from raypipe.local_file import open_regular
-from raypipe.remote_file import RemoteFile, look_up_all
+from raypipe.storage.file_lock import locked
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.local_cache import make_cache_folder, shared_cache
+from raypipe.storage.local_file import open_regular
+from raypipe.storage.remote_file import RemoteFile, look_up_all
+from raypipe.storage.whole_file import read_json, write_json
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices, part_of
 from raypipe.stores.members import Index
 from raypipe.stores.remote import expand, list_shards
 from raypipe.stores.splits import check_one_split
-from raypipe.whole_file import read_json, write_json
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local archive below this size, a few seconds at most.
@@ -75,7 +75,7 @@ class _RemoteArchive:
 class ArchiveStore(ABC, Generic[S]):
     """A store in archives, `NAME-{0000..0099}.SUFFIX`, one file, or a folder of them, local or remote.
 
-    Remote archives are read through the node's cache, see `raypipe.local_cache`. Each node fetches and scans all
+    Remote archives are read through the node's cache, see `raypipe.storage.local_cache`. Each node fetches and scans all
     of them once; what was found stays in its cache, as it does of local ones that are not small.
 
     Args:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.file_lock import open_lock, try_lock
+from raypipe.storage.file_lock import open_lock, try_lock
 from raypipe.stores import open_writer
 
 

@@ -90,7 +90,7 @@ class StoreWriter(Protocol):
 
     A writer is a context manager. Leaving it normally finishes the store; leaving it by an exception
     removes what it wrote. Writers write where they are told: atomicity at the final address is the
-    business of `raypipe.ingest`.
+    business of `raypipe.commands.ingest`.
     """
 
     def append(self, sample: dict[str, Any]) -> None:

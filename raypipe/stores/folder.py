@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.local_file import check_regular, open_regular
+from raypipe.storage.local_file import check_regular, open_regular
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, check_columns, check_indices
 

@@ -30,7 +30,7 @@ import cv2
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.local_file import open_regular
+from raypipe.storage.local_file import open_regular
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices
 

@@ -20,8 +20,8 @@ import lmdb
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.filesystem import is_remote
-from raypipe.local_cache import shared_cache
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.local_cache import shared_cache
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices, image_and_label_first, part_of
 from raypipe.stores.lmdb_foreign import ForeignShard
@@ -38,7 +38,7 @@ class LMDBStore:
     """A store in one LMDB file, an LMDB environment folder, or a folder of `*.lmdb` shards, local or remote.
 
     Shards are sorted by name and concatenated; they must agree in columns and classes. Those of a remote store
-    are read through the node's cache, see `raypipe.local_cache`.
+    are read through the node's cache, see `raypipe.storage.local_cache`.
 
     Args:
         address: a path or URI; a relative path is made absolute, since other processes have other folders.

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Protocol
 
 from raypipe.errors import StoreError
-from raypipe.local_file import open_regular
+from raypipe.storage.local_file import open_regular
 from raypipe.stores.checks import MAX_SAMPLE_BYTES
 
 _MAGIC = 0xBEEFC0DE

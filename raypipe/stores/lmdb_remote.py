@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.local_cache import shared_cache
-from raypipe.remote_file import RemoteFile, opened
+from raypipe.storage.local_cache import shared_cache
+from raypipe.storage.remote_file import RemoteFile, opened
 from raypipe.stores.lmdb_foreign import ForeignShard
 from raypipe.stores.lmdb_shard import Shard, open_shard
 from raypipe.stores.remote import Listed, list_shards

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.filesystem import open_input
+from raypipe.storage.filesystem import open_input
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices, part_of
 from raypipe.stores.parquet_files import Dataset, open_dataset

@@ -14,7 +14,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.filesystem import explained, is_remote, open_filesystem, open_input
+from raypipe.storage.filesystem import explained, is_remote, open_filesystem, open_input
 from raypipe.stores.file_list import is_pattern, list_files
 from raypipe.stores.remote import list_shards
 

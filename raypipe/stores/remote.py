@@ -22,10 +22,10 @@ from fnmatch import fnmatchcase
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.filesystem import explained, join, open_filesystem, split
-from raypipe.remote_file import RemoteFile
+from raypipe.storage.filesystem import explained, join, open_filesystem, split
+from raypipe.storage.remote_file import RemoteFile
+from raypipe.storage.whole_file import read_json, write_json
 from raypipe.stores.splits import check_one_split
-from raypipe.whole_file import read_json, write_json
 
 MANIFEST = "_raypipe.json"
 VERSION = 1

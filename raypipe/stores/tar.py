@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.remote_file import RemoteFile
+from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, OpenFile
 from raypipe.stores.checks import MAX_SAMPLE_BYTES
 from raypipe.stores.members import Index, Members, index_class_folders

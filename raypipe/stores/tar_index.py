@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
-from raypipe.local_file import open_regular
+from raypipe.storage.local_file import open_regular
 from raypipe.stores.members import Members, is_image
 from raypipe.stores.metadata import NAME
 from raypipe.stores.webdataset import Grouper, Samples

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.local_file import open_regular
+from raypipe.storage.local_file import open_regular
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices, part_of
 from raypipe.stores.example import features_of, kind_of, only_bytes, only_int

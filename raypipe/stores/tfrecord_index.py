@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.local_file import open_regular
+from raypipe.storage.local_file import open_regular
 
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 HEADER_BYTES, CRC_BYTES = _LENGTH.size + _CRC.size, _CRC.size

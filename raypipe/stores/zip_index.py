@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
-from raypipe.local_file import open_regular
+from raypipe.storage.local_file import open_regular
 from raypipe.stores.checks import MAX_SAMPLE_BYTES
 from raypipe.stores.members import Members, is_image
 

@@ -31,14 +31,14 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.config import PoolConfig, TransformConfig
-from raypipe.cursor import CURSOR_FILE
-from raypipe.digest import batch_digest, combine
-from raypipe.handover import feed
-from raypipe.pipeline import StreamSpec
-from raypipe.plan import PlanConfig, rank_of
-from raypipe.prefetcher import Batch, HostBatch
+from raypipe.device.prefetcher import Batch, HostBatch
+from raypipe.plan.cursor import CURSOR_FILE
+from raypipe.plan.schedule import PlanConfig, rank_of
 from raypipe.stores.atomic import write_atomically
-from raypipe.trainer import RunTrainer
+from raypipe.stream.digest import batch_digest, combine
+from raypipe.stream.handover import feed
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.train.trainer import RunTrainer
 
 NUM_SAMPLES, SIDE = 320, 16
 PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=4, seed=11)

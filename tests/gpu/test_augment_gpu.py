@@ -10,13 +10,13 @@ import pytest
 import torch
 from waiting import waiting_is_an_error
 
-from raypipe.augment import DeviceAugment
 from raypipe.config import AugmentConfig, TrainConfig
-from raypipe.mixing import mixed_cross_entropy
-from raypipe.models import Ema, build_optimizer, small_model
-from raypipe.ordered_sum import StepBatchNorm
-from raypipe.plan import MicroBatchId
-from raypipe.prefetcher import DevicePrefetcher, HostBatch
+from raypipe.device.augment import DeviceAugment
+from raypipe.device.mixing import mixed_cross_entropy
+from raypipe.device.prefetcher import DevicePrefetcher, HostBatch
+from raypipe.plan.schedule import MicroBatchId
+from raypipe.train.models import Ema, build_optimizer, small_model
+from raypipe.train.ordered_sum import StepBatchNorm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from raypipe.device_decode import DecodedMicroBatch, DeviceDecoder
-from raypipe.encoded import EncodedMicroBatch, EncodedTransform, pack
+from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
+from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import waiting_is_an_error
 
-from raypipe.plan import MicroBatchId
-from raypipe.prefetcher import DevicePrefetcher, HostBatch, prefetch
-from raypipe.ring import Ring
+from raypipe.device.prefetcher import DevicePrefetcher, HostBatch, prefetch
+from raypipe.device.ring import Ring
+from raypipe.plan.schedule import MicroBatchId
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

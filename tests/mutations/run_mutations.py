@@ -29,10 +29,10 @@ from mutate_images import OF_FORMAT
 from mutate_stores import OF_KIND, make, no_file
 from PIL import Image
 
-from raypipe.crop_decode import CropDecoder
-from raypipe.decode import decode
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores import hdf5, open_store
+from raypipe.transform.crop_decode import CropDecoder
+from raypipe.transform.decode import decode
 
 MEMORY_BYTES = 1 << 30
 CPU_S, CLOCK_S = 10.0, 100.0  # of one input; a machine with much else to do takes the second

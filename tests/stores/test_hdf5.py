@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raypipe.decode import decode
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import name_of
 from raypipe.stores.hdf5 import HDF5Store
+from raypipe.transform.decode import decode
 
 NUM = 30
 RNG = np.random.default_rng(0)

@@ -17,13 +17,13 @@ import pytest
 from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.filesystem import join, open_filesystem
+from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.whole_file import read_json
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores import upload as upload_module
 from raypipe.stores.remote import MANIFEST, Listed, expand, list_shards, write_manifest
 from raypipe.stores.tar import TarStore
 from raypipe.stores.upload import new_remote
-from raypipe.whole_file import read_json
 
 CLASSES = ("ant", "bee", "cat")
 IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (9000 * i) for i in range(12)]

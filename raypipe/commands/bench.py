@@ -1,0 +1,332 @@
+"""The benchmark: the stream against the ceiling of the same machine, in one run.
+
+    ceiling        decode and transform alone, one process per actor, bytes already in memory, no Ray; in a
+                   submitted job, as many actors of the cluster
+    stream         what one consumer gets from the whole pipe, in its steady state
+    first batch    from ray.init to the first micro-batch
+    boundary gap   the gap before the first micro-batch of a segment, as a multiple of the ordinary gap
+    costs          CPU time and bytes of an image, which `raypipe plan-capacity` sizes a cluster by
+    memory         peaks of the object store, with the bound that it keeps to, and of all processes
+
+The machine's speed drifts, so the ceiling is measured before and after each stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypipe.config import Cache, TransformConfig
+from raypipe.errors import ConfigError, ResourceError
+from raypipe.stores import Store
+from raypipe.stream.digest_file import PACKAGES, version_of
+
+# Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
+_CEILING_IMAGES = 512
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the machine's processes can do with no Ray around them.
+
+    Attributes:
+        images_per_s: of all processes together, decode and transform alone.
+        read_cpu_s: CPU time that reading one encoded image takes, s.
+        transform_cpu_s: CPU time that decoding and transforming one image takes, s.
+        encoded_bytes: mean size of an encoded image.
+    """
+
+    images_per_s: float
+    read_cpu_s: float
+    transform_cpu_s: float
+    encoded_bytes: float
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What one consumer got from the whole pipe.
+
+    Attributes:
+        images_per_s: in the steady state.
+        first_batch_s: from ray.init to the first micro-batch.
+        ordinary_gap_s, boundary_gap_s: mean time between two micro-batches of a segment, and of two segments.
+        micro_batch_bytes: size of the pixels of one micro-batch.
+        object_store_bytes, object_store_bound_bytes: its peak, and what that is bounded by.
+        private_bytes: peak of the memory of all processes of this machine, beside shared memory.
+    """
+
+    images_per_s: float
+    first_batch_s: float
+    ordinary_gap_s: float
+    boundary_gap_s: float
+    micro_batch_bytes: int
+    object_store_bytes: int
+    object_store_bound_bytes: int
+    private_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One repeat.
+
+    Attributes:
+        before, after: the ceiling around the stream.
+        stream: the stream.
+    """
+
+    before: Ceiling
+    stream: Streamed
+    after: Ceiling
+
+    @property
+    def ceiling_images_per_s(self) -> float:
+        """Images/s of decode and transform alone, while the stream ran, as far as one can know."""
+        return (self.before.images_per_s + self.after.images_per_s) / 2
+
+
+def on_cluster() -> bool:
+    """Whether this process belongs to a cluster, as a submitted job does."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: float) -> Ceiling:
+    """Measure decode and transform alone, `processes` processes side by side for `seconds`.
+
+    They are processes of this machine without Ray; in a cluster, actors with a CPU each, where the pool would be.
+    """
+    if on_cluster():
+        found = _ceiling_actors(store, transform, processes, seconds)
+    else:
+        found = _ceiling_processes(store, transform, processes, seconds)
+    mean = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
+    return Ceiling(**mean | {"images_per_s": mean["images_per_s"] * processes})
+
+
+def _ceiling_processes(
+    store: Store, transform: TransformConfig, num: int, seconds: float
+) -> list[dict[str, float]]:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(num)
+    results = context.SimpleQueue()
+    workers = [
+        context.Process(target=_ceiling_process, args=(store, transform, seconds, barrier, results))
+        for _ in range(num)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise ConfigError("a ceiling process failed; its error is printed above")
+    return [results.get() for _ in workers]
+
+
+def _ceiling_process(store: Store, transform: TransformConfig, seconds: float, barrier: Any, results: Any) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch, as Ray has it in an actor of one CPU
+    worker = CeilingWorker(store, transform)
+    barrier.wait(timeout=120)
+    results.put(worker.measure(seconds))
+
+
+def _ceiling_actors(store: Store, transform: TransformConfig, num: int, seconds: float) -> list[dict[str, float]]:
+    import ray
+
+    from raypipe.config import PoolConfig
+    from raypipe.rayext.cluster import connect
+    from raypipe.stream.pipeline import placement
+
+    connect()
+    actor: Any = ray.remote(CeilingWorker).options(num_cpus=1, **placement(PoolConfig().prefer_nodes))
+    workers = [actor.remote(store, transform) for _ in range(num)]
+    try:
+        ray.get([worker.ready.remote() for worker in workers], timeout=600)
+        return ray.get([worker.measure.remote(seconds) for worker in workers])
+    except ray.exceptions.GetTimeoutError:
+        raise ResourceError(f"{num} ceiling actors did not start within 600 s: lower --actors") from None
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+
+
+class CeilingWorker:
+    """One process of the ceiling, with its images in memory and warmed up."""
+
+    def __init__(self, store: Store, transform: TransformConfig) -> None:
+        from raypipe.transform.micro_batch import MicroBatchTransform
+        from raypipe.transform.presets import build_transform
+
+        store.read(np.arange(1), ("image",))  # opens it
+        began_cpu = time.process_time()
+        self._images = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
+        self._read_cpu_s = (time.process_time() - began_cpu) / len(self._images)
+        self._apply = MicroBatchTransform(
+            build_transform(transform.train, transform.size),
+            decode_min_side=transform.decode_min_side or None,
+            crop_decode=transform.crop_decode,
+            check_whole=transform.check_whole,
+            exif=transform.exif,
+        ).one
+        for image in self._images[:8]:
+            self._apply(image, (0, 0))
+
+    def ready(self) -> None:
+        """Returns once there is a worker to ask."""
+
+    def measure(self, seconds: float) -> dict[str, float]:
+        """The attributes of a Ceiling, of this process alone."""
+        images, apply = self._images, self._apply
+        started, began_cpu, done = time.perf_counter(), time.process_time(), 0
+        while (elapsed := time.perf_counter() - started) < seconds:
+            apply(images[done % len(images)], (done, 0))
+            done += 1
+        return {
+            "images_per_s": done / elapsed,
+            "read_cpu_s": self._read_cpu_s,
+            "transform_cpu_s": (time.process_time() - began_cpu) / done,
+            "encoded_bytes": sum(len(image) for image in images) / len(images),
+        }
+
+
+def stream_once(
+    store: Store,
+    transform: TransformConfig,
+    actors: int,
+    micro_batch: int,
+    seconds: float,
+    guess: float,
+    cache: Cache = "off",
+) -> Streamed:
+    """Run the stream for about `seconds`, with a validation after every epoch, through one consumer.
+
+    Args:
+        guess: images/s, to choose the number of epochs by.
+        cache: see `PoolConfig`.
+    """
+    import ray
+
+    from raypipe.commands.memory_watch import MemoryWatch, object_store_bound
+    from raypipe.config import PoolConfig
+    from raypipe.plan.rank_group import EVERY_RANK
+    from raypipe.plan.schedule import PlanConfig
+    from raypipe.rayext.cluster import connect
+    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.stream.rank_stream import host_batches
+
+    # The same transform in both splits, so that every micro-batch costs the same.
+    transform = dataclasses.replace(transform, val=transform.train)
+    micro_batch = min(micro_batch, len(store))
+    epochs = max(3, round(guess * seconds / (2 * len(store))))
+    spec = StreamSpec.of(
+        store,
+        store,
+        plan=PlanConfig(epochs=epochs, micro_batch=micro_batch),
+        transform=transform,
+        pool=PoolConfig(min_actors=actors, max_actors=actors, cache=cache),
+    )
+    started = time.perf_counter()
+    connect()
+    arrivals, segments, sizes, num_bytes = [], [], [], 0
+    (iterator,) = spec.splits(spec.plan.start(), max_actors=actors)
+    with MemoryWatch() as memory:
+        for batch in host_batches(iterator):
+            arrivals.append(time.perf_counter())
+            segments.append((batch.at.split, batch.at.epoch))
+            sizes.append(int((batch.weight > 0).sum()))
+            num_bytes = batch.image.nbytes
+    ray.shutdown()
+    # The first batches come while actors still start, and a buffer fills: leave out a sixth.
+    first = max(1, len(arrivals) // 6)
+    gaps = np.diff(arrivals)[first:]
+    boundary = np.array([a != b for a, b in itertools.pairwise(segments)])[first:]
+    throughput = sum(sizes[first + 1 :]) / (arrivals[-1] - arrivals[first])
+    # Gaps come in clumps when several actors finish together: a mean, not a median, sees each in full.
+    return Streamed(
+        images_per_s=throughput,
+        first_batch_s=arrivals[0] - started,
+        ordinary_gap_s=float(gaps[~boundary].mean()) if (~boundary).any() else float("nan"),
+        boundary_gap_s=float(gaps[boundary].mean()) if boundary.any() else float("nan"),
+        micro_batch_bytes=num_bytes,
+        object_store_bytes=memory.object_store,
+        object_store_bound_bytes=object_store_bound(
+            spec.in_flight(EVERY_RANK).limit(actors), 1, _most_per_s(np.array(arrivals)), num_bytes
+        ),
+        private_bytes=memory.private,
+    )
+
+
+def _most_per_s(arrivals: np.ndarray) -> float:
+    """Most micro-batches of any second."""
+    return float((np.searchsorted(arrivals, arrivals + 1.0) - np.arange(len(arrivals))).max())
+
+
+def bench(
+    store: Store,
+    *,
+    transform: TransformConfig,
+    actors: int,
+    micro_batch: int,
+    seconds: float,
+    repeats: int,
+    cache: Cache = "off",
+) -> list[Measured]:
+    """Measure the ceiling, the stream and the ceiling again, `repeats` times."""
+    measured = []
+    for _ in range(repeats):
+        before = ceiling(store, transform, actors, seconds / 2)
+        stream = stream_once(store, transform, actors, micro_batch, seconds, before.images_per_s, cache)
+        measured.append(Measured(before, stream, ceiling(store, transform, actors, seconds / 2)))
+    return measured
+
+
+def summary(measured: list[Measured]) -> dict[str, float]:
+    """Medians over the repeats; ratios are medians of each repeat's own ratio."""
+
+    def median(of: Callable[[Measured], float]) -> float:
+        return float(statistics.median(map(of, measured)))
+
+    return {
+        "ceiling_images_per_s": median(lambda m: m.ceiling_images_per_s),
+        "stream_images_per_s": median(lambda m: m.stream.images_per_s),
+        "ratio": median(lambda m: m.stream.images_per_s / m.ceiling_images_per_s),
+        "first_batch_s": median(lambda m: m.stream.first_batch_s),
+        "boundary_gap_ratio": median(lambda m: m.stream.boundary_gap_s / m.stream.ordinary_gap_s),
+        "read_cpu_s_per_image": median(lambda m: (m.before.read_cpu_s + m.after.read_cpu_s) / 2),
+        "transform_cpu_s_per_image": median(lambda m: (m.before.transform_cpu_s + m.after.transform_cpu_s) / 2),
+        "encoded_bytes_per_image": median(lambda m: m.before.encoded_bytes),
+        "micro_batch_bytes": measured[0].stream.micro_batch_bytes,
+        "object_store_bytes": median(lambda m: m.stream.object_store_bytes),
+        "object_store_bound_bytes": median(lambda m: m.stream.object_store_bound_bytes),
+        "private_bytes": median(lambda m: m.stream.private_bytes),
+    }
+
+
+def settings_of(store: Store, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:
+    """What was measured, and on what: the part of a report that is no measurement.
+
+    Args:
+        store: the images.
+        transform: with its size.
+        actors: of the stream, and processes of the ceiling.
+        micro_batch: B that was asked for; a store that is smaller gives less.
+    """
+    return {
+        "store": str(store.address),
+        "transform": transform.train,
+        "size": transform.size,
+        "actors": actors,
+        "micro_batch": min(micro_batch, len(store)),
+        "read": "actor" if store.groups is None else "stage",
+        "cpus": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "versions": {name: version_of(name) for name in PACKAGES} | {"python": platform.python_version()},
+    }

@@ -1,0 +1,315 @@
+"""The command line. Every command ends with one JSON object on the last line of standard output.
+
+Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, a machine that is
+not fit, or a submitted job that did not succeed; 2 wrong usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from jsonargparse import ArgumentParser, auto_cli, auto_parser
+
+from raypipe.commands import cli_audit, cli_bench, cli_capacity, cli_cluster
+from raypipe.config import AugmentConfig, RunConfig, TransformConfig
+from raypipe.console import printable
+from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.plan.schedule import PlanConfig
+from raypipe.storage.owner import check_owner
+
+
+def ingest(
+    src: str,
+    dst: str,
+    *,
+    short_side: int = 0,
+    quality: int = 90,
+    shards: int = 0,
+    on_bad_sample: Literal["raise", "skip"] = "raise",
+    overwrite: bool = False,
+    image_column: str = "image",
+    label_column: str = "label",
+    layout: str = "auto",
+) -> dict[str, Any]:
+    """Copy any store into a new LMDB, Parquet or WebDataset store.
+
+    Example: raypipe ingest imagenet.tar imagenet.lmdb --short-side 256 --quality 92
+
+    Args:
+        src: LMDB, Parquet, tar, zip, a folder of class folders, TFRecord or HDF5; several as 'train-*.parquet'.
+        dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb, .parquet or .tar (WebDataset).
+        short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
+        quality: of the JPEGs that short_side makes, 1 to 100.
+        shards: files of the new store; 0 = 1 GiB each.
+        on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
+        overwrite: replace a store at dst.
+        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
+            the feature; of HDF5, the dataset.
+        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
+        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
+    """
+    from raypipe.commands import ingest as ingest_module
+    from raypipe.commands.shard_copy import Reencode
+    from raypipe.stores import open_store, store_options
+
+    reencode = Reencode(short_side, quality)
+    store = open_store(src, **store_options(image_column, label_column, layout))
+    return ingest_module.ingest(
+        store, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
+    )
+
+
+def preview(
+    store: str,
+    *,
+    output: str = "preview.png",
+    epochs: int = 3,
+    of_epochs: int = 0,
+    samples: int = 6,
+    indices: str = "",
+    micro_batch: int = 64,
+    per_step: int = 1,
+    seed: int = 0,
+    shuffle: Literal["auto", "global", "window", "off"] = "auto",
+    transform: str | list[dict[str, Any]] = "light",
+    size: int = 224,
+    mask_column: str = "",
+    boxes_column: str = "",
+    image_column: str = "image",
+    label_column: str = "label",
+    layout: str = "auto",
+    augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
+) -> dict[str, Any]:
+    """Draw what becomes of samples: decoded, transformed, augmented and mixed, as a run feeds them. No Ray.
+
+    Example: raypipe preview train.lmdb -o grid.png --augment.preset strong --augment.cutmix-alpha 1
+
+    Args:
+        store: the training store.
+        output: the PNG to write; also -o.
+        epochs: how many epochs to show, evenly spread over the run.
+        of_epochs: epochs of the run; 0 = as many as are shown.
+        samples: show the first so many of the run.
+        indices: show these samples instead, as in 3,14,15.
+        micro_batch: B, samples in a micro-batch; at most as many as the store has.
+        per_step: M, micro-batches in a step.
+        seed: the run's seed.
+        shuffle: global, window, off, or auto.
+        transform: preset, module:function, a list of Albumentations transforms, or a file of one (*.yaml, *.json).
+        size: side of the images that the preset makes, in pixels.
+        mask_column: column of masks, which are drawn over the images; empty = none.
+        boxes_column: the same, of boxes.
+        image_column: of the store, as `raypipe inspect` takes it.
+        label_column: likewise.
+        layout: likewise.
+        augment: the device side; one that does nothing is replaced by an example.
+    """
+    from raypipe.commands import preview as preview_module
+    from raypipe.stores import open_store, store_options
+
+    try:
+        chosen = [int(index) for index in indices.split(",")] if indices else None
+    except ValueError:
+        raise ConfigError(f"--indices must be numbers as in 3,14,15, got {indices!r}") from None
+    return preview_module.preview(
+        open_store(store, **store_options(image_column, label_column, layout)),
+        output,
+        plan=PlanConfig(of_epochs or epochs, micro_batch, per_step, seed, shuffle),
+        transform=TransformConfig(
+            train=transform, size=size, mask_column=mask_column, boxes_column=boxes_column
+        ).without_files(),
+        augment=augment,
+        epochs=epochs,
+        samples=samples,
+        indices=chosen,
+    )
+
+
+def completion(shell: Literal["bash", "zsh"], *, output: str = "") -> dict[str, Any]:
+    """Write the script by which a shell completes commands, options and files.
+
+    Example: raypipe completion bash
+
+    Args:
+        shell: bash or zsh.
+        output: the file to write; also -o; empty = where bash-completion finds it by itself, or ~/.zfunc/_raypipe,
+            whose folder must be in zsh's fpath.
+    """
+    from raypipe.commands.completion import completion_script
+    from raypipe.storage.whole_file import write_text
+
+    homes = {"bash": "~/.local/share/bash-completion/completions/raypipe", "zsh": "~/.zfunc/_raypipe"}
+    file = Path(output or homes[shell]).expanduser()
+    parser = auto_parser(COMMANDS, as_positional=True, prog="raypipe", allow_abbrev=False)  # type: ignore[arg-type]
+    text = completion_script(parser, shell)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(str(file), text)
+    return {"output": str(file)}
+
+
+COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "ingest": ingest,
+    "bench": cli_bench.bench,
+    "digest": cli_audit.digest,
+    "digest-diff": cli_audit.digest_diff,
+    "inspect": cli_audit.inspect,
+    "plan-capacity": cli_capacity.plan_capacity,
+    "preview": preview,
+    "report": cli_audit.report,
+    "doctor": cli_cluster.doctor,
+    "submit": cli_cluster.submit,
+    "stop": cli_cluster.stop,
+    "completion": completion,
+}
+_FLAGS = {
+    parameter.name
+    for command in COMMANDS.values()
+    for parameter in inspect.signature(command).parameters.values()
+    if parameter.default is False
+}
+
+
+class _Parser(ArgumentParser):
+    """jsonargparse's, whose errors show a wrong value, but no credentials in it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(without_credentials(message), ex)
+
+
+def main(args: list[str] | None = None) -> None:
+    """The `raypipe` command. Options may be written with dashes or underscores."""
+    args = sys.argv[1:] if args is None else args
+    if "--" in args:  # what follows is a command to submit
+        at = args.index("--")
+        args = [*args[:at], json.dumps(args[at + 1 :])]
+    args = [_normalized(arg) for arg in args]
+
+    def parsed() -> dict[str, Any]:
+        _check_no_pipe(args)
+        return auto_cli(
+            COMMANDS,  # type: ignore[arg-type]
+            args=args,
+            as_positional=True,
+            prog="raypipe",
+            allow_abbrev=False,
+            parser_class=_Parser,
+        )
+
+    _finish(parsed)
+
+
+def _normalized(arg: str) -> str:
+    """An option as the parser knows it: `--micro-batch=8` as `--micro_batch=8`, `--overwrite` as
+    `--overwrite=true`, `-o` as `--output`."""
+    if arg == "-o" or arg.startswith("-o="):  # auto_cli makes no short options
+        return "--output" + arg[2:]
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    name = "--" + name[2:].replace("-", "_")
+    if not equals and name[2:] in _FLAGS:
+        return name + "=true"
+    return name + equals + value
+
+
+def _check_no_pipe(args: list[str]) -> None:
+    """Raise ConfigError where an argument is a pipe: the parser reads configurations from such, and waits."""
+    for arg in args:
+        value, is_pipe = arg.partition("=")[2] if arg.startswith("--") else arg, False
+        with contextlib.suppress(OSError, ValueError):  # of what is no path
+            is_pipe = Path(value).is_fifo()
+        if is_pipe:
+            raise ConfigError(f"{value} is a FIFO, not a regular file: write what it brings to a file first")
+
+
+def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
+    """A RunConfig from `--config FILE.yaml` and overrides; the digits' where no store is named."""
+    return parse_job(args, doc)[0]
+
+
+def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tuple[RunConfig, dict[str, Any]]:
+    """A RunConfig as `parse_run` makes it, and the job's own sections of settings, by their names.
+
+    Unknown keys, in the file or on the command line, end the program with exit code 2.
+    """
+    args = sys.argv[1:] if args is None else args
+    _check_no_pipe(args)
+    parser = _Parser(description=doc, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_class_arguments(RunConfig, as_group=False)
+    for name, section in sections.items():
+        parser.add_class_arguments(section, name)
+    given = parser.parse_args(args)
+    if given.resume:
+        check_owner(given.resume, given.trust)
+        base = _stored_config(given.resume)
+    elif not given.store.train:
+        base = (files("raypipe") / "digits.yaml").read_text()
+    else:
+        base = ""
+    # Settings that come first give way to later ones.
+    values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
+    values.pop("config", None)
+    values["trust"] = given.trust  # whatever the stored configuration says
+    own = {name: values.pop(name) for name in sections}
+    return RunConfig(**values), own
+
+
+def _stored_config(run: str) -> str:
+    """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
+    from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
+
+    with explained(ConfigError, f"the configuration of {run} cannot be read"):
+        return (read_whole(*open_filesystem(join(as_uri(run), "config.yaml"))) or b"").decode()
+
+
+def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: type) -> None:
+    """The body of a script in jobs/: settings in, one JSON object out.
+
+    Args:
+        job: takes a RunConfig, and its own sections by their names.
+        doc: the script's.
+        sections: classes of the job's own settings.
+    """
+
+    def parsed() -> dict[str, Any]:
+        run, own = parse_job(None, doc, **sections)
+        return job(run, **own)
+
+    _finish(parsed)
+
+
+def _finish(command: Callable[[], dict[str, Any]]) -> None:
+    try:
+        result = command()
+        _shutdown()
+        print(json.dumps(result), flush=True)
+        if (
+            result.get("equal") is False
+            or result.get("ok") is False
+            or result.get("status") in ("FAILED", "STOPPED")
+        ):
+            sys.exit(1)
+    except RaypipeError as error:
+        _shutdown()
+        print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _shutdown() -> None:
+    """End a local cluster, and let the workers' last lines through, before the last line is printed."""
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+if __name__ == "__main__":
+    main()

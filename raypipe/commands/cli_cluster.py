@@ -1,0 +1,78 @@
+"""The commands for machines: is this one fit, submit a job to a cluster, stop a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raypipe.commands.submit import MAX_MIB
+
+
+def doctor(*, no_ray: bool = False) -> dict[str, Any]:
+    """Check this machine: packages, decoders, torch, CUDA, shared memory, limits, Ray. Exit code 1 if one fails.
+
+    Example: raypipe doctor
+
+    Args:
+        no_ray: do not start a cluster, which takes ten seconds.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from raypipe.commands import doctor as doctor_module
+
+    found = doctor_module.doctor(start_ray=not no_ray)
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    console = Console(soft_wrap=True)
+    for check in found["checks"]:
+        colour = colours[check["status"]]
+        console.print(f"[{colour}]{check['status']:4}[/{colour}] {check['name']:14} {escape(check['found'])}")
+        if check["mend"]:
+            console.print(f"     {'':14} → {escape(check['mend'])}")
+    return found
+
+
+def submit(
+    command: list[str],
+    *,
+    address: str = "",
+    working_dir: str = ".",
+    max_mib: float = MAX_MIB,
+    detach: bool = False,
+) -> dict[str, Any]:
+    """Submit a command to a cluster's job server, and follow it. Exit code 1 unless it succeeds.
+
+    The working directory goes along, without stores, runs, checkpoints, and what .gitignore and .rayignore name,
+    and so does raypipe. Secrets (.env, .ssh, keys, …) and links out of the folder do not: they are listed.
+
+    Example: raypipe submit --address http://127.0.0.1:8265 -- python jobs/train.py --config run.yaml
+
+    Args:
+        command: program and arguments, after `--`.
+        address: of the job server; empty = RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or this machine's.
+        working_dir: the folder to carry.
+        max_mib: the most that may be uploaded, in MiB before compression.
+        detach: return once the job is submitted.
+    """
+    from raypipe.commands import submit as submit_module
+
+    return submit_module.submit(
+        command, address=address, working_dir=working_dir, max_mib=max_mib, follow=not detach
+    )
+
+
+def stop(run: str) -> dict[str, Any]:
+    """End a run at its next line of progress, with a checkpoint; it goes on by `jobs/train.py --resume RUN`.
+
+    Example: raypipe stop s3://my-bucket/runs/20261121-104600
+
+    Args:
+        run: folder or URI of the run, its `run_dir`.
+    """
+    from raypipe.storage.filesystem import as_uri
+    from raypipe.train.launch import require_run
+    from raypipe.train.runlog import request_stop
+
+    run_uri = as_uri(run.rstrip("/"))
+    require_run(run_uri)
+    request_stop(run_uri)
+    return {"run_dir": run, "stop_requested": True}

@@ -1,0 +1,77 @@
+"""What a resume costs at the start and at the end of a long epoch: the time to the first micro-batch, pool's start
+and all. The order is O(1) in the position, so the two should not differ."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.plan.schedule import PlanConfig
+from raypipe.stores.base import Columns, Store
+
+if TYPE_CHECKING:
+    from raypipe.stream.pipeline import StreamSpec
+
+NUM_SAMPLES = 1_281_167  # ImageNet's
+
+
+class RepeatedStore:
+    """A store that is as long as one wants: another one's samples again and again, at random access."""
+
+    def __init__(self, store: Store, size: int) -> None:
+        self._store, self._size = store, size
+        self.address = f"{store.address} x {size / len(store):.0f}"
+        self.columns, self.classes, self.groups = store.columns, store.classes, None
+        self.fingerprint = f"{store.fingerprint} x {size}"
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        return self._store.read(indices % len(self._store), columns)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def measure(
+    store: Store, *, transform: TransformConfig, actors: int, micro_batch: int, repeats: int
+) -> dict[str, Any]:
+    """Resume the stream at the first and at the last step of an epoch, in turns, `repeats` times each.
+
+    Returns:
+        `resume_start_s` and `resume_end_s`, medians; `resume_ratio`, the one over the other.
+    """
+    from raypipe.rayext.cluster import connect
+    from raypipe.stream.pipeline import StreamSpec
+
+    spec = StreamSpec.of(
+        RepeatedStore(store, NUM_SAMPLES),
+        plan=PlanConfig(epochs=2, micro_batch=micro_batch),
+        transform=transform,
+        pool=PoolConfig(min_actors=actors, max_actors=actors),
+    )
+    connect()
+    first, last = spec.plan.steps_per_epoch, 2 * spec.plan.steps_per_epoch - 1
+    _resume(spec, first, actors)  # the first one of all also starts Ray's own helpers
+    times: dict[int, list[float]] = {first: [], last: []}
+    for number in range(repeats):
+        for step in (first, last) if number % 2 == 0 else (last, first):
+            times[step].append(_resume(spec, step, actors))
+    start, end = (statistics.median(times[step]) for step in (first, last))
+    return {"resume_start_s": start, "resume_end_s": end, "resume_ratio": end / start}
+
+
+def _resume(spec: StreamSpec, step: int, actors: int) -> float:
+    from raypipe.stream.rank_stream import host_batches
+
+    began = time.perf_counter()
+    batches = host_batches(spec.splits(spec.plan.cursor_at(step), max_actors=actors)[0])
+    next(batches)
+    seconds = time.perf_counter() - began
+    batches.close()  # type: ignore[attr-defined]
+    return seconds

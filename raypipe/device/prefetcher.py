@@ -1,0 +1,314 @@
+"""Batches on the device, ahead of their use: raypipe's micro-batches, or any loader's. Knows torch, not Ray.
+
+    DevicePrefetcher   HostBatch → Batch
+    prefetch           (image, target), or any other tree of tensors → the same on the device
+
+On CUDA both go through the pinned ring of `raypipe.device.ring`; on CPU there is nothing to transfer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from raypipe.device.mixing import Mixed
+from raypipe.device.ring import OnCopied, Ring
+from raypipe.device.streams import hand_over, new_event
+from raypipe.metrics.timing import mark
+from raypipe.plan.schedule import MicroBatchId
+from raypipe.transform.encoded import EncodedMicroBatch
+
+if TYPE_CHECKING:
+    from raypipe.device.device_decode import DeviceDecoder
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One micro-batch in host memory, possibly read-only.
+
+    Attributes:
+        at: its place in the run.
+        image: uint8 (B, H, W, 3); empty where the device is to decode.
+        label: int64 (B,).
+        weight: float32 (B,); 0 for padding and for samples that count for nothing.
+        index: int64 (B,); -1 for padding.
+        num_bad: samples that were replaced or left out.
+        read_s, work_s: seconds that an actor spent on it, reading, and in all.
+        encoded: what the device is to decode.
+        mask: uint8 (B, H, W), where the stream has masks.
+        boxes: float32 (B, K, 5), where it has boxes.
+    """
+
+    at: MicroBatchId
+    image: np.ndarray
+    label: np.ndarray
+    weight: np.ndarray
+    index: np.ndarray
+    num_bad: int
+    read_s: float = 0.0
+    work_s: float = 0.0
+    encoded: EncodedMicroBatch | None = None
+    mask: np.ndarray | None = None
+    boxes: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on the training device. From a ring it is valid until the next one is asked for.
+
+    Attributes:
+        at: its place in the run.
+        seed: of all that is drawn once for this micro-batch.
+        image: uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory.
+        target: int64 (B,).
+        weight: float32 (B,); 0 for padding and for samples that count for nothing.
+        label: the target, on the host.
+        index: int64 (B,), on the host; -1 for padding.
+        num_bad: samples that were replaced or left out.
+        read_s, work_s: seconds that an actor spent on it, reading, and in all.
+        mixed: the other half of the targets, where MixUp or CutMix was applied.
+        num_fallback: samples that the device was to decode, and the host had to.
+        failed: the reason, by row, of each that neither could; these rows have weight 0 and black pixels.
+        mask: uint8 (B, H, W), a class per pixel, 255 where there is none; None where the stream has no masks.
+        boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
+            where the stream has no boxes.
+    """
+
+    at: MicroBatchId
+    seed: int
+    image: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor
+    label: np.ndarray
+    index: np.ndarray
+    num_bad: int
+    read_s: float = 0.0
+    work_s: float = 0.0
+    mixed: Mixed | None = None
+    num_fallback: int = 0
+    failed: dict[int, str] = field(default_factory=dict)
+    mask: torch.Tensor | None = None
+    boxes: torch.Tensor | None = None
+
+
+class DevicePrefetcher:
+    """Iterates over micro-batches on the device: on CUDA `depth` transfers ahead, on CPU as views of host memory.
+
+    Args:
+        batches: micro-batches in host memory.
+        device: where they go, CUDA or CPU.
+        seed_of: the seed of the micro-batch at a place.
+        depth: transfers in flight or done, beside the micro-batch in use; ignored without a ring.
+        ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
+        on_copied: called for each transfer, in the ring's thread, with `metrics.mark`s before and after it; not
+            called without a ring.
+
+    Raises:
+        ConfigError: depth < 1, or the device is neither CUDA nor CPU.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[HostBatch],
+        device: torch.device,
+        seed_of: Callable[[MicroBatchId], int],
+        depth: int = 2,
+        ring: bool | None = None,
+        on_copied: OnCopied | None = None,
+    ) -> None:
+        self._batches, self._seed_of = batches, seed_of
+        self._ring = Ring(batches, _arrays, device, depth, on_copied)
+        self._uses_ring = self._ring.device.type == "cuda" or bool(ring)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._uses_ring:
+            return (self._as_batch(batch, _views(batch)) for batch in self._batches)
+        return self._through_ring()
+
+    def _through_ring(self) -> Iterator[Batch]:
+        with closing(iter(self._ring)) as pairs:
+            yield from starmap(self._as_batch, pairs)
+
+    def _as_batch(self, batch: HostBatch, tensors: tuple[torch.Tensor, ...]) -> Batch:
+        image, target, weight, *others = tensors
+        targets = dict(zip(_targets(batch), others, strict=True))
+        return Batch(
+            at=batch.at,
+            seed=self._seed_of(batch.at),
+            image=image.permute(0, 3, 1, 2),  # NHWC in memory is channels_last as it stands
+            target=target,
+            weight=weight,
+            label=batch.label,
+            index=batch.index,
+            num_bad=batch.num_bad,
+            read_s=batch.read_s,
+            work_s=batch.work_s,
+            mask=targets.get("mask"),
+            boxes=targets.get("boxes"),
+        )
+
+
+class DecodingPrefetcher:
+    """Iterates over micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
+
+    All that is on the device is made on the decoder's stream, and handed to the stream that is current where the
+    batch is asked for: ask for batches under the stream that works on them.
+
+    Args:
+        batches: encoded micro-batches in host memory.
+        decoder: of the training device.
+        seed_of: the seed of the micro-batch at a place.
+        depth: micro-batches decoded or being decoded, beside the one in use.
+        on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream before and after
+            copy and decode.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[HostBatch],
+        decoder: DeviceDecoder,
+        seed_of: Callable[[MicroBatchId], int],
+        depth: int = 2,
+        on_decoded: OnCopied | None = None,
+    ) -> None:
+        self._batches, self._decoder, self._seed_of = batches, decoder, seed_of
+        self._depth, self._on_decoded = depth, on_decoded
+
+    def __iter__(self) -> Iterator[Batch]:
+        source = iter(self._batches)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
+        try:
+            ahead = deque(thread.submit(self._next, source) for _ in range(self._depth))
+            while (decoded := ahead.popleft().result()) is not None:
+                ahead.append(thread.submit(self._next, source))
+                batch, ready = decoded
+                hand_over(ready, (batch.image, batch.target, batch.weight), self._decoder.device)
+                yield batch
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self, source: Iterator[HostBatch]) -> tuple[Batch, Any] | None:
+        """The next batch, and the event behind the work on it."""
+        batch = next(source, None)
+        if batch is None:
+            return None
+        assert batch.encoded is not None
+        device, ready = self._decoder.device, new_event(self._decoder.device)
+        with torch.get_device_module(device).stream(self._decoder.stream):
+            started = mark(device)
+            decoded = self._decoder.decode(**batch.encoded)
+            target = torch.from_numpy(batch.label.copy()).to(device, non_blocking=True)
+            weight = np.where(decoded.failed, np.float32(0), batch.weight)
+            weight_there = torch.from_numpy(weight).to(device, non_blocking=True)
+            if self._on_decoded:
+                self._on_decoded(started, mark(device))
+            ready.record(self._decoder.stream)
+        there = Batch(
+            at=batch.at,
+            seed=self._seed_of(batch.at),
+            image=decoded.image,
+            target=target,
+            weight=weight_there,
+            label=batch.label,
+            index=batch.index,
+            num_bad=batch.num_bad + len(decoded.errors),
+            read_s=batch.read_s,
+            work_s=batch.work_s,
+            num_fallback=decoded.num_fallback,
+            failed=decoded.errors,
+        )
+        return there, ready
+
+
+def _arrays(batch: HostBatch) -> tuple[np.ndarray, ...]:
+    return batch.image, batch.label, batch.weight, *_targets(batch).values()
+
+
+def _targets(batch: HostBatch) -> dict[str, np.ndarray]:
+    """What there is of mask and boxes."""
+    named = {"mask": batch.mask, "boxes": batch.boxes}
+    return {name: array for name, array in named.items() if array is not None}
+
+
+def _views(batch: HostBatch) -> tuple[torch.Tensor, ...]:
+    with warnings.catch_warnings():
+        # The views are read-only as the shared memory beneath them is; nothing writes to them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return tuple(torch.from_numpy(array) for array in _arrays(batch))
+
+
+def prefetch(
+    loader: Iterable[Any], device: torch.device | str, depth: int = 2, ring: bool | None = None
+) -> Prefetched:
+    """A loader's batches on the device, `depth` transfers ahead of their use.
+
+        for image, target in raypipe.prefetch(loader, device):
+            ...
+
+    On CUDA a batch is valid until the next one is asked for: clone what is to be kept. Ask for batches under the
+    stream that works on them. On CPU the loader's batches come as they are.
+
+    On CUDA the loader runs in a thread of this process. What it draws there from global random generators
+    (num_workers=0) mixes with what the training loop draws: give it a generator of its own.
+
+    Args:
+        loader: a torch DataLoader or another iterable. Its batches are tensors, or tuples, named tuples, lists and
+            dicts of them, nested (pytrees). Tensors of any shape, dtype and strides arrive with the same; where
+            memory overlaps or has gaps, the strides are those of a dense tensor in the same order. Those already
+            on the device, and all that is no tensor, pass through. Pinned tensors are not copied on the host.
+        device: CUDA or CPU.
+        depth: transfers in flight or done, beside the batch in use.
+        ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
+
+    Returns:
+        An iterable. It can be iterated as often as the loader, has a length if the loader has one, and ends its
+        thread when an iteration is left early.
+
+    Raises:
+        ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the loader raises.
+    """
+    return Prefetched(loader, device, depth, ring)
+
+
+class Prefetched:
+    """What `prefetch` returns."""
+
+    def __init__(
+        self, loader: Iterable[Any], device: torch.device | str, depth: int = 2, ring: bool | None = None
+    ) -> None:
+        self._loader = loader
+        self._ring = Ring(loader, self._moved, device, depth)
+        self._on_cuda = self._ring.device.type == "cuda"
+        self._uses_ring = self._on_cuda or bool(ring)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._through_ring() if self._uses_ring else iter(self._loader)
+
+    def _through_ring(self) -> Iterator[Any]:
+        with closing(iter(self._ring)) as pairs:
+            yield from starmap(self._replaced, pairs)
+
+    def _moves(self, leaf: Any) -> bool:
+        # On CPU every tensor is there already, but with ring=True it is to go through the ring.
+        return isinstance(leaf, torch.Tensor) and not (self._on_cuda and leaf.device == self._ring.device)
+
+    def _moved(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(leaf for leaf in tree_leaves(batch) if self._moves(leaf))
+
+    def _replaced(self, batch: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+        leaves, spec = tree_flatten(batch)
+        moved = iter(tensors)
+        return tree_unflatten([next(moved) if self._moves(leaf) else leaf for leaf in leaves], spec)

@@ -1,0 +1,288 @@
+"""What a run exports as metrics for Prometheus: every name, its labels and meaning, and who records it.
+
+    TrainerMetrics   each rank: what it was given, where its time goes, how it learns
+    StreamMetrics    the process in which Ray Data schedules: the pool, and what is in flight
+    ActorMetrics     each transform actor: what it has done
+    FaultMetrics     the supervisor: what went wrong
+
+Ray collects them from every process and serves them on every node, under these names with `ray_` before them; see
+docs/metrics.md. A recording takes some 10 µs, so it is made once for a micro-batch in an actor, and once a second
+elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: what is set once a second
+lasts as long as somebody sets it, and a run that has died shows no loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ray.util.metrics import Counter, Gauge
+
+from raypipe.logs import STAGES, LogFormat, configure_logs
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
+
+    from raypipe.metrics.timing import StageTimes
+    from raypipe.plan.schedule import Split
+
+Fault = Literal["actor_died", "reader_restarted", "no_room", "other"]
+
+_PERIOD_S = 1.0
+_RUN_KEY, _LOG_KEY = "raypipe.run", "raypipe.log"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: as recorded; Ray exports it with `ray_` before it. Counters, and they alone, end in _total.
+        labels: beside those that Ray adds.
+        meaning: in a sentence, with the unit.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    meaning: str
+
+    @property
+    def kind(self) -> Literal["counter", "gauge"]:
+        """Of Prometheus."""
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+_RUN, _SPLIT, _RANK = ("run",), ("run", "split"), ("run", "rank")
+_RANK_SPLIT = (*_RANK, "split")
+_ALL = (
+    Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, padding left out."),
+    Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, the first batch apart."),
+    Metric("raypipe_trainer_transfer_seconds_total", _RANK_SPLIT, "Copies to the device, beside all else."),
+    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, beside all else."),
+    Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
+    Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
+    Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
+    Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the building of a feed to its first batch."),
+    Metric("raypipe_trainer_step", _RUN, "Training steps that are done, through all epochs."),
+    Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
+    Metric("raypipe_trainer_augment_strength", _RUN, "Strength of the augmentation, in [0, 1]."),
+    Metric("raypipe_trainer_loss", _RUN, "Mean loss over all ranks, between lines of progress."),
+    Metric("raypipe_trainer_learning_rate", _RUN, "Learning rate."),
+    Metric("raypipe_validation_loss", _RUN, "Loss of the last validation."),
+    Metric("raypipe_validation_accuracy", _RUN, "Accuracy of the last validation, in [0, 1]."),
+    Metric("raypipe_stream_micro_batches_total", _RUN, "Micro-batches that the pool has finished."),
+    Metric("raypipe_stream_in_flight", _RUN, "Micro-batches that are worked on, or wait finished."),
+    Metric("raypipe_stream_waiting", _RUN, "Micro-batches that wait finished: no rank has taken them."),
+    Metric("raypipe_stream_actors", (*_RUN, "state"), "Transform actors: running, restarting, pending."),
+    Metric("raypipe_stream_faults_total", (*_RUN, "kind"), "What went wrong, and was mended."),
+    Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, some again."),
+    Metric("raypipe_actor_read_seconds_total", _SPLIT, "Actors' time for reading the store."),
+    Metric("raypipe_actor_work_seconds_total", _SPLIT, "Actors' time for reading, decoding, transforming."),
+    Metric("raypipe_cache_hits_total", _SPLIT, "Samples that an actor found decoded in its node's cache."),
+    Metric("raypipe_cache_misses_total", _SPLIT, "Samples that it did not, where there is a cache."),
+    Metric("raypipe_bad_samples_total", _SPLIT, "Samples that could not be decoded or transformed."),
+    Metric("raypipe_substituted_samples_total", _SPLIT, "Bad samples that others stand in for."),
+)
+METRICS = {metric.name: metric for metric in _ALL}
+"""By name. A label has few values: runs, ranks, splits, and what this module names."""
+
+
+@functools.cache
+def _instrument(name: str) -> Any:
+    """Ray's own object, one in a process."""
+    metric = METRICS[name]
+    make = Counter if metric.kind == "counter" else Gauge
+    return make(name, metric.meaning, metric.labels)
+
+
+class _Recorder:
+    """Records metrics under labels that do not change."""
+
+    def __init__(self, **labels: str) -> None:
+        self._labels = labels
+        self._totals: dict[tuple[str, ...], float] = {}
+
+    def _tags(self, name: str, labels: Mapping[str, str]) -> dict[str, str]:
+        values = {**self._labels, **labels}
+        return {label: values[label] for label in METRICS[name].labels}
+
+    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Count up; by nothing, if there is nothing to count."""
+        if amount > 0:
+            _instrument(name).inc(amount, self._tags(name, labels))
+
+    def reach(self, name: str, total: float, **labels: str) -> None:
+        """Count up to a running total of the caller's, which starts at 0."""
+        key = (name, *labels.values())
+        self.add(name, total - self._totals.get(key, 0.0), **labels)
+        self._totals[key] = max(total, self._totals.get(key, 0.0))
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        _instrument(name).set(value, self._tags(name, labels))
+
+
+class TrainerMetrics:
+    """Of one rank.
+
+    Args:
+        run: the run's name.
+        rank: of this process. Rank 0 alone tells what is the same for all.
+    """
+
+    def __init__(self, run: str, rank: int) -> None:
+        self._recorder = _Recorder(run=run, rank=str(rank))
+        self._rank = rank
+        self._learnt: dict[str, float] = {}
+        self._recorded_at = 0.0
+
+    def is_due(self) -> bool:
+        """Whether a second has passed since `record`."""
+        return time.monotonic() - self._recorded_at >= _PERIOD_S
+
+    def learnt(self, **values: float) -> None:
+        """What to show from now on, by names of metrics without raypipe_: trainer_loss, validation_accuracy, …"""
+        self._learnt |= {f"raypipe_{name}": value for name, value in values.items()}
+
+    def record(
+        self,
+        times: Mapping[Split, StageTimes],
+        *,
+        first_batch_s: float,
+        steps: int,
+        step: int,
+        epoch: int,
+        strength: float,
+    ) -> None:
+        """Record where this rank stands.
+
+        Args:
+            times: of each split, since the rank started.
+            first_batch_s: seconds.
+            steps: training steps since the rank started.
+            step, epoch: of the cursor; step through all epochs.
+            strength: of the augmentation.
+        """
+        self._recorded_at = time.monotonic()
+        recorder = self._recorder
+        for split, of in times.items():
+            recorder.reach("raypipe_trainer_images_total", of.images, split=split)
+            for stage in STAGES:
+                recorder.reach(f"raypipe_trainer_{stage}_seconds_total", getattr(of, f"{stage}_s"), split=split)
+        recorder.reach("raypipe_trainer_steps_total", steps)
+        recorder.set("raypipe_trainer_first_batch_seconds", first_batch_s)
+        if self._rank == 0:
+            recorder.set("raypipe_trainer_step", step)
+            recorder.set("raypipe_trainer_epoch", epoch)
+            recorder.set("raypipe_trainer_augment_strength", strength)
+            for name, value in self._learnt.items():
+                recorder.set(name, value)
+
+
+class ActorMetrics:
+    """Of one transform actor.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._recorder = _Recorder(run=run)
+
+    def made(self, split: Split, *, read_s: float, work_s: float, bad: list[dict[str, Any]]) -> None:
+        """A micro-batch is made.
+
+        Args:
+            split: of the micro-batch.
+            read_s, work_s: seconds that reading took, and all of it.
+            bad: a record per bad sample, see `MicroBatchResult`.
+        """
+        add = functools.partial(self._recorder.add, split=split)
+        add("raypipe_actor_micro_batches_total")
+        add("raypipe_actor_read_seconds_total", read_s)
+        add("raypipe_actor_work_seconds_total", work_s)
+        if bad:
+            add("raypipe_bad_samples_total", len(bad))
+            add("raypipe_substituted_samples_total", sum(record["substitute"] is not None for record in bad))
+
+    def looked_up(self, split: Split, *, hits: int, misses: int) -> None:
+        """A micro-batch was looked up in the node's cache: so many samples were there, and were not."""
+        self._recorder.add("raypipe_cache_hits_total", hits, split=split)
+        self._recorder.add("raypipe_cache_misses_total", misses, split=split)
+
+
+class FaultMetrics:
+    """Of one stream.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._recorder = _Recorder(run=run)
+
+    def happened(self, kind: Fault) -> None:
+        """Something went wrong."""
+        self._recorder.add("raypipe_stream_faults_total", kind=kind)
+
+
+def configure(context: DataContext, run: str, log: LogFormat) -> None:
+    """Make executions under this context export their metrics, and log as the run does."""
+    context.set_config(_RUN_KEY, run)
+    context.set_config(_LOG_KEY, log)
+    context.custom_execution_callback_classes = [
+        *context.custom_execution_callback_classes,
+        StreamMetrics,  # type: ignore[list-item]  # it has the methods
+    ]
+
+
+class StreamMetrics:
+    """An ExecutionCallback of Ray Data's, called at each turn of its scheduler; looks once a second."""
+
+    def before_execution_starts(self, executor: Any) -> None:
+        # Not above: the supervisor's process does without ray.data, which takes 2.4 s to import.
+        from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
+
+        self._pools = [op for op in executor._topology if isinstance(op, ActorPoolMapOperator)]
+        context = executor._data_context
+        configure_logs(context.get_config(_LOG_KEY), run=context.get_config(_RUN_KEY))
+        self._recorder = _Recorder(run=context.get_config(_RUN_KEY))
+        self._looked_at = 0.0
+
+    def on_execution_step(self, executor: Any) -> None:
+        if time.monotonic() - self._looked_at < _PERIOD_S:
+            return
+        self._looked_at = time.monotonic()
+        for pool in self._pools:
+            self._look(executor, pool)
+
+    def _look(self, executor: Any, pool: Any) -> None:
+        finished = pool.metrics.num_task_outputs_generated
+        last, state = executor._output_node
+        taken = last.metrics.block_outputs_taken - state.output_queue.num_blocks
+        actors = pool.get_actor_info()
+        self._record(
+            finished,
+            in_flight=pool.num_active_tasks() + finished - taken,
+            waiting=finished - taken,
+            running=actors.running,
+            restarting=actors.restarting,
+            pending=actors.pending,
+        )
+
+    def _record(self, finished: int, *, in_flight: int = 0, waiting: int = 0, **actors: int) -> None:
+        recorder = self._recorder
+        recorder.reach("raypipe_stream_micro_batches_total", finished)
+        recorder.set("raypipe_stream_in_flight", in_flight)
+        recorder.set("raypipe_stream_waiting", waiting)
+        for state in ("running", "restarting", "pending"):
+            recorder.set("raypipe_stream_actors", actors.get(state, 0), state=state)
+
+    def after_execution_succeeds(self, executor: Any) -> None:
+        for pool in self._pools:
+            self._record(pool.metrics.num_task_outputs_generated)
+
+    def after_execution_fails(self, executor: Any, error: Exception) -> None:
+        self.after_execution_succeeds(executor)

@@ -1,0 +1,126 @@
+"""The records of a run, one JSON object a line: how they are written, and the one way in which they are read.
+
+A file of records only grows. Where a run went back to an earlier step, a line of kind "start" says so, and readers
+drop what the run did over again. Nothing is rewritten, so nothing can be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+
+from raypipe.errors import ConfigError
+from raypipe.storage.filesystem import explained, join, open_filesystem, read_whole
+
+logger = logging.getLogger(__name__)
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+START = "start"
+_HAPPENED = (START, "fault", "scale")
+"""Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a file of records holds.
+
+    Attributes:
+        kept: the objects in their order, without those of steps that the run has done over again.
+        unreadable: lines that are no record, cut off by a crash or a full disk.
+    """
+
+    kept: list[dict[str, Any]]
+    unreadable: int = 0
+
+
+def told(unreadable: int) -> str:
+    """A sentence about lines that cannot be read; empty where there are none."""
+    lines = "1 line that is" if unreadable == 1 else f"{unreadable} lines that are"
+    return f"left out {lines} no record, cut off or damaged" if unreadable else ""
+
+
+def read_records(run_uri: str, name: str = METRICS) -> Records | None:
+    """Read a file of records of a run; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with explained(ConfigError, f"{join(run_uri, name)} cannot be read"):
+        content = read_whole(*open_filesystem(join(run_uri, name)))
+    return None if content is None else parse(content)
+
+
+def parse(content: bytes) -> Records:
+    """The records of a file's content. The last line counts once it has its end."""
+    kept: list[dict[str, Any]] = []
+    lines = [line for line in content.split(b"\n")[:-1] if line]
+    found = [record for record in map(_record, lines) if record is not None]
+    for record in found:
+        if record.get("kind") == START:
+            kept = [earlier for earlier in kept if _stands(earlier, record)]
+        kept.append(record)
+    return Records(kept, len(lines) - len(found))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    good = isinstance(record, dict) and isinstance(record.get("step"), int | float)
+    return record if good else None
+
+
+def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
+    """Whether a record still holds once a run has started from a later record's step."""
+    if record.get("kind") in _HAPPENED:
+        return True
+    if start.get("validates") and record.get("kind") in ("val", "diagnosis"):
+        return record["step"] < start["step"]
+    return record["step"] <= start["step"]
+
+
+class Appender:
+    """Appends records to files of a local folder. What cannot be written is lost, with one warning.
+
+    Args:
+        folder: of the files.
+        run_uri: for the warning.
+    """
+
+    def __init__(self, folder: Path, run_uri: str) -> None:
+        self._folder, self._run_uri, self._warned = folder, run_uri, False
+        self._one_by_one = threading.Lock()
+
+    def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
+        """Append records to a file. A line that a crash or a full disk has cut off stays a line of its own."""
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        with self._one_by_one, self.best_effort(name), (self._folder / name).open("a+b") as file:
+            if file.tell():
+                file.seek(-1, 2)
+                text = text if file.read(1) == b"\n" else "\n" + text
+            file.write(text.encode())
+
+    @contextlib.contextmanager
+    def best_effort(self, what: str) -> Iterator[None]:
+        """Within, a file that cannot be written is a warning, the first time."""
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            if not self._warned:
+                logger.warning(
+                    "%s of %s cannot be written: %s; the run goes on, and its record has gaps",
+                    what,
+                    self._run_uri,
+                    error,
+                )
+            self._warned = True

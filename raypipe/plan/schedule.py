@@ -1,0 +1,346 @@
+"""The plan: which samples, in which order, with which seed. Numpy only; knows no Ray, no torch.
+
+A run is one schedule of segments, each made of steps of M micro-batches of B samples:
+
+    schedule   train 0              | val 0 | train 1 | val 1 | …
+    train e    step 0 | step 1 | …  S = N // (M·B) steps; fewer than M·B samples are left out
+    val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1
+    step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
+
+Everything is a pure function of (plan, epoch, step, micro-batch): any place of a run is reached in O(1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from raypipe.errors import ConfigError, CursorError
+from raypipe.plan.cursor import Cursor
+from raypipe.plan.order import (
+    GlobalOrder,
+    Kept,
+    KeptOrder,
+    Order,
+    StoredOrder,
+    WindowOrder,
+    default_window_groups,
+    derive_keys,
+    mix64,
+)
+from raypipe.plan.rank_group import EVERY_RANK, RankGroup
+from raypipe.stores.base import Store
+
+Split = Literal["train", "val"]
+Shuffle = Literal["auto", "global", "window", "off"]
+PADDING = -1
+"""The index of a padding row: zeros, weight 0."""
+
+# Domains keep the keys of different uses apart; order.py has 1 and 2.
+_DOMAIN_SAMPLE, _DOMAIN_MICRO_BATCH, _DOMAIN_SUBSTITUTE = 3, 4, 5
+_SPLIT_CODE = {"train": 0, "val": 1}
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The order of a run.
+
+    Attributes:
+        epochs: passes over the training store.
+        micro_batch: B, samples in a micro-batch: one forward and backward.
+        per_step: M, micro-batches in an optimizer step. The global batch is M·B for any number of
+            workers W; W must divide M.
+        seed: the run's seed, ≥ 0.
+        shuffle: "global", "window" (for stores that are read in groups), "off", or "auto": window
+            where the store has groups, else global.
+        window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
+        val_every: validate after every so many epochs and after the last one; 0 = never.
+    """
+
+    epochs: int = 10
+    micro_batch: int = 64
+    per_step: int = 1
+    seed: int = 0
+    shuffle: Shuffle = "auto"
+    window_groups: int = 0
+    val_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("epochs", 1),
+            ("micro_batch", 1),
+            ("per_step", 1),
+            ("seed", 0),
+            ("window_groups", 0),
+            ("val_every", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.shuffle not in get_args(Shuffle):
+            raise ConfigError(f"plan.shuffle must be one of {get_args(Shuffle)}, got {self.shuffle!r}")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One pass over one split, or what is left of it after a resume.
+
+    Attributes:
+        split: "train" or "val".
+        epoch: e.
+        first_step: the step that the segment starts with; 0 except right after a resume.
+        num_steps: steps in the whole pass, or up to where the plan is cut off; steps first_step … num_steps - 1
+            are delivered.
+    """
+
+    split: Split
+    epoch: int
+    first_step: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class MicroBatchId:
+    """The place of one micro-batch in a run."""
+
+    split: Split
+    epoch: int
+    step: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.split}-e{self.epoch:04d}-s{self.step:06d}-m{self.micro:03d}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run as one stream. Build it with `Plan.of`.
+
+    Attributes:
+        config: the order's settings.
+        train_order: position → index of the training store.
+        num_train: N, samples of the training store that are not left out.
+        num_val: samples of the validation store that are not left out; 0 = no validation.
+        fingerprint: 16 hex digits over all that fixes the stream's order.
+        kept: which samples of each store they are.
+        end_step: the training step, counted through all epochs, before which the schedule is cut off; None = it
+            is whole.
+    """
+
+    config: PlanConfig
+    train_order: Order = field(repr=False)
+    num_train: int
+    num_val: int
+    fingerprint: str
+    kept: dict[Split, Kept] = field(repr=False, compare=False)
+    end_step: int | None = None
+
+    @staticmethod
+    def of(
+        config: PlanConfig,
+        train: Store,
+        val: Store | None = None,
+        *,
+        leave_out: Sequence[int] | np.ndarray = (),
+        val_leave_out: Sequence[int] | np.ndarray = (),
+    ) -> Plan:
+        """The plan of a run over a training store and, maybe, a validation store.
+
+        Args:
+            config: the order's settings.
+            train, val: the stores.
+            leave_out, val_leave_out: indices of samples of each that the run is to do without; all others keep
+                their indices.
+
+        Raises:
+            ConfigError: what is left of the store is smaller than one step, or it has no groups to shuffle in
+                windows.
+        """
+        kept: dict[Split, Kept] = {"train": Kept(np.asarray(leave_out)), "val": Kept(np.asarray(val_leave_out))}
+        left_out = kept["train"].left_out
+        num_train = len(train) - len(left_out)
+        num_val = len(val) - len(kept["val"].left_out) if val is not None and config.val_every else 0
+        global_batch = config.micro_batch * config.per_step
+        if num_train < global_batch:
+            beside = f" beside the {len(left_out)} that are left out" if len(left_out) else ""
+            raise ConfigError(
+                f"{train.address} has {num_train} samples{beside}, fewer than one step of "
+                f"{config.per_step} x {config.micro_batch}: lower plan.micro_batch or plan.per_step"
+            )
+        shuffle = config.shuffle
+        groups = train.groups
+        if groups is not None:
+            groups = kept["train"].numbers(groups)
+        if shuffle == "auto":
+            shuffle = "global" if groups is None else "window"
+        order: GlobalOrder | StoredOrder | WindowOrder
+        window_groups = 0
+        if shuffle == "global":
+            order = GlobalOrder(num_train, config.seed)
+        elif shuffle == "off":
+            order = StoredOrder(num_train)
+        elif groups is None:
+            raise ConfigError(f"{train.address} is not read in groups: use plan.shuffle=global")
+        else:
+            window_groups = config.window_groups or default_window_groups(groups)
+            order = WindowOrder(groups, config.seed, window_groups)
+        parts = [
+            1,  # the version of this algorithm: an old cursor must not continue under a new order
+            config.micro_batch,
+            config.per_step,
+            config.seed,
+            shuffle,
+            window_groups,
+            num_train,
+            train.fingerprint,
+            None if window_groups == 0 or groups is None else hashlib.blake2b(groups.tobytes()).hexdigest(),
+        ]
+        if len(left_out):
+            parts.append(hashlib.blake2b(left_out.tobytes()).hexdigest())
+        fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+        train_order = KeptOrder(order, kept["train"]) if len(left_out) else order
+        return Plan(config, train_order, num_train, num_val, fingerprint, kept)
+
+    def until(self, step: int) -> Plan:
+        """This plan, cut off before a training step, counted through all epochs.
+
+        A validation before that step stays. So the plans that are cut off at a and at b, the second from
+        `cursor_at(a)` on, have together what the plan cut off at b has.
+        """
+        assert 0 < step <= self.config.epochs * self.steps_per_epoch
+        return replace(self, end_step=step)
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """S: training steps in an epoch."""
+        return self.num_train // (self.config.micro_batch * self.config.per_step)
+
+    @cached_property
+    def val_steps(self) -> int:
+        """Steps in a validation; 0 = there is none."""
+        return -(-self.num_val // (self.config.micro_batch * self.config.per_step))
+
+    def progress(self, epoch: int, step: int) -> float:
+        """The share of the run's training steps, in [0, 1], that come before a step."""
+        return (epoch * self.steps_per_epoch + step) / (self.config.epochs * self.steps_per_epoch)
+
+    def global_step(self, at: MicroBatchId) -> int:
+        """Training steps, through all epochs, before that of a micro-batch; in a validation, its own steps."""
+        return at.step + (at.epoch * self.steps_per_epoch if at.split == "train" else 0)
+
+    def has_val(self, epoch: int) -> bool:
+        """Whether a validation follows training epoch e."""
+        every = self.config.val_every
+        return self.val_steps > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs)
+
+    def start(self) -> Cursor:
+        """The cursor of a run that has not begun."""
+        return self.cursor_at(0)
+
+    def cursor_at(self, global_step: int) -> Cursor:
+        """The cursor after so many training steps, with no pending validation."""
+        return Cursor(*divmod(global_step, self.steps_per_epoch), self.fingerprint)
+
+    def check(self, cursor: Cursor) -> None:
+        """Raise CursorError unless the cursor is a place of this plan."""
+        if cursor.fingerprint != self.fingerprint:
+            raise CursorError(
+                f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
+                f"{self.fingerprint}: the training store, its leave_out, seed, micro_batch, per_step or shuffle "
+                "differ. "
+                "Restore those settings, or start a new run"
+            )
+        if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
+            raise CursorError(
+                f"the checkpoint is at epoch {cursor.epoch}, step {cursor.step}; this run has "
+                f"{self.config.epochs} epochs of {self.steps_per_epoch} steps"
+            )
+
+    def check_workers(self, world_size: int) -> None:
+        """Raise ConfigError unless W divides M."""
+        if world_size < 1 or self.config.per_step % world_size:
+            divisors = [w for w in range(1, self.config.per_step + 1) if self.config.per_step % w == 0]
+            raise ConfigError(
+                f"{world_size} workers cannot share the {self.config.per_step} micro-batches of a step "
+                f"evenly: use {', '.join(map(str, divisors))} workers, or change plan.per_step"
+            )
+
+    def segments(self, cursor: Cursor) -> Iterator[Segment]:
+        """What is left of the schedule at a cursor."""
+        self.check(cursor)
+        last_step = self.config.epochs * self.steps_per_epoch if self.end_step is None else self.end_step
+        for epoch in range(cursor.epoch, self.config.epochs):
+            first = cursor.step if epoch == cursor.epoch else 0
+            num_steps = min(self.steps_per_epoch, last_step - epoch * self.steps_per_epoch)
+            if num_steps <= 0:
+                return
+            if first < num_steps:
+                yield Segment("train", epoch, first, num_steps)
+            if self.has_val(epoch) and num_steps == self.steps_per_epoch:
+                yield Segment("val", epoch, 0, self.val_steps)
+
+    def micro_batches(
+        self, cursor: Cursor, first: int = 0, group: RankGroup = EVERY_RANK
+    ) -> Iterator[MicroBatchId]:
+        """Every micro-batch that is left at a cursor, from number `first` on, in the order of the stream.
+
+        Of a group of ranks, those that are theirs; `first` counts them alone.
+        """
+        per_step = self.config.per_step
+        for segment in self.segments(cursor):
+            size = group.count((segment.num_steps - segment.first_step) * per_step)
+            for number in range(first, size):
+                step, micro = divmod(segment.first_step * per_step + group.in_stream(number), per_step)
+                yield MicroBatchId(segment.split, segment.epoch, step, micro)
+            first = max(0, first - size)
+
+    def num_micro_batches(self, cursor: Cursor, group: RankGroup = EVERY_RANK) -> int:
+        """How many micro-batches are left at a cursor, of a group of ranks."""
+        steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
+        return group.count(steps * self.config.per_step)
+
+    def indices(self, at: MicroBatchId) -> np.ndarray:
+        """The samples of a micro-batch: int64 (B,), PADDING where a validation has run out of samples."""
+        size = self.config.micro_batch
+        first = (at.step * self.config.per_step + at.micro) * size
+        positions = np.arange(first, first + size)
+        if at.split == "train":
+            return self.train_order.indices(at.epoch, positions)
+        numbers = np.minimum(positions, self.num_val - 1)
+        return np.where(positions < self.num_val, self.kept["val"].indices(numbers), PADDING)
+
+    def sample_keys(self, at: MicroBatchId, indices: np.ndarray) -> np.ndarray:
+        """The key of each sample's CPU transform: uint64 (B, 2), a function of (seed, split, e, index).
+
+        Each word is a bijection of the index under a key of (seed, split, e), so no two samples of an
+        epoch share a key. A validation has the same keys in every epoch, so its metrics compare.
+        """
+        keys = _sample_domain(self.config.seed, at.split, at.epoch if at.split == "train" else 0)
+        x = indices.astype(np.uint64)
+        return np.stack([mix64(x ^ keys[0]), mix64(x ^ keys[1])], axis=1)
+
+    def micro_batch_seed(self, at: MicroBatchId) -> int:
+        """The seed, in [0, 2^63), of all that is drawn once per micro-batch: augmentation, dropout."""
+        parts = (_DOMAIN_MICRO_BATCH, _SPLIT_CODE[at.split], at.epoch, at.step, at.micro)
+        return int(derive_keys(1, self.config.seed, *parts)[0]) >> 1
+
+    def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
+        """The sample that stands in for a bad one: a function of (seed, e, index, attempt)."""
+        parts = (_DOMAIN_SUBSTITUTE, at.epoch, index, attempt)
+        number = derive_keys(1, self.config.seed, *parts)[0] % np.uint64(self.num_train)
+        return int(self.kept["train"].indices(np.array([number], np.int64))[0])
+
+
+@lru_cache(maxsize=8)
+def _sample_domain(seed: int, split: Split, epoch: int) -> np.ndarray:
+    return derive_keys(2, seed, _DOMAIN_SAMPLE, _SPLIT_CODE[split], epoch)
+
+
+def rank_of(micro: int, world_size: int) -> int:
+    """The rank that gets micro-batch m of a step."""
+    return micro % world_size

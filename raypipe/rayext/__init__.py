@@ -1,0 +1,1 @@
+"""What is special to Ray's inside, behind one door: pool size, back-pressure, placement."""

@@ -1,0 +1,165 @@
+"""Makes a running stream's pool follow what its ranks need, and the cluster the pool.
+
+Ray Data grows a pool, and the cluster, as long as they are busy: a pool that only fills the buffer is, and a
+cluster that is busy with it gets more nodes of every type (ray#45331). Here PoolSizer decides instead. Actors that
+the cluster has no room for are pending; Ray's autoscaler adds nodes for them, and takes a node away that has had
+none for its idle time-out. While another run starts, no pool grows into what it has claimed.
+
+Ray Data has no way to say so, but by what its executor calls to make its autoscalers: these are replaced, for
+executions that have our settings, in every process that reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
+from ray.data._internal.actor_autoscaler.default_actor_autoscaler import DefaultActorAutoscaler
+from ray.data._internal.cluster_autoscaler.rate_based_cluster_autoscaler import RateBasedClusterAutoscaler
+from ray.data._internal.cluster_autoscaler.resource_utilization_gauge import RollingLogicalUtilizationGauge
+from ray.data._internal.execution import streaming_executor
+
+from raypipe.rayext.admission import claimed_by_others
+from raypipe.rayext.pool_size import PoolSizer, SizeRules
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
+
+_RULES_KEY, _SUPERVISOR_KEY = "raypipe.size_rules", "raypipe.rayext.autoscaler.supervisor"
+_PERIOD_S = 0.1
+_RESERVE_S = 10.0
+# Longer than clouds take to bring a node up.
+_PATIENCE_S = 600.0
+
+
+def configure(context: DataContext, rules: SizeRules, supervisor: Any) -> None:
+    """Make executions under this context follow rules, and tell the supervisor what they decide."""
+    context.set_config(_RULES_KEY, rules)
+    context.set_config(_SUPERVISOR_KEY, supervisor)
+
+
+class PoolAutoscaler(DefaultActorAutoscaler):
+    """Sizes the actor pool; called at each turn of Ray Data's scheduler."""
+
+    def __init__(self, topology: Any, resource_manager: Any, *, config: Any, rules: SizeRules, supervisor: Any):
+        self._rules, self._supervisor = rules, supervisor
+        now = time.monotonic()
+        self._sizer: PoolSizer | None = None  # until the first micro-batch is there
+        self._looked_at = now
+        self._pending_since, self._told = now, False
+        self._target: int | None = None
+        super().__init__(topology, resource_manager, config=config)
+        *_, (self._last_op, self._last) = topology.items()
+
+    def _validate_actor_pool_autoscaling_config(self, actor_pool: Any, op: Any) -> None:
+        """Nothing: utilisation, which it is about, decides nothing here."""
+
+    def _derive_target_scaling_config(self, actor_pool: Any, op: Any, op_state: Any) -> ActorPoolScalingRequest:
+        finished = op.has_completed() or (op._inputs_complete and not op_state.total_enqueued_input_blocks())
+        if finished or actor_pool.current_size() < actor_pool.min_size():
+            return super()._derive_target_scaling_config(actor_pool, op, op_state)
+        now = time.monotonic()
+        if now - self._looked_at < _PERIOD_S:
+            return ActorPoolScalingRequest.no_op()
+        self._looked_at = now
+        pending = actor_pool.num_pending_actors()
+        self._tell_of_pending(pending, now)
+        if not op.metrics.num_task_outputs_generated:  # the first actors are only starting
+            return ActorPoolScalingRequest.no_op()
+        if self._sizer is None:
+            self._sizer = PoolSizer(self._rules, now)
+        running = actor_pool.num_running_actors()
+        decision = self._sizer.observe(
+            now,
+            waiting=self._waiting(),
+            active=actor_pool.num_active_actors(),
+            running=running,
+            pending=pending,
+        )
+        size = running + pending
+        if decision is not None:
+            if decision.size > size and claimed_by_others()["CPU"]:
+                return ActorPoolScalingRequest.no_op()  # the next decision comes in some seconds
+            self._target = decision.size
+            self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")
+            if decision.size > size:
+                return ActorPoolScalingRequest.upscale(delta=decision.size - size, reason=decision.reason)
+        if self._target is not None and self._target < size:
+            self._shrink(actor_pool, size - self._target)
+        return ActorPoolScalingRequest.no_op()
+
+    def _shrink(self, pool: Any, surplus: int) -> None:
+        """Let pending actors go, and then idle ones, those first that are alone on their node: it can then go too.
+
+        Actors that have work in hand are let go at a later turn.
+        """
+        while surplus and pool._try_remove_pending_actor():
+            surplus -= 1
+        states = pool._running_actors.items()
+        on_node = Counter(state.actor_location for _, state in states)
+        idle = [
+            (on_node[state.actor_location], state.actor_location, actor)
+            for actor, state in states
+            if not (state.num_tasks_in_flight or state.is_restarting)
+        ]
+        for _, _, actor in sorted(idle, key=lambda found: found[:2])[:surplus]:
+            pool._release_running_actor(actor)
+
+    def _waiting(self) -> float:
+        """Share of the ranks for which no finished micro-batch is there."""
+        queue, ranks = self._last.output_queue, self._last_op.num_output_splits()
+        if ranks == 1:
+            return float(not queue.has_next())
+        return sum(not queue.has_next(rank) for rank in range(ranks)) / ranks
+
+    def _tell_of_pending(self, pending: int, now: float) -> None:
+        if not pending:
+            self._pending_since, self._told = now, False
+        elif not self._told and now - self._pending_since > _PATIENCE_S:
+            self._told = True
+            self._supervisor.scaled.remote(
+                f"{pending} transform actors have waited for CPUs for {now - self._pending_since:.0f} s: the "
+                "cluster adds no nodes for them (see `ray status`); set pool.max_actors to what it can hold"
+            )
+
+
+class ReservingAutoscaler(RateBasedClusterAutoscaler):
+    """Asks for no nodes; keeps this execution's claim to its share of those that are there."""
+
+    def try_trigger_scaling(self) -> None:
+        now = time.monotonic()
+        if now - self._last_request_time >= _RESERVE_S:
+            self._send_resource_request([])
+
+
+_rays_actor_autoscaler = streaming_executor.create_actor_autoscaler
+_rays_cluster_autoscaler = streaming_executor.create_cluster_autoscaler
+
+
+def _create_actor_autoscaler(topology: Any, resource_manager: Any, config: Any) -> Any:
+    context = next(iter(topology)).data_context
+    rules = context.get_config(_RULES_KEY)
+    if rules is None:
+        return _rays_actor_autoscaler(topology, resource_manager, config)
+    supervisor = context.get_config(_SUPERVISOR_KEY)
+    return PoolAutoscaler(topology, resource_manager, config=config, rules=rules, supervisor=supervisor)
+
+
+def _create_cluster_autoscaler(
+    topology: Any, resource_manager: Any, data_context: DataContext, *, execution_id: str
+) -> Any:
+    if data_context.get_config(_RULES_KEY) is None:
+        return _rays_cluster_autoscaler(topology, resource_manager, data_context, execution_id=execution_id)
+    return ReservingAutoscaler(
+        list(topology),
+        execution_id=execution_id,
+        max_cluster_limits=data_context.execution_options.resource_limits,
+        utility_calculator=RollingLogicalUtilizationGauge(resource_manager),
+        label_selector=data_context.execution_options.label_selector,
+    )
+
+
+streaming_executor.create_actor_autoscaler = _create_actor_autoscaler
+streaming_executor.create_cluster_autoscaler = _create_cluster_autoscaler

@@ -1,0 +1,325 @@
+"""Connecting to Ray, and the preflight: does the cluster have, or can it scale to, what a run needs?
+
+A run that cannot start says so at once, with the setting that mends it. Ray alone would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import ray
+from ray._private.node import Node
+
+from raypipe.config import PoolConfig, TrainConfig
+from raypipe.errors import ConfigError, ResourceError
+from raypipe.logs import LogFormat
+from raypipe.plan.rank_group import rank_groups
+from raypipe.rayext.admission import claimed, claimed_by_others, holders
+from raypipe.rayext.node_limits import autoscaler_limits
+
+logger = logging.getLogger(__name__)
+
+LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
+"""Set in the environment of all processes of a cluster that `connect` has started."""
+
+_WORKER_ENV = {
+    # Ray Train prints every line of a train function twice unless told not to.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # It waits in silence for the room that trainers need; after so long trainer.py says so.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+}
+# On one machine Ray's own bookkeeping takes CPU from the transform: statistics of its event loops, and a
+# record of every task for the dashboard, which is not there.
+_LOCAL_ENV = {
+    **_WORKER_ENV,
+    LOCAL_CLUSTER: "1",
+    "RAY_event_stats": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that looks for nodes which a cloud takes away
+}
+
+# CPUs of a run that has just ended come back within seconds; anything longer is another job's.
+_SETTLE_S = 10.0
+
+
+def connect(
+    address: str = "",
+    *,
+    num_cpus: int | None = None,
+    object_store_bytes: int | None = None,
+    log: LogFormat = "text",
+) -> None:
+    """Connect to the cluster at `address` or RAY_ADDRESS; where there is none, start Ray on this machine.
+
+    Does nothing if this process is connected already. Inside a submitted job RAY_ADDRESS is set.
+
+    Args:
+        address: of a running cluster.
+        num_cpus: CPUs to offer, when Ray is started here; None = all.
+        object_store_bytes: size of the object store, when Ray is started here; None = Ray's default.
+        log: "json" = Ray's own log lines, and those of other libraries in its workers, are JSON as well.
+    """
+    if ray.is_initialized():
+        return
+    # With it Ray also leaves out the "(Actor pid=…)" before the lines of workers.
+    ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log == "json" else None
+    if address or os.environ.get("RAY_ADDRESS"):
+        ray.init(
+            address=address or None,
+            logging_level=logging.WARNING,
+            logging_config=ray_log,
+            runtime_env={"env_vars": _WORKER_ENV},
+        )
+        return
+    environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log == "json" else {})
+    with _inherited(environment), _without_idle_processes():
+        ray.init(
+            num_cpus=num_cpus,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            logging_config=ray_log,
+        )
+
+
+@contextlib.contextmanager
+def _inherited(environment: dict[str, str]) -> Iterator[None]:
+    """Processes that are started in here have these variables, unless this process has them otherwise.
+
+    Afterwards it is as it was: this process may yet connect to a cluster that wants none of it.
+    """
+    added = {name: value for name, value in environment.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _without_idle_processes() -> Iterator[None]:
+    """Ray, started in here, does without two processes of its head that a cluster of one machine has no use for.
+
+    They are the server of the dashboard, which is started without a dashboard too, and ray.init waits 2 s for it;
+    and the monitor, which would add nodes.
+    """
+    saved = {name: getattr(Node, name) for name in ("start_api_server", "start_monitor")}
+    try:
+        for name in saved:
+            setattr(Node, name, lambda self, *_, **__: None)
+        yield
+    finally:
+        for name, method in saved.items():
+            setattr(Node, name, method)
+
+
+def started_here() -> bool:
+    """Whether the connected cluster is one that this process has started, and that ends with it."""
+    node = ray._private.worker._global_node
+    return node is not None and bool(node.head)
+
+
+def is_local() -> bool:
+    """Whether the connected cluster is one that `connect` has started, in this process or in its driver."""
+    return started_here() or LOCAL_CLUSTER in os.environ
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a cluster offers.
+
+    Attributes:
+        cpus, gpus: in all nodes that run, or that the autoscaler may add.
+        free_cpus, free_gpus: of these, what nobody holds, and no run of another job has claimed.
+        holders: the other jobs that hold or have claimed the rest, for people.
+    """
+
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+    holders: str = ""
+
+
+def cluster_resources() -> Resources:
+    """The resources of the connected cluster, with what its autoscaler may add where it says so."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    limit, promised = autoscaler_limits(), claimed_by_others()
+    found = {}
+    for name in ("CPU", "GPU"):
+        most = max(total.get(name, 0.0), float(limit.get(name, 0.0)))
+        found[name] = (most, most - (total.get(name, 0.0) - free.get(name, 0.0)) - promised[name])
+    return Resources(found["CPU"][0], found["GPU"][0], found["CPU"][1], found["GPU"][1], holders())
+
+
+def check_object_store(in_flight: int, micro_batch_bytes: int) -> None:
+    """Raise ResourceError unless the micro-batches in flight fit the connected cluster's object store.
+
+    Args:
+        in_flight: micro-batches.
+        micro_batch_bytes: of one.
+    """
+    capacity = ray.cluster_resources().get("object_store_memory", 0.0)
+    needed = in_flight * micro_batch_bytes
+    if needed > capacity:
+        raise ResourceError(
+            f"{in_flight} micro-batches in flight of {micro_batch_bytes / 2**20:.0f} MiB need "
+            f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
+            "pool.in_flight or plan.micro_batch, or start Ray with a larger object store"
+        )
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Who gets what.
+
+    Attributes:
+        workers: W, training processes; where training is elastic, the most.
+        gpu: whether each has a GPU.
+        cpus_per_worker: CPUs that Ray reserves for each.
+        max_actors: transform actors that the pool may grow to.
+        min_workers: where training is elastic, the fewest; else 0.
+        idle_gpus: that no job holds and the run has no use for, where W was derived from M.
+    """
+
+    workers: int
+    gpu: bool
+    cpus_per_worker: float
+    max_actors: int
+    min_workers: int = 0
+    idle_gpus: int = 0
+
+
+def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_step: int) -> Allocation:
+    """Share out a cluster between trainers and transform actors. Pure.
+
+    Args:
+        offer: what there is.
+        pool: what the transform actors need.
+        train: what the trainers need; None = there are no trainers.
+        per_step: M, which W must divide.
+
+    Raises:
+        ResourceError: something is missing; the message names what, and which setting mends it.
+        ConfigError: W does not divide M, pool.executions does not divide W, or the fewest workers are more than
+            the most.
+    """
+    workers, needed_workers, gpu = 0, 0, False
+    if train is not None:
+        gpu = train.gpu == "yes" or (train.gpu == "auto" and offer.gpus >= 1)
+        workers = train.workers or (largest_divisor(per_step, max(1, int(offer.gpus))) if gpu else 1)
+        needed_workers = train.min_workers or workers
+        if needed_workers > workers:
+            raise ConfigError(
+                f"train.min_workers={train.min_workers} is more than the {workers} workers of the run: "
+                "set train.workers"
+            )
+        if gpu and offer.gpus < needed_workers:
+            most = largest_divisor(per_step, max(1, int(offer.gpus)))
+            setting = "train.min_workers" if train.min_workers else "train.workers"
+            fewer = f"set {setting}={most}, or " if offer.gpus >= 1 else ""
+            raise ResourceError(
+                f"{needed_workers} trainers need {needed_workers} GPUs, the cluster has {offer.gpus:g}: "
+                f"{fewer}set train.gpu=no to train on CPUs, or add GPU nodes"
+            )
+        if per_step % workers:
+            raise ConfigError(
+                f"train.workers={workers} does not divide plan.per_step={per_step}: "
+                "each rank must get as many micro-batches of a step as the others"
+            )
+        rank_groups(workers, pool.executions)
+    pool_cpus = pool.least_actors * pool.cpus_per_actor
+    per_worker = train.cpus_per_worker if train is not None else 0.0
+    if workers and not per_worker:
+        # Trainers of a machine with few CPUs share what the smallest pool leaves them.
+        per_worker = min(1.0, math.floor(max(0.0, offer.cpus - pool_cpus) / needed_workers * 100) / 100)
+        if per_worker <= 0:
+            per_worker = 1.0
+    needed = needed_workers * per_worker + pool_cpus
+    parts = (
+        f"{needed_workers} trainers x {per_worker:g} CPUs + {pool.least_actors} transform actors x "
+        f"{pool.cpus_per_actor:g} CPUs = {needed:g} CPUs"
+    )
+    if needed > offer.cpus:
+        executions = "pool.executions, " if pool.executions > 1 else ""
+        raise ResourceError(
+            f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower {executions}"
+            "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker, or add CPU nodes"
+        )
+    who = f": {offer.holders}" if offer.holders else ""
+    if needed > offer.free_cpus:
+        raise ResourceError(
+            f"the run needs {parts}; other jobs hold all but {max(0.0, offer.free_cpus):g} of the cluster's "
+            f"{offer.cpus:g} CPUs{who}. Wait for them, stop them (`ray job list`), or add CPU nodes"
+        )
+    if gpu and needed_workers > offer.free_gpus:
+        raise ResourceError(
+            f"the run needs {needed_workers} GPUs; other jobs hold all but {max(0.0, offer.free_gpus):g} of "
+            f"{offer.gpus:g}{who}. Wait for them or stop them (`ray job list`), or lower train.workers"
+        )
+    spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
+    max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
+    min_workers = needed_workers if needed_workers < workers else 0
+    idle_gpus = max(0, int(offer.free_gpus) - workers) if gpu and not (train and train.workers) else 0
+    return Allocation(workers, gpu, per_worker, max_actors, min_workers, idle_gpus)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number up to a limit; 0 where there is none."""
+    return max((d for d in range(1, limit + 1) if number % d == 0), default=0)
+
+
+def preflight(
+    pool: PoolConfig,
+    train: TrainConfig | None = None,
+    per_step: int = 1,
+    check: Callable[[], None] = lambda: None,
+) -> Allocation:
+    """Share out the connected cluster, see `allocate`; fails within seconds where it cannot be done.
+
+    Args:
+        pool, train, per_step: see `allocate`.
+        check: called while it waits; raises what ends the waiting.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        check()
+        try:
+            return allocate(cluster_resources(), pool, train, per_step)
+        except ResourceError as error:
+            if "other jobs hold" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def reserved(
+    run: str, pool: PoolConfig, train: TrainConfig, per_step: int, check: Callable[[], None]
+) -> Iterator[Allocation]:
+    """A `preflight` whose trainers and smallest pool no other run can come between, as long as this lasts.
+
+    Args:
+        run: its name.
+        pool, train, per_step, check: see `preflight`.
+    """
+    while True:
+        found = preflight(pool, train, per_step, check)
+        workers = found.min_workers or found.workers
+        cpus = workers * found.cpus_per_worker + pool.least_actors * pool.cpus_per_actor
+        with claimed(run, cpus, workers if found.gpu else 0):
+            try:  # of two that have claimed at one time, at least one sees the other
+                allocate(cluster_resources(), pool, train, per_step)
+            except ResourceError:
+                pass
+            else:
+                yield found
+                return
+        time.sleep(random.uniform(0.1, 1.0))  # both may have seen each other

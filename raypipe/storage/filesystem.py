@@ -1,0 +1,338 @@
+"""Every address as a file system and a path on it, in one place: local paths, file://, s3://, gs://, az://, abfs://.
+
+The file systems are pyarrow's own, with retries and time-outs. Their settings, like credentials, come from the
+environment of each process, so on a cluster every node has them:
+
+    s3://bucket/key            AWS_ACCESS_KEY_ID and all else that AWS knows; AWS_REGION, or the bucket's own;
+                               AWS_ENDPOINT_URL, or ?endpoint_override=host:port&scheme=http for another server
+    gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS, or the machine's own; gs://anonymous@bucket/key
+    az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's
+    abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
+
+An address holds no credentials: it is printed, logged and kept with the run. One that does is refused.
+
+    RAYPIPE_STORAGE_ATTEMPTS   attempts at a request, for S3; 8
+    RAYPIPE_STORAGE_CONNECT_S  seconds for a connection, for S3; 5
+    RAYPIPE_STORAGE_TIMEOUT_S  seconds without a byte after which a request is tried again, for S3; 20
+    RAYPIPE_STORAGE_RETRY_S    seconds for a request with all its attempts, for Google; 120
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs
+
+from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.storage.local_file import regular_path
+
+_UNDERSTOOD = "local paths, file://, s3://, gs://, az:// and abfs://"
+_AZURE_FORMS = "az://container/path, or abfs://container@account.dfs.core.windows.net/path"
+
+# A throttled request waits half a second before its second attempt, and up to 20 s before a later one: the eighth
+# comes after half a minute on average.
+_DEFAULTS = {
+    "RAYPIPE_STORAGE_ATTEMPTS": 8,
+    "RAYPIPE_STORAGE_CONNECT_S": 5,
+    "RAYPIPE_STORAGE_TIMEOUT_S": 20,
+    "RAYPIPE_STORAGE_RETRY_S": 120,
+}
+# Where credentials stand, instead of in an address of a scheme.
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "http": "RAY_AUTH_TOKEN, or RAY_JOB_HEADERS",
+}
+_CREDENTIALS |= {"gcs": _CREDENTIALS["gs"], "abfs": _CREDENTIALS["az"], "abfss": _CREDENTIALS["az"]}
+_CREDENTIALS |= {"https": _CREDENTIALS["http"]}
+# What a file system is made of beside its address: another value makes another one.
+_ENVIRONMENT = (
+    *_DEFAULTS,
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AZURE_STORAGE_ACCOUNT",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_KEY",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_SAS_TOKEN",
+)
+# In the path of Ray's copies of working directories (ray._private.runtime_env).
+_RAYS_COPIES = "/runtime_resources/working_dir_files/"
+# Part of an error's text → what to do about it.
+_ADVICE = {
+    "NO_SUCH_BUCKET": "there is no such bucket: make it, or mend the address",
+    "not found. To create buckets": "make the bucket, or mend the address",
+    "ACCESS_DENIED": "check the credentials, which every node needs",
+    "INVALID_ACCESS_KEY_ID": "check the credentials, which every node needs",
+    "SIGNATURE_DOES_NOT_MATCH": "check the credentials, which every node needs",
+    "OAuth2": "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS",
+    "DefaultAzureCredential": "check the credentials, which every node needs: AZURE_STORAGE_KEY",
+    "NETWORK_CONNECTION": "check the network, and AWS_ENDPOINT_URL if it is set",
+    "HTTP status 403": "check the credentials, which every node needs",
+    "HTTP status 503": "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS",
+    "SLOW_DOWN": "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS",
+}
+
+
+def is_remote(address: str | Path) -> bool:
+    """Whether an address is on another file system than this machine's."""
+    return "://" in str(address) and not str(address).startswith("file://")
+
+
+def as_uri(address: str) -> str:
+    """A local path or a URI as a URI that every process understands."""
+    return address if "://" in address else Path(address).expanduser().resolve().as_uri()
+
+
+def absolute(address: str) -> str:
+    """A local path as one that a process in any folder understands; a URI, and what is empty, as it is."""
+    return str(Path(address).absolute()) if address and "://" not in address else address
+
+
+def join(address: str, *names: str) -> str:
+    """The address of something in the folder at an address; what follows a `?` stays at the end."""
+    if "://" not in address:
+        return "/".join((address.rstrip("/"), *names))
+    base, mark, options = address.partition("?")
+    return "/".join((base.rstrip("/"), *map(quote, names))) + mark + options
+
+
+def split(address: str) -> tuple[str, str]:
+    """The address of the folder that something is in, "" for a bare name, and its name; the reverse of `join`."""
+    if "://" not in address:
+        folder, _, name = address.rstrip("/").rpartition("/")
+        return folder, name
+    base, mark, options = address.partition("?")
+    folder, _, name = base.rstrip("/").rpartition("/")
+    return folder + mark + options, unquote(name)
+
+
+def refuse_credentials(address: str | Path) -> None:
+    """Raise ConfigError, which does not show them, where an address holds a login."""
+    base, _, query = str(address).partition("?")
+    if without_credentials(base) != base or "@" in query:
+        scheme = base.partition("://")[0]
+        names = _CREDENTIALS.get(scheme, "variables")
+        raise ConfigError(
+            f"{address} holds credentials, which would be printed, logged and kept with the run: take them out of "
+            f"the address, and set {names} in the environment of every node"
+        )
+
+
+def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
+    """The file system of an address, and the path on it, without a slash at its end.
+
+    Raises:
+        ConfigError: the address is malformed, holds credentials, or is of a scheme or an option that is not
+            understood.
+        OSError: the file system cannot be reached; see `explained`.
+    """
+    uri = str(address)
+    scheme, mark, rest = uri.partition("://")
+    if not mark:
+        return pyarrow.fs.LocalFileSystem(), str(Path(address).expanduser().absolute())
+    refuse_credentials(uri)
+    if scheme == "file":
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
+        return filesystem, path
+    if scheme not in _MAKERS:
+        raise ConfigError(f"{uri} is of an unknown scheme; understood are {_UNDERSTOOD}")
+    rest, _, query = rest.partition("?")
+    host, _, path = rest.partition("/")
+    bucket = host.rpartition("@")[2]
+    if scheme.startswith("abfs"):
+        bucket = host.partition("@")[0]
+    if not bucket:
+        raise ConfigError(f"{uri} names no bucket")
+    settings = tuple(os.environ.get(name, "") for name in _ENVIRONMENT)
+    try:
+        filesystem = _filesystem(scheme, host, query, settings, os.getpid())
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{uri}: {one_line(error)}") from error
+    return filesystem, f"{bucket}/{unquote(path)}".rstrip("/")
+
+
+def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
+    """A file, open for reading; on this machine a regular one.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        return filesystem.open_input_file(path)
+    with regular_path(path) as opened:
+        return filesystem.open_input_file(opened)
+
+
+def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
+    """What a file holds, opened by `open_input`; None where there is none."""
+    try:
+        with open_input(filesystem, path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _filesystem(scheme: str, host: str, query: str, settings: tuple[str, ...], pid: int) -> pyarrow.fs.FileSystem:
+    """One per process, so that connections are used again; never one that a parent process made."""
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    return _MAKERS[scheme](host, options)
+
+
+class S3FileSystem(pyarrow.fs.S3FileSystem):
+    """pyarrow's, which keeps its retries when it is pickled: pyarrow's own forgets them, and Ray Train pickles it.
+
+    Args:
+        options: of pyarrow's, without `retry_strategy`.
+        attempts: at each request.
+    """
+
+    def __init__(self, options: dict[str, Any], attempts: int) -> None:
+        strategy = pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
+        super().__init__(**options, retry_strategy=strategy)
+        self.options, self.attempts = options, attempts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.options, self.attempts)
+
+
+def _s3(bucket: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
+    options: dict[str, Any] = {
+        "connect_timeout": _setting("RAYPIPE_STORAGE_CONNECT_S"),
+        "request_timeout": _setting("RAYPIPE_STORAGE_TIMEOUT_S"),
+        "allow_delayed_open": True,  # a small object is then one request, not three
+    }
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    if endpoint:
+        if "@" in endpoint:
+            raise ConfigError(f"AWS_ENDPOINT_URL holds a login, and may not: set {_CREDENTIALS['s3']}")
+        parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
+        options |= {"endpoint_override": parts.netloc, "scheme": parts.scheme}
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
+    for name, value in given.items():
+        if name not in ("endpoint_override", "scheme", "region", "anonymous"):
+            raise ConfigError(
+                f"s3://{bucket}: unknown option {name!r}; there are endpoint_override, scheme, region, anonymous"
+            )
+        options[name] = value
+    if "anonymous" in options:
+        options["anonymous"] = options["anonymous"].lower() == "true"
+    if "region" not in options:
+        # A server of one's own has no regions, and AWS must be asked which one the bucket is in.
+        own = "endpoint_override" in options
+        options["region"] = region or ("us-east-1" if own else pyarrow.fs.resolve_s3_region(bucket))
+    return S3FileSystem(options, int(_setting("RAYPIPE_STORAGE_ATTEMPTS")))
+
+
+def _gcs(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
+    login, _, bucket = host.rpartition("@")  # anonymous@, or none
+    unknown = [name for name in given if name not in ("endpoint_override", "scheme", "project_id")]
+    if unknown:
+        raise ConfigError(
+            f"gs://{bucket}: unknown option {unknown[0]!r}; there are endpoint_override, scheme, project_id"
+        )
+    retry = timedelta(seconds=_setting("RAYPIPE_STORAGE_RETRY_S"))
+    options: dict[str, Any] = given
+    return pyarrow.fs.GcsFileSystem(anonymous=bool(login), retry_time_limit=retry, **options)
+
+
+def _azure(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
+    environment = os.environ.get
+    container, at, server = host.partition("@")
+    account = environment("AZURE_STORAGE_ACCOUNT") or environment("AZURE_STORAGE_ACCOUNT_NAME") or ""
+    if at:
+        account = server.partition(".")[0]
+    if not account:
+        raise ConfigError(f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are {_AZURE_FORMS}")
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "scheme":
+            options |= {"blob_storage_scheme": value, "dfs_storage_scheme": value}
+        elif name in ("blob_storage_authority", "dfs_storage_authority"):
+            options[name] = value
+        else:
+            raise ConfigError(
+                f"az://{container}: unknown option {name!r}; there are blob_storage_authority, "
+                "dfs_storage_authority, scheme; a SAS token stands in AZURE_STORAGE_SAS_TOKEN"
+            )
+    key = environment("AZURE_STORAGE_KEY") or environment("AZURE_STORAGE_ACCOUNT_KEY")
+    if key:
+        options["account_key"] = key
+    elif environment("AZURE_STORAGE_SAS_TOKEN"):
+        options["sas_token"] = environment("AZURE_STORAGE_SAS_TOKEN")
+    try:
+        make = pyarrow.fs.AzureFileSystem
+    except AttributeError:
+        raise ConfigError("this pyarrow is built without Azure: install the one of PyPI or conda-forge") from None
+    return make(account, **options)
+
+
+_MAKERS = {"s3": _s3, "gs": _gcs, "gcs": _gcs, "az": _azure, "abfs": _azure, "abfss": _azure}
+
+
+def _setting(name: str) -> float:
+    text = os.environ.get(name) or _DEFAULTS[name]
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ConfigError(f"{name} must be a positive number, got {text!r}")
+    return value
+
+
+@contextlib.contextmanager
+def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
+    """Within, what a file system raises becomes one line: `what`, why, and what to do about it."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise failure(f"{what}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The reason that a file system gives, with what to do about it where that is known."""
+    reason = " ".join(str(error).split())
+    advice = next((advice for part, advice in _ADVICE.items() if part in reason), "")
+    return f"{reason}; {advice}" if advice else reason
+
+
+def exists(address: str) -> bool:
+    """Whether there is a file at an address; folders do not count."""
+    filesystem, path = open_filesystem(address)
+    return filesystem.get_file_info(path).type == pyarrow.fs.FileType.File
+
+
+def check_bucket(address: str) -> None:
+    """Raise ConfigError where the bucket of a remote address cannot be reached, before work is done for it."""
+    if is_remote(address):
+        with explained(ConfigError, f"{address} cannot be used"):
+            filesystem, path = open_filesystem(address)
+            bucket = path.partition("/")[0]
+            if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:
+                raise ConfigError(f"{address} cannot be used: there is no bucket {bucket}: make it first")
+
+
+def check_lasting(address: str, setting: str) -> None:
+    """Raise ConfigError for a place in Ray's copy of a job's working directory, which Ray removes with the job."""
+    filesystem, path = open_filesystem(address)
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem) and _RAYS_COPIES in f"{path}/":
+        raise ConfigError(
+            f"{setting} leads to {path}, Ray's temporary copy of the job's working directory, which goes with the "
+            f"job: set {setting} to an absolute path that all nodes share, or to a bucket (s3://bucket/runs)"
+        )

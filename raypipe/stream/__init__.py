@@ -1,0 +1,1 @@
+"""The plan on Ray Data: source, actors, supervisor, each rank's share, digest."""

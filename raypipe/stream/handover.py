@@ -1,0 +1,129 @@
+"""The hand-over to Ray Train: this rank's share of the stream, segment by segment.
+
+    for segment in raypipe.feed(spec):     train 0, val 0, train 1, …
+        for step in segment:               one optimizer update
+            for batch in step:             this rank's micro-batches of the step: m mod W = rank
+
+At every (re)start of the worker group rank 0 reads the cursor from the latest checkpoint, builds the
+stream from there, splits it over the W ranks of now, and hands the iterators round.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+
+from raypipe.config import AugmentConfig
+from raypipe.plan.cursor import CURSOR_FILE, Cursor
+from raypipe.rayext.cluster import largest_divisor, preflight
+from raypipe.stream.rank_stream import Feed
+from raypipe.stream.supervisor import start_supervisor
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
+
+    from raypipe.stream.pipeline import StreamSpec
+
+logger = logging.getLogger(__name__)
+
+
+def feed(
+    spec: StreamSpec,
+    *,
+    max_actors: int | None = None,
+    device: torch.device | str | None = None,
+    cursor: Cursor | None = None,
+    augment: AugmentConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    depth: int = 2,
+) -> Feed:
+    """This rank's share of the stream. Call it once, on every rank, inside the train function.
+
+    Outside of Ray Train it is the whole stream, for one process.
+
+    Args:
+        spec: the stream, from `StreamSpec.of`.
+        max_actors: transform actors that the pool may grow to; None = what the cluster has to spare now.
+        device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
+        cursor: where to start; None = `cursor.json` of the latest checkpoint, or the beginning.
+        augment: what to do with whole micro-batches on the device; training segments are augmented, mixed and
+            normalised, validation is normalised only. None = batches stay uint8.
+        dtype: of the images that `augment` makes.
+        depth: transfers ahead of the consumer, on CUDA.
+
+    Raises:
+        CursorError: the checkpoint belongs to another plan.
+        ConfigError: W does not divide M.
+        ResourceError: there are no CPUs for the pool.
+    """
+    rank, world_size, in_train = 0, 1, _in_train_worker()
+    if in_train:
+        context = ray.train.get_context()
+        rank, world_size = context.get_world_rank(), context.get_world_size()
+    spec.plan.check_workers(world_size)
+    handed: tuple[list[DataIterator], Cursor, Any] | None = None
+    if rank == 0:
+        start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
+        if max_actors is None:
+            max_actors = preflight(spec.pool).max_actors
+        supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
+        splits = spec.splits(
+            start,
+            max_actors=max_actors,
+            world_size=world_size,
+            supervisor=supervisor,
+            executions=_executions(spec, world_size),
+        )
+        handed = (splits, start, supervisor)
+    if in_train and world_size > 1:
+        from ray.train.collective import broadcast_from_rank_zero
+
+        handed = broadcast_from_rank_zero(handed)
+    assert handed is not None
+    iterators, start, supervisor = handed
+    if device is None:
+        device = ray.train.torch.get_device() if in_train else torch.device("cpu")
+    return Feed(
+        spec,
+        iterators[rank],
+        start,
+        rank,
+        world_size,
+        torch.device(device),
+        augment=augment,
+        dtype=dtype,
+        depth=depth,
+        supervisor=supervisor,
+    )
+
+
+def _executions(spec: StreamSpec, world_size: int) -> int:
+    """As many as pool.executions asks for, or, for fewer workers of an elastic run, as can share them evenly."""
+    wanted = spec.pool.executions
+    executions = largest_divisor(world_size, wanted)
+    if executions != wanted:
+        logger.warning(
+            "pool.executions=%d does not divide %d workers: %d share them", wanted, world_size, executions
+        )
+    return executions
+
+
+def _in_train_worker() -> bool:
+    try:
+        return ray.train.get_context().get_world_size() is not None
+    except RuntimeError:
+        return False
+
+
+def _checkpoint_cursor(in_train: bool) -> Cursor | None:
+    checkpoint = ray.train.get_checkpoint() if in_train else None
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        return Cursor.from_json((Path(folder) / CURSOR_FILE).read_text())

@@ -1,0 +1,367 @@
+"""One rank's share of the stream: rows → micro-batches on the device, augmented, in segments and steps.
+
+It holds the stream to the plan: every micro-batch is the one that the plan has at its place, or the run ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from raypipe.config import AugmentConfig
+from raypipe.device.augment import DeviceAugment
+from raypipe.device.prefetcher import Batch, DecodingPrefetcher, DevicePrefetcher, HostBatch
+from raypipe.errors import RaypipeError, SampleError
+from raypipe.failures import cause_of
+from raypipe.logs import configure_logs, log_place
+from raypipe.metrics.prometheus import TrainerMetrics
+from raypipe.metrics.timing import StageClock, StageTimes, mark
+from raypipe.plan.schedule import Cursor, MicroBatchId, Segment, Split
+from raypipe.stores.base import name_of, title_of
+from raypipe.stream.source import place_of
+from raypipe.stream.supervisor import Follower, News
+from raypipe.transform.encoded import EncodedMicroBatch
+from raypipe.transform.micro_batch import BadSampleBudget
+from raypipe.transform.quarantine import record_bad
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
+
+    from raypipe.stream.pipeline import StreamSpec
+
+_RAY_DATA_THREAD = "iter_threaded"
+_THREAD_S = 5.0  # for a call to Ray that it is in
+
+
+def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
+    """The rows of a stream's split as micro-batches in host memory, zero-copy and read-only.
+
+    Raises:
+        RaypipeError: what went wrong in an actor, without the layers around it.
+    """
+    failure: BaseException | None = None
+    threads: list[threading.Thread] = []
+    try:
+        yield from _rows(iterator, threads)
+    except Exception as error:
+        failure = cause_of(error)
+    finally:
+        del iterator
+        # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
+        # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
+        gc.collect()
+        # Nobody waits for these. One that calls Ray after `ray.shutdown()` ends the process: exit code 1, no word.
+        for thread in threads:
+            thread.join(_THREAD_S)
+    # Here, and not above: the error would hold on to the frames of the execution.
+    if failure is not None:
+        raise failure
+
+
+def _rows(iterator: DataIterator, threads: list[threading.Thread]) -> Iterator[HostBatch]:
+    """Puts the threads that Ray Data starts for it into `threads`."""
+    before = set(threading.enumerate())
+    for row in iterator.iter_batches(
+        batch_size=None,  # type: ignore[arg-type]
+        batch_format="numpy",
+        prefetch_batches=1,
+    ):
+        if not threads:
+            threads += [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
+        yield host_batch(row)
+
+
+def host_batch(row: dict[str, Any]) -> HostBatch:
+    """One row of the stream as a micro-batch."""
+    return HostBatch(
+        at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
+        image=row["image"][0] if "image" in row else np.empty(0, np.uint8),
+        encoded=_encoded(row) if "data" in row else None,
+        label=row["label"][0],
+        weight=row["weight"][0],
+        index=row["index"][0],
+        num_bad=int(row["num_bad"][0]),
+        read_s=float(row["read_s"][0]),
+        work_s=float(row["work_s"][0]),
+        **{name: row[name][0] for name in ("mask", "boxes") if name in row},
+    )
+
+
+def _encoded(row: dict[str, Any]) -> EncodedMicroBatch:
+    return EncodedMicroBatch(
+        data=row["data"][0], offsets=row["offsets"][0], crop=row["crop"][0], flip=row["flip"][0], ok=row["ok"][0]
+    )
+
+
+class Feed:
+    """This rank's share of the stream. Iterate it once, over segments.
+
+    Attributes:
+        plan: the run's plan.
+        rank, world_size: of this process.
+        cursor: the place after the last step that was consumed whole; put it in the checkpoint.
+        first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
+        num_bad: bad samples seen by this rank.
+        num_fallback: samples that the training device was to decode, and the host had to.
+        exported: what this rank exports as metrics; a training loop may add what it has learnt.
+    """
+
+    def __init__(
+        self,
+        spec: StreamSpec,
+        iterator: DataIterator,
+        start: Cursor,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+        *,
+        augment: AugmentConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        depth: int = 2,
+        supervisor: Any = None,
+    ) -> None:
+        configure_logs(spec.log, run=spec.run, rank=rank)
+        self.exported = TrainerMetrics(spec.run, rank)
+        self.plan = spec.plan
+        self.device = device or torch.device("cpu")
+        targets = bool(spec.transform.target_columns)
+        self.augment = DeviceAugment(augment, self.device, dtype, targets) if augment else None
+        self.rank, self.world_size = rank, world_size
+        self.cursor = start
+        self.first_batch_s = 0.0
+        self.num_bad = self.num_fallback = 0
+        self._news = News(supervisor)
+        self._start = start
+        self._created = time.perf_counter()
+        self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
+        self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
+        # Where the compute of the micro-batch that was handed out last began, and its split.
+        self._computing: tuple[Split, Any] | None = None
+        self._config, self._quarantine = spec.transform, spec.quarantine
+        self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
+        self._stores = spec.stores
+        clock = self._clocks["train"]
+        self._source = source = host_batches(iterator)
+        seed_of = self.plan.micro_batch_seed
+        self._batches: Iterator[Batch]
+        # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
+        # these hooks the last that was registered runs first, and Ray's was before.
+        atexit.register(_close, weakref.ref(self))
+        if spec.transform.decode == "gpu":
+            # Here, since torchvision takes seconds to import.
+            from raypipe.device.device_decode import DeviceDecoder
+
+            decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
+            on_decoded = functools.partial(clock.add, "decode")
+            self._batches = iter(DecodingPrefetcher(source, decoder, seed_of, depth, on_decoded))
+        else:
+            on_copied = functools.partial(clock.add, "transfer")
+            self._batches = iter(DevicePrefetcher(source, self.device, seed_of, depth, on_copied=on_copied))
+
+    def close(self) -> None:
+        """End the stream where it stands. A feed that is iterated to its end, or is dropped, needs no closing."""
+        generators: tuple[Any, ...] = (self._batches, self._source)
+        for generator in generators:
+            with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
+                generator.close()
+
+    def __iter__(self) -> Iterator[SegmentFeed]:
+        for segment in self.plan.segments(self._start):
+            feed = SegmentFeed(self, segment)
+            yield feed
+            for _ in feed:  # what the consumer left over
+                pass
+            self._export()
+            if segment.split == "val":
+                self.cursor = Cursor(segment.epoch + 1, 0, self.plan.fingerprint)
+        # The stream's own end must be seen, or its execution would be left running.
+        assert next(self._batches, None) is None, "the stream is longer than the plan"
+
+    def times(self, split: Split = "train") -> StageTimes:
+        """What this rank has measured in segments of one split, the wait for the very first batch left out.
+
+        Transfers and decoding are counted with "train". On CUDA the newest micro-batches may be missing.
+        """
+        clock, counts = self._clocks[split].totals(), self._counts[split]
+        return replace(
+            counts,
+            wait_s=clock["wait"],
+            transfer_s=clock["transfer"],
+            decode_s=clock["decode"],
+            augment_s=clock["augment"],
+            compute_s=clock["compute"],
+        )
+
+    def _export(self) -> None:
+        epoch, step = self.cursor.epoch, self.cursor.step
+        self.exported.record(
+            {split: self.times(split) for split in self._counts},
+            first_batch_s=self.first_batch_s,
+            steps=self.global_step - self._start.epoch * self.plan.steps_per_epoch - self._start.step,
+            step=self.global_step,
+            epoch=epoch,
+            strength=self.strength(epoch, step),
+        )
+
+    def events(self) -> list[tuple[str, str]]:
+        """Kind and text of what has happened to the stream since the last call; does not wait for the newest.
+
+        A "fault" went wrong and was mended; "scale" is a new size of the pool, and why.
+        """
+        return self._news.read()
+
+    def follow(self, tell: Callable[[str, str], None]) -> Follower:
+        """Have each of these events told, in a thread, within a second or two; in place of `events`."""
+        return Follower(self._news, tell)
+
+    def strength(self, epoch: int, step: int) -> float:
+        """The strength of the augmentation at a training step."""
+        if self.augment is None:
+            return 0.0
+        return self.augment.config.strength.at(self.plan.progress(epoch, step))
+
+    @property
+    def global_step(self) -> int:
+        """Training steps that are done, through all epochs, as the cursor has it."""
+        return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step
+
+    def _next(self, expected: MicroBatchId) -> Batch:
+        asked = mark(self.device)
+        if self._computing:
+            split, since = self._computing
+            self._clocks[split].add("compute", since, asked)
+            self._computing = None
+        batch = next(self._batches, None)
+        ready = mark(self.device)
+        if self.first_batch_s == 0.0:
+            self.first_batch_s = time.perf_counter() - self._created
+        else:
+            self._clocks[expected.split].add("wait", asked, ready)
+        if batch is None or batch.at != expected:
+            got = "ended" if batch is None else f"brought {batch.at}"
+            raise RaypipeError(
+                f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
+            )
+        log_place(split=batch.at.split, epoch=batch.at.epoch, step=self.plan.global_step(batch.at))
+        if self.exported.is_due():
+            self._export()
+        self.num_bad += batch.num_bad
+        self.num_fallback += batch.num_fallback
+        self._judge(batch)
+        split = batch.at.split
+        self._counts[split] += StageTimes(
+            images=int((batch.index >= 0).sum()), read_s=batch.read_s, work_s=batch.work_s
+        )
+        if self.augment is not None:
+            batch = self._augmented(batch, self.augment)
+        augmented = mark(self.device)
+        self._clocks[split].add("augment", ready, augmented)
+        self._computing = (split, augmented)
+        return batch
+
+    def _end_step(self, epoch: int, step: int) -> None:
+        """All of a training step is consumed."""
+        self.cursor = Cursor(epoch, step, self.plan.fingerprint)
+
+    def _judge(self, batch: Batch) -> None:
+        """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
+        store = self._stores[batch.at.split]
+        bad = [
+            {
+                "store": store.address,
+                "index": int(batch.index[row]),
+                "name": name_of(store, int(batch.index[row])),
+                "substitute": None,
+                "error": error,
+            }
+            for row, error in batch.failed.items()
+        ]
+        if bad:
+            record_bad(self._quarantine, batch.at, bad, by="device")
+            if self._config.on_bad_sample == "raise":
+                title = title_of(store.address, bad[0]["index"], bad[0]["name"])
+                raise SampleError(f"{title}: {bad[0]['error']}")
+        self._budget.spend(len(bad), len(batch.index), bad[-1] if bad else None)
+
+    def _augmented(self, batch: Batch, augment: DeviceAugment) -> Batch:
+        if batch.at.split != "train":
+            return replace(batch, image=augment.normalize(batch.image))
+        counts = batch.index >= 0
+        counts[list(batch.failed)] = False
+        image, mixed = augment(
+            batch.image,
+            batch.target,
+            counts,
+            seed=batch.seed,
+            strength=self.strength(batch.at.epoch, batch.at.step),
+        )
+        return replace(batch, image=image, mixed=mixed)
+
+
+def _close(reference: weakref.ref[Feed]) -> None:
+    feed = reference()
+    if feed is not None:
+        feed.close()
+
+
+class SegmentFeed:
+    """This rank's share of one segment. Iterates over steps, and goes on where it was left.
+
+    Attributes:
+        split: "train" or "val".
+        epoch: e.
+        first_step, num_steps: steps first_step … num_steps - 1 are delivered.
+    """
+
+    def __init__(self, feed: Feed, segment: Segment) -> None:
+        self.split, self.epoch = segment.split, segment.epoch
+        self.first_step, self.num_steps = segment.first_step, segment.num_steps
+        self._feed = feed
+        self._steps = self._iterate()
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._steps
+
+    def _iterate(self) -> Iterator[Step]:
+        for number in range(self.first_step, self.num_steps):
+            step = Step(self._feed, self.split, self.epoch, number)
+            yield step
+            for _ in step:
+                pass
+
+
+class Step:
+    """This rank's M/W micro-batches of one step, in order; an iterable that delivers each once.
+
+    Attributes:
+        split, epoch, number: the step's place.
+    """
+
+    def __init__(self, feed: Feed, split: Any, epoch: int, number: int) -> None:
+        self.split, self.epoch, self.number = split, epoch, number
+        self._feed = feed
+        self._batches = self._iterate()
+
+    def __len__(self) -> int:
+        return self._feed.plan.config.per_step // self._feed.world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
+
+    def _iterate(self) -> Iterator[Batch]:
+        feed = self._feed
+        for micro in range(feed.rank, feed.plan.config.per_step, feed.world_size):
+            yield feed._next(MicroBatchId(self.split, self.epoch, self.number, micro))
+        if self.split == "train":
+            feed._end_step(self.epoch, self.number + 1)

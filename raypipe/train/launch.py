@@ -1,0 +1,334 @@
+"""A whole run from its configuration: stores, plan, preflight, Ray Train, result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from raypipe.config import AugmentConfig, RunConfig
+from raypipe.errors import ConfigError
+from raypipe.failures import cause_of
+from raypipe.interrupts import Interrupts
+from raypipe.logs import configure_logs, progress
+from raypipe.pages.report import write_report
+from raypipe.rayext.cluster import Allocation, connect, reserved
+from raypipe.storage.filesystem import (
+    as_uri,
+    check_bucket,
+    check_lasting,
+    exists,
+    explained,
+    join,
+    open_filesystem,
+    split,
+)
+from raypipe.storage.lease import RunExistsError, taken
+from raypipe.storage.owner import check_owner
+from raypipe.storage.whole_file import write_text
+from raypipe.stores import open_store, store_options
+from raypipe.stores.digits import digits_stores
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.train.checkpoints import find_newest, has_checkpoints, set_aside
+from raypipe.train.runlog import remove_stop, request_stop, stop_requested
+
+logger = logging.getLogger(__name__)
+
+_MAX_STARTS = 100  # of one second, that find a name for themselves
+
+
+def train(run: RunConfig) -> dict[str, Any]:
+    """Train by a configuration, on the connected cluster or on a new local one.
+
+    At Ctrl-C or SIGTERM (`ray job stop`) the run ends cleanly: at the next line of progress it leaves a
+    checkpoint. A second one aborts it, as does whoever sends SIGKILL before then. While the run starts, it ends
+    before the trainers do.
+
+    Returns:
+        `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
+        `first_batch_s`, and `stopped`: whether it was ended before its last step, on request.
+
+    Raises:
+        RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
+        KeyboardInterrupt: it was asked to end before its trainers were started.
+    """
+    with located(run) as (run, run_uri, lease):
+        return _train(run, run_uri, lease)
+
+
+def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
+    configure_logs(run.log, run=run.name)
+    spec = spec_of(run, run_uri)
+    num_classes = num_classes_of(run, spec)
+    check_augment(run.augment)
+
+    stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
+    found = find_newest(run_uri, spec.plan.check)
+    for name, reason in found.passed_over.items():
+        progress(logger, f"not resumed from {name}: {reason}")
+    if run.resume:
+        progress(logger, f"resumed from {found.checkpoint.name if found.checkpoint else 'the beginning'}")
+    with Interrupts() as interrupts:
+        connect(log=run.log)
+        interrupts.stand()
+        with reserved(run.name, run.pool, run.train, run.plan.per_step, interrupts.check) as allocation:
+            spec.plan.check_workers(allocation.workers)
+            spec.check_memory(allocation.max_actors, allocation.workers)
+            interrupts.check()
+            # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
+            set_aside(run_uri, found)
+            if stop_was_asked:
+                remove_stop(run_uri)
+            store_config(run, run_uri)
+            progress(logger, describe(run, spec, allocation, run_uri))
+            try:
+                result = _fit(run, spec, allocation, num_classes, run_uri, lease, interrupts)
+            finally:
+                _leave_traces(run_uri)
+    return {
+        "val_accuracy": result["val_accuracy"],
+        "images_per_s": result["images"] / result["train_s"] if result["train_s"] else 0.0,
+        "wait_fraction": result["wait_s"] / result["train_s"] if result["train_s"] else 0.0,
+        "steps": result["steps"],
+        "stopped": result["stopped"],
+        "first_batch_s": result["first_batch_s"],
+        "run_dir": run_uri.removeprefix("file://"),
+    }
+
+
+def _leave_traces(run_uri: str) -> None:
+    """Whatever becomes of the run; what the page is made of has been written already."""
+    try:
+        remove_stop(run_uri)  # it was for this run, and not for one that resumes it
+        page = write_report(run_uri)["report"]
+        progress(logger, f"report     {page.removeprefix('file://')}")
+    except Exception as error:  # the run has a result, or an error of its own, that must not hide behind this one
+        logger.warning("no report: %s: %s", type(error).__name__, error)
+
+
+@contextlib.contextmanager
+def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, str]]:
+    """Within, a run has its folder for itself alone.
+
+    Args:
+        run: the name is that of the run to resume, or its own, or made from the date.
+        prefix: of a name that is made from the date.
+
+    Yields:
+        The run with its name, its stores and the steps of its transforms; the URI of its folder; and its lease.
+
+    Raises:
+        ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or it is
+            going on; or the folder does not outlast the job; or a file of steps cannot be read.
+    """
+    own = bool(run.name or run.resume)
+    stem = prefix + datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    with contextlib.ExitStack() as stack:
+        for number in itertools.count(1):
+            try:
+                name = run.name if own else stem if number == 1 else f"{stem}-{number}"
+                found, run_uri = locate(dataclasses.replace(run, name=name))
+                lease = stack.enter_context(taken(run_uri))
+                _check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
+                break
+            except RunExistsError:
+                if own or number == _MAX_STARTS:
+                    raise
+        yield found, run_uri, lease.token
+
+
+def locate(run: RunConfig) -> tuple[RunConfig, str]:
+    """A run with its name, its stores and its transforms' steps, and the URI of its folder; see `located`."""
+    if run.resume:
+        check_owner(run.resume, run.trust)
+        runs, name = split(run.resume)
+        run = dataclasses.replace(run, runs=runs or ".", name=name)
+    run_uri = join(as_uri(run.runs), run.name)
+    check_lasting(run_uri, "runs")
+    _check_run_folder(run_uri, bool(run.resume))
+    if not run.store.train:
+        train_address, val_address = digits_stores()
+        store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
+        run = dataclasses.replace(run, store=store)
+    return dataclasses.replace(run, transform=run.transform.without_files()), run_uri
+
+
+def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
+    options = store_options(run.store.image_column, run.store.label_column, run.store.layout)
+    return StreamSpec.of(
+        open_store(run.store.train, **options),
+        open_store(run.store.val, **options) if run.store.val else None,
+        plan=run.plan,
+        transform=run.transform,
+        pool=run.pool,
+        leave_out=run.store.leave_out,
+        val_leave_out=run.store.val_leave_out,
+        quarantine=join(run_uri, "quarantine"),
+        run=run.name,
+        log=run.log,
+    )
+
+
+def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
+    """Classes of the classifier that a run trains."""
+    if run.transform.target_columns:
+        raise ConfigError(
+            "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
+            "leave them out, or write a loop of your own around raypipe.feed, as docs/targets.md does"
+        )
+    classes = spec.stores["train"].classes
+    if run.train.num_classes:
+        return run.train.num_classes
+    if classes is None:
+        raise ConfigError(f"{run.store.train} does not name its classes: set train.num_classes")
+    val = spec.stores.get("val")
+    if val is not None and val.classes is not None and val.classes != classes:
+        raise ConfigError(
+            f"{run.store.train} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
+            "or in another order: their labels mean different things. Ingest both with the same classes"
+        )
+    return len(classes)
+
+
+def check_augment(config: AugmentConfig) -> None:
+    """What is wrong with it is told here, and not by the trainers once the cluster has started them."""
+    if config.ops or config.preset != "none" or config.module:
+        import torch
+
+        from raypipe.device.augment import DeviceAugment
+
+        DeviceAugment(config, torch.device("cpu"))
+
+
+def _is_run(run_uri: str) -> bool:
+    check_bucket(run_uri)
+    with explained(ConfigError, f"{run_uri} cannot be used"):
+        return exists(join(run_uri, "config.yaml")) or has_checkpoints(run_uri)
+
+
+def _check_run_folder(run_uri: str, resume: bool) -> None:
+    if resume:
+        require_run(run_uri)
+    elif _is_run(run_uri):
+        raise RunExistsError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
+
+
+def require_run(run_uri: str) -> None:
+    """Raise ConfigError unless there is a run at a URI."""
+    if not _is_run(run_uri):
+        raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")
+
+
+def make_folder(run_uri: str) -> None:
+    """Make the folder of a run, if it is not there."""
+    with explained(ConfigError, f"{run_uri} cannot be written to"):
+        filesystem, path = open_filesystem(run_uri)
+        filesystem.create_dir(path, recursive=True)
+
+
+def store_config(run: RunConfig, run_uri: str) -> None:
+    make_folder(run_uri)
+    write_text(join(run_uri, "config.yaml"), yaml.safe_dump(as_plain(run), sort_keys=False))
+
+
+def as_plain(run: RunConfig) -> dict[str, Any]:
+    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust` left out."""
+    plain = dataclasses.asdict(run)
+    del plain["resume"], plain["trust"]
+    return json.loads(json.dumps(plain))  # tuples become lists
+
+
+def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
+    """What is about to run, for people: the effective configuration and what was derived from it."""
+    plan = spec.plan
+    left_out = sum(len(kept.left_out) for kept in plan.kept.values())
+    trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
+    if allocation.min_workers:
+        trainers = f"{allocation.min_workers} to {trainers}"
+    if allocation.idle_gpus:
+        all_gpus = allocation.workers + allocation.idle_gpus
+        trainers += (
+            f"\nidle GPUs  {allocation.idle_gpus} of {all_gpus}, since the number of workers must divide the "
+            f"{plan.config.per_step} micro-batches of a step: set plan.per_step={all_gpus}, and plan.micro_batch "
+            f"for the global batch that you want, or train.workers={allocation.workers} if this is meant"
+        )
+    return (
+        f"{yaml.safe_dump(as_plain(run), sort_keys=False)}\n"
+        f"run        {run_uri}\n"
+        f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
+        f"{plan.config.per_step} x {plan.config.micro_batch} = {plan.config.per_step * plan.config.micro_batch} "
+        f"samples ({plan.num_train} train, {plan.num_val} val"
+        f"{f'; {left_out} left out' if left_out else ''})\n"
+        f"trainers   {trainers}\n"
+        f"transform  {run.pool.least_actors} to {allocation.max_actors} actors"
+        f"{f' in {run.pool.executions} executions' if run.pool.executions > 1 else ''}"
+    )
+
+
+def _fit(
+    run: RunConfig,
+    spec: StreamSpec,
+    allocation: Allocation,
+    num_classes: int,
+    run_uri: str,
+    lease: str,
+    interrupts: Interrupts,
+) -> dict[str, Any]:
+    from ray.train.v2.api import config as ray_config
+
+    from raypipe.train.loop import train_loop
+    from raypipe.train.trainer import RunTrainer
+
+    def on_interrupt() -> None:
+        request_stop(run_uri)
+        progress(logger, "stopping at the next line of progress, with a checkpoint; once more aborts")
+
+    filesystem, path = open_filesystem(run_uri)
+    trainer = RunTrainer(
+        train_loop,
+        per_step=run.plan.per_step,
+        timeout_s=run.pool.stall_timeout_s,
+        interrupts=interrupts,
+        on_interrupt=on_interrupt,
+        train_loop_config={
+            "run": run,
+            "spec": spec,
+            "num_classes": num_classes,
+            "max_actors": allocation.max_actors,
+            "run_uri": run_uri,
+            "lease": lease,
+        },
+        scaling_config=ray_config.ScalingConfig(
+            num_workers=(
+                (allocation.min_workers, allocation.workers) if allocation.min_workers else allocation.workers
+            ),
+            elastic_resize_monitor_interval_s=run.train.resize_every_s,
+            use_gpu=allocation.gpu,
+            resources_per_worker={
+                "CPU": allocation.cpus_per_worker,
+                **({"GPU": 1} if allocation.gpu else {}),
+            },
+        ),
+        run_config=ray_config.RunConfig(
+            name=run.name,
+            storage_path=f"{path}/ray",  # of its own: which checkpoints a run has, its folder says
+            storage_filesystem=filesystem,
+            failure_config=ray_config.FailureConfig(max_failures=run.train.max_failures),
+            # Ray Train's controller knows text alone.
+            logging_config=ray_config.LoggingConfig(log_level="WARNING" if run.log == "json" else "INFO"),
+        ),
+    )
+    try:
+        trainer.fit()
+    except Exception as error:
+        raise cause_of(error) from error
+    newest = find_newest(run_uri, spec.plan.check).checkpoint
+    assert newest is not None  # a run ends with one
+    return newest.metrics

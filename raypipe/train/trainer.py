@@ -1,0 +1,166 @@
+"""Ray Train's TorchTrainer with what is a run's own: sizes that divide M, an end on request, or at an error that
+would come again, and no waiting for ever, or in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,
+    FixedScalingPolicy,
+    ScalingDecision,
+    ScalingPolicy,
+)
+from ray.train.v2.api.config import ScalingConfig
+from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from raypipe.errors import ResourceError
+from raypipe.failures import is_final
+from raypipe.rayext.admission import holders
+from raypipe.rayext.cluster import largest_divisor, started_here
+
+if TYPE_CHECKING:
+    from raypipe.interrupts import Interrupts
+
+logger = logging.getLogger(__name__)
+
+# Trainers that have room are there at once. Ray Train looks again for room after so long (cluster.py sets it).
+_TOLD_AFTER_S = 8.0
+_TOLD_EVERY_S = 60.0
+
+
+class BoundedScalingPolicy(ScalingPolicy):
+    """One of Ray Train's policies below, which says so when trainers wait for room, and does not wait for ever.
+
+    Args:
+        scaling_config: of the run.
+        timeout_s: after which a run whose trainers have no room ends.
+    """
+
+    def __init__(self, scaling_config: ScalingConfig, timeout_s: float) -> None:
+        super().__init__(scaling_config)
+        self._timeout_s = timeout_s
+        self._since: float | None = None
+        self._told_at = float("-inf")
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        waited = now - self._since
+        if waited > self._timeout_s:
+            raise ResourceError(
+                f"{self._need()} have had no room for {self._timeout_s:g} s (pool.stall_timeout_s){self._advice()}"
+            )
+        if waited > _TOLD_AFTER_S and now - self._told_at > _TOLD_EVERY_S:
+            self._told_at = now
+            left = self._timeout_s - waited
+            logger.warning(
+                "%s have no room; the run ends in %.0f s (pool.stall_timeout_s)%s",
+                self._need(),
+                left,
+                self._advice(),
+            )
+        return super().make_decision_for_non_running_worker_group()  # type: ignore[safe-super]
+
+    def make_decision_for_running_worker_group(self, *args: Any, **options: Any) -> ScalingDecision:
+        self._since = None
+        return super().make_decision_for_running_worker_group(*args, **options)  # type: ignore[safe-super]
+
+    def _need(self) -> str:
+        config: Any = self.scaling_config
+        workers = config.min_workers if config.elasticity_enabled else config.num_workers
+        each = " and ".join(f"{n:g} {kind}" for kind, n in config._resources_per_worker_not_none.items() if n)
+        return f"{workers} trainers of {each} each"
+
+    def _advice(self) -> str:
+        who = holders()
+        return f"{f': {who}' if who else ''}. Add nodes, or stop other jobs (`ray job list`)"
+
+
+class FixedPolicy(BoundedScalingPolicy, FixedScalingPolicy):
+    """Always as many workers."""
+
+
+class DivisorScalingPolicy(BoundedScalingPolicy, ElasticScalingPolicy):
+    """Ray Train's elastic policy, which takes only numbers of workers that can share a step evenly.
+
+    Args:
+        scaling_config: with `num_workers` a pair.
+        timeout_s: see above.
+        per_step: M.
+    """
+
+    def __init__(self, scaling_config: ScalingConfig, timeout_s: float, per_step: int) -> None:
+        super().__init__(scaling_config, timeout_s)
+        self._per_step = per_step
+
+    def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
+        return largest_divisor(self._per_step, super()._count_possible_workers(reserved_resources))
+
+
+class OnlyDeathsPolicy(DefaultFailurePolicy):
+    """Ray Train's failure policy, which tries again what died, and nothing else."""
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        error = training_failed_error
+        if isinstance(error, WorkerGroupError) and is_final(error.worker_failures.values()):
+            return FailureDecision.RAISE
+        return super().make_decision(error)
+
+
+class RunTrainer(TorchTrainer):
+    """A TorchTrainer of one run.
+
+    Args:
+        per_step: M.
+        timeout_s: after which a run whose trainers have no room ends.
+        interrupts: of the run.
+        on_interrupt: asks the run to end by itself.
+        args, options: for TorchTrainer.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        per_step: int,
+        timeout_s: float,
+        interrupts: Interrupts,
+        on_interrupt: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self._per_step, self._timeout_s = per_step, timeout_s
+        self._interrupts, self._on_interrupt = interrupts, on_interrupt
+
+    def _initialize_and_run_controller(self, **options: Any) -> Any:
+        config: Any = self.scaling_config  # of Ray Train's version 2, which its type does not say
+        options["scaling_policy"] = (
+            DivisorScalingPolicy(config, self._timeout_s, self._per_step)
+            if config.elasticity_enabled
+            else FixedPolicy(config, self._timeout_s)
+        )
+        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config)  # type: ignore[arg-type]
+        return super()._initialize_and_run_controller(**options)
+
+    def _create_default_callbacks(self) -> list[Any]:
+        # Each would start an actor. One hands out datasets, and a run has none of Ray Train's.
+        needless: tuple[type, ...] = () if self.datasets else (DatasetsCallback,)
+        if started_here():
+            # One frees the trainers' resources when this process has died: the cluster dies with it. And it would
+            # ask a dashboard that is not there, ten times a second.
+            needless += (PlacementGroupCleanerCallback,)
+        return [each for each in super()._create_default_callbacks() if not isinstance(each, needless)]
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        super()._register_sigint_handler(controller)  # what a second Ctrl-C gets: it aborts
+        self._interrupts.hand_over(self._on_interrupt)

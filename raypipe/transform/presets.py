@@ -1,0 +1,202 @@
+"""CPU transforms by name.
+
+    name             for                        does
+    none             any                        nothing: images as they are stored
+    light            training, photographs      random resized crop, flip
+    heavy            training, photographs      light, then motion blur (0.2) and colour jitter
+    center           validation, photographs    short side to size × 256/224, centre crop
+    resize           validation, tiny images    resize, whatever the proportions
+    flip-crop        training, CIFAR and alike  pad 4, random crop, flip
+    small            training, tiny images      resize, then a small shift, turn and scale; no flip
+    tv-light         training, photographs      light, by torchvision
+    autoaugment      training, photographs      tv-light, then AutoAugment as learned on ImageNet
+    randaugment      training, photographs      tv-light, then RandAugment: 2 operations of magnitude 9
+    trivialaugment   training, photographs      tv-light, then TrivialAugment (wide): one operation
+    augmix           training, photographs      tv-light, then AugMix of severity 3
+    steps                                       a list of Albumentations transforms, or a file of one
+    module:name                                 a function of the size that makes a transform, or a transform
+
+The named ones end at size × size, except "none". Down to "small" they are Albumentations pipelines, imported
+without their torch part: 0.7 s per process instead of 2.5 to 4 s. The others are of torchvision.transforms.v2,
+with the arguments of torchvision's own training scripts; they import torch and torchvision.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from raypipe.errors import ConfigError
+from raypipe.lookup import import_name
+from raypipe.transform.transform_steps import Steps, build_steps, is_file, read_steps
+
+Transform = Callable[..., Any]
+
+IGNORE = 255
+"""In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
+
+
+def build_transform(transform: str | Steps, size: int) -> Transform | None:
+    """Build a CPU transform, for `raypipe.transform.micro_batch.SampleTransform`.
+
+    Args:
+        transform: see the module's table; for steps, and files of them, see `raypipe.transform.transform_steps`.
+        size: side of the images that come out of what has a name, pixels.
+
+    Returns:
+        A callable on a uint8 RGB image (H, W, 3); None for "none".
+
+    Raises:
+        ConfigError: no such preset, file, module or name; steps that are wrong; or what was found there makes no
+            transform.
+    """
+    if size < 1:
+        raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
+    if isinstance(transform, list):
+        return build_steps(transform, _albumentations())
+    if is_file(transform):
+        return build_steps(read_steps(transform), _albumentations())
+    _check_name(transform)
+    if transform == "none":
+        return None
+    if ":" in transform:
+        return _imported(transform, size)
+    library, build = PRESETS[transform]
+    return build(library(), size)
+
+
+def check_transform(transform: object, size: int) -> None:
+    """Raise ConfigError where `build_transform` would, as far as that is known without the user's own code."""
+    if isinstance(transform, list):
+        build_transform(transform, size)
+    elif isinstance(transform, str) and not is_file(transform):
+        _check_name(transform)
+
+
+def _check_name(name: str) -> None:
+    if name.lstrip().startswith(("[", "{", "-")):  # what is no list of dicts is a word to the parser of settings
+        raise ConfigError(
+            f"transform {name!r} is no list of steps: expected is [{{NAME: {{argument: value}}}}, …]"
+        )
+    known = ["none", *PRESETS]
+    if name in known or ":" in name:
+        return
+    close = difflib.get_close_matches(name, known, 1, 0.6)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"there is no transform preset {name!r}{meant or ';'} known are {', '.join(known)}; module:name, a list of"
+        " steps, and a file of them (*.yaml, *.json) will do as well"
+    )
+
+
+def is_preset(transform: object) -> bool:
+    """Whether a transform is named here and ends at size × size."""
+    return isinstance(transform, str) and transform in PRESETS
+
+
+def _albumentations() -> Any:
+    # It asks the network for a newer version at import, in every actor; and the newer one is AGPL.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    if "albumentations" in sys.modules or "torch" in sys.modules:
+        return importlib.import_module("albumentations")
+    # It goes on without its torch part where that cannot be imported, as without torch. The presets have no
+    # use for it, and an actor starts 2 to 3 s sooner.
+    sys.modules["albumentations.pytorch"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("albumentations")
+    finally:
+        del sys.modules["albumentations.pytorch"]
+
+
+def _torchvision() -> Any:
+    return importlib.import_module("torchvision.transforms.v2")
+
+
+def _light(A: Any, size: int) -> Transform:
+    return A.Compose([A.RandomResizedCrop((size, size)), A.HorizontalFlip(p=0.5)])
+
+
+def _heavy(A: Any, size: int) -> Transform:
+    return A.Compose(
+        [
+            A.RandomResizedCrop((size, size)),
+            A.HorizontalFlip(p=0.5),
+            A.MotionBlur(p=0.2),
+            A.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, p=1),
+        ]
+    )
+
+
+def _center(A: Any, size: int) -> Transform:
+    # 256 to 224 is the usual validation of ImageNet; other sizes keep its proportion.
+    return A.Compose([A.SmallestMaxSize(round(size * 256 / 224)), A.CenterCrop(size, size)])
+
+
+def _resize(A: Any, size: int) -> Transform:
+    return A.Compose([A.Resize(size, size)])
+
+
+def _flip_crop(A: Any, size: int) -> Transform:
+    return A.Compose([A.Pad(4, fill_mask=IGNORE), A.RandomCrop(size, size), A.HorizontalFlip(p=0.5)])
+
+
+def _small(A: Any, size: int) -> Transform:
+    # A tenth of the side and ten degrees: what a digit bears and stays itself.
+    shake = A.Affine(
+        translate_percent={"x": (-0.1, 0.1), "y": (-0.1, 0.1)},
+        rotate=(-10, 10),
+        scale=(0.9, 1.1),
+        p=1,
+        fill_mask=IGNORE,
+    )
+    return A.Compose([A.Resize(size, size), shake])
+
+
+def _tv(name: str = "", **arguments: int) -> Callable[[Any, int], Transform]:
+    """What builds a torchvision pipeline: a random resized crop, a flip, and one transform more.
+
+    Args:
+        name: of a transform of the library that comes last; empty = none.
+        arguments: of it.
+    """
+
+    def build(v2: Any, size: int) -> Transform:
+        steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
+        if name:  # of which the library's own default is the nearest pixel
+            steps.append(getattr(v2, name)(**arguments, interpolation=v2.InterpolationMode.BILINEAR))
+        return v2.Compose(steps)
+
+    return build
+
+
+PRESETS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Transform]]] = {
+    "light": (_albumentations, _light),
+    "heavy": (_albumentations, _heavy),
+    "center": (_albumentations, _center),
+    "resize": (_albumentations, _resize),
+    "flip-crop": (_albumentations, _flip_crop),
+    "small": (_albumentations, _small),
+    "tv-light": (_torchvision, _tv()),
+    "autoaugment": (_torchvision, _tv("AutoAugment")),
+    "randaugment": (_torchvision, _tv("RandAugment", num_ops=2, magnitude=9)),
+    "trivialaugment": (_torchvision, _tv("TrivialAugmentWide")),
+    "augmix": (_torchvision, _tv("AugMix", severity=3)),
+}
+
+
+def _imported(address: str, size: int) -> Transform:
+    """What `module:name` names: a transform as it stands, or what a function makes of the size."""
+    found = import_name(address, "transform")
+    # A class or function is called with the size; an object (a Compose, a module) is the transform itself.
+    transform: Any = found(size) if isinstance(found, type) or hasattr(found, "__code__") else found
+    if not callable(transform):
+        what = type(transform).__name__
+        raise ConfigError(
+            f"transform {address!r} gives a {what}: expected is a function of the size that"
+            " returns a callable, or a callable object"
+        )
+    return transform

@@ -1,0 +1,228 @@
+"""Masks and boxes: what stores hold of them, and pipelines that take them along with the image.
+
+    mask     one PNG of one channel, a class index per pixel         → uint8 (H, W)
+    boxes    K boxes [x0, y0, x1, y1, label], pixels of the image    → float32 (K, 5)
+             as 5·K little-endian float32 bytes, as JSON, or as numbers, flat or five to a box
+
+x1 and y1 lie behind the last pixel, so that x1 - x0 is a width. What is malformed makes a bad sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raypipe.errors import ConfigError, SampleError
+from raypipe.stores.base import Store
+from raypipe.transform.image_header import image_kind
+
+NO_BOX = -1
+"""The label of a row of `boxes` that holds no box."""
+
+
+class EncodedSample(NamedTuple):
+    """What a store holds of one sample; a target that is not asked for is None."""
+
+    image: bytes | None
+    mask: Any = None
+    boxes: Any = None
+
+
+def read_encoded(
+    store: Store, indices: np.ndarray, targets: Mapping[str, str] | None
+) -> tuple[list[Any], np.ndarray]:
+    """Samples with their masks and boxes, and labels int64 (n,), of int64 indices (n,).
+
+    Args:
+        targets: columns, see `TransformConfig.target_columns`; where there are none, samples are encoded images.
+            With targets, a store may do without labels: they are 0.
+    """
+    if not targets:
+        columns = store.read(indices)
+        return columns["image"], columns["label"]
+    label = ("label",) if "label" in store.columns else ()
+    columns = store.read(indices, ("image", *label, *targets.values()))
+    nothing = [None] * len(indices)
+    masks, boxes = (columns[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
+    samples = [EncodedSample(*values) for values in zip(columns["image"], masks, boxes, strict=True)]
+    return samples, columns["label"] if label else np.zeros(len(indices), np.int64)
+
+
+def check_columns(store: Store, targets: Mapping[str, str], setting: str = "transform.{}_column") -> None:
+    """Raise ConfigError unless a store has the columns of masks and boxes, by "mask" and "boxes", that are named.
+
+    Args:
+        store, targets: see `read_encoded`.
+        setting: that names such a column, for the error.
+    """
+    for name, column in targets.items():
+        if column not in store.columns:
+            raise ConfigError(
+                f"{store.address} has no column {column!r} for {setting.format(name)}, only: "
+                f"{', '.join(store.columns)}"
+            )
+
+
+def as_bytes(value: Any) -> bytes | None:
+    """A value of a mask's or boxes' column as bytes that mean the same, to travel in an Arrow column."""
+    if value is None or isinstance(value, bytes):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, default=_as_plain)
+    return text.encode()
+
+
+def _as_plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
+    """Decode a mask: 8-bit greyscale, or a palette's indices, or one bit, as 0 and 1.
+
+    Args:
+        data: a PNG.
+        size: (height, width) of the image, pixels.
+
+    Returns:
+        uint8 (H, W), writable.
+
+    Raises:
+        SampleError: whatever the bytes are, this and no other.
+    """
+    if not data:
+        raise SampleError("the mask has no value")
+    if not isinstance(data, bytes) or image_kind(data) != "PNG":
+        what = f"starts with {data[:3].hex(' ')}" if isinstance(data, bytes) else f"is a {type(data).__name__}"
+        raise SampleError(f"the mask is no PNG: it {what}")
+    from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = PngImageFile(io.BytesIO(data))
+            if image.size != size[::-1]:  # before anything is allocated; the image has kept to the decoder's limit
+                raise SampleError(
+                    f"the mask has {image.width}x{image.height} pixels (width x height), the image "
+                    f"{size[1]}x{size[0]}"
+                )
+            # Greyscale of 2 and 4 bits would come scaled to 255.
+            bits = data[24]
+            if image.mode not in ("L", "P", "1") or (image.mode == "L" and bits != 8):
+                raise SampleError(
+                    f"the mask is a PNG of mode {image.mode!r} with {bits} bits: expected is one channel of 8 "
+                    "bits, or a palette"
+                )
+            return np.array(image, dtype=np.uint8)
+        except SampleError:
+            raise
+        except Exception as error:  # Pillow raises a dozen types on bad bytes
+            raise SampleError(f"the mask is a damaged PNG: {type(error).__name__}: {error}") from error
+
+
+def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
+    """Decode the boxes of a sample, cut at the image's edges.
+
+    Args:
+        value: see the module's table; nothing but None is no value, and all that is empty is no boxes.
+        size: (height, width) of the image, pixels.
+
+    Returns:
+        float32 (K, 5): x0 < x1 and y0 < y1 inside of the image, and a label.
+
+    Raises:
+        SampleError: they are malformed, or a box reaches out of the image by more than a pixel, or lies outside.
+    """
+    boxes = _numbers(value)
+    strange = np.any(~np.isfinite(boxes), axis=1)
+    if strange.any():
+        raise SampleError(f"box {_first(strange, boxes)} is not finite")
+    corners, labels = boxes[:, :4], boxes[:, 4]
+    wrong = (labels < 0) | (labels != np.floor(labels))
+    if wrong.any():
+        raise SampleError(f"box {_first(wrong, boxes)} has a label that is no whole number from 0 on")
+    limits = np.array(size[::-1] * 2, np.float64)
+    outside = np.any((corners < -1) | (corners > limits + 1), axis=1)
+    if outside.any():
+        where = f"{size[1]}x{size[0]} pixels (width x height)"
+        raise SampleError(f"box {_first(outside, boxes)} reaches out of the image of {where}")
+    corners = np.clip(corners, 0, limits)
+    empty = (corners[:, :2] >= corners[:, 2:]).any(1)
+    if empty.any():
+        raise SampleError(f"box {_first(empty, boxes)} is empty: expected is x0 < x1, y0 < y1, in the image")
+    return np.hstack([corners, labels[:, None]]).astype(np.float32)
+
+
+def _numbers(value: Any) -> np.ndarray:
+    """float64 (K, 5), as they are stored."""
+    if value is None:
+        raise SampleError("the boxes have no value")
+    try:
+        # No label ends with the byte of a bracket, or of a space: it would be 1e17, or a fraction.
+        if isinstance(value, str) or (isinstance(value, bytes) and value.rstrip().endswith(b"]")):
+            value = json.loads(value) if value.strip() else []
+        elif isinstance(value, bytes):
+            value = np.frombuffer(value, "<f4") if value else []
+        numbers = np.asarray(value, np.float64)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise SampleError(f"the boxes are not numbers: {error}") from error
+    if not numbers.size:
+        return np.empty((0, 5))
+    if numbers.ndim not in (1, 2) or (numbers.ndim == 2 and numbers.shape[1] != 5) or numbers.size % 5:
+        raise SampleError(
+            f"the boxes are numbers of shape {numbers.shape}: expected are five to a box, [x0, y0, x1, y1, label]"
+        )
+    return numbers.reshape(-1, 5)
+
+
+def _first(wrong: np.ndarray, boxes: np.ndarray) -> str:
+    number = int(np.flatnonzero(wrong)[0])
+    return f"{number} of {len(boxes)}, {[float(value) for value in boxes[number]]},"
+
+
+def target_pipeline(transform: Any, boxes: bool) -> Any:
+    """A copy of an Albumentations Compose that takes mask and boxes along, and draws the same for the image.
+
+    Args:
+        transform: from `build_transform`; None, which changes nothing, stays None.
+        boxes: whether there are boxes. Of parameters for them that the pipeline has, its limits are kept; where it
+            has none, boxes of which less than a pixel of width or height is left are dropped.
+
+    Raises:
+        ConfigError: it is nothing of the kind.
+    """
+    if transform is None:
+        return None
+    library = sys.modules.get("albumentations")
+    if library is None or type(transform) is not library.Compose:
+        raise ConfigError(
+            f"masks and boxes are transformed by an albumentations.Compose, and the transform is a "
+            f"{type(transform).__name__}: name a preset, wrap it in albumentations.Compose([…]), or leave "
+            "transform.mask_column and transform.boxes_column out"
+        )
+    given = transform.processors.get("bboxes")
+    params = None
+    if boxes and given is None:
+        params = library.BboxParams("pascal_voc", min_width=1, min_height=1)
+    elif boxes:
+        params = copy.copy(given.params)
+        if params.format != "pascal_voc":
+            raise ConfigError(
+                f"the transform's bbox_params have format={params.format!r}; raypipe gives boxes as "
+                "[x0, y0, x1, y1, label] in pixels: set format='pascal_voc'"
+            )
+        params.label_fields = None  # the label goes along as the fifth number
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of colour alone, no operation has a use for boxes, and it would say so
+        return library.Compose(
+            copy.deepcopy(transform.transforms),  # what is made of them is put into them
+            bbox_params=params,
+            p=transform.p,
+            is_check_shapes=False,
+            save_applied_params=transform.save_applied_params,
+        )

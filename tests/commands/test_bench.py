@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypipe.commands.bench import Ceiling, Measured, Streamed, _most_per_s, ceiling, settings_of, summary
+from raypipe.config import TransformConfig
+from raypipe.metrics.measured import Report
+from raypipe.stores import open_store
+
+from conftest import samples  # isort: skip
+
+STREAM = Streamed(
+    images_per_s=900.0,
+    first_batch_s=5.0,
+    ordinary_gap_s=0.1,
+    boundary_gap_s=0.12,
+    micro_batch_bytes=1_000_000,
+    object_store_bytes=8_000_000,
+    object_store_bound_bytes=9_000_000,
+    private_bytes=700_000_000,
+)
+CEILING = Ceiling(images_per_s=1000.0, read_cpu_s=0.0001, transform_cpu_s=0.002, encoded_bytes=110_000.0)
+ONE = Measured(CEILING, STREAM, CEILING)
+
+
+def measured(ceiling_per_s: float, **stream: float) -> Measured:
+    """Ceilings that drift around a mean."""
+    before, after = (dataclasses.replace(CEILING, images_per_s=ceiling_per_s * x) for x in (0.9, 1.1))
+    return Measured(before, dataclasses.replace(STREAM, **stream), after)
+
+
+def test_one_repeat_is_its_own_summary() -> None:
+    assert summary([ONE]) == pytest.approx(
+        {
+            "ceiling_images_per_s": 1000.0,
+            "stream_images_per_s": 900.0,
+            "ratio": 0.9,
+            "first_batch_s": 5.0,
+            "boundary_gap_ratio": 1.2,
+            "read_cpu_s_per_image": 0.0001,
+            "transform_cpu_s_per_image": 0.002,
+            "encoded_bytes_per_image": 110_000.0,
+            "micro_batch_bytes": 1_000_000,
+            "object_store_bytes": 8_000_000,
+            "object_store_bound_bytes": 9_000_000,
+            "private_bytes": 700_000_000,
+        }
+    )
+
+
+def test_repeats_are_summed_up_by_their_medians() -> None:
+    outlier, other = (measured(1000.0, first_batch_s=seconds) for seconds in (500.0, 7.0))
+    assert summary([ONE, outlier, ONE])["first_batch_s"] == 5.0
+    assert summary([ONE, other])["first_batch_s"] == 6.0
+
+
+def test_ratios_are_medians_of_each_repeats_ratio_not_ratios_of_medians() -> None:
+    # A machine whose speed drifts: each repeat compares with its own ceiling.
+    drifting = [
+        measured(1000.0, images_per_s=900.0, ordinary_gap_s=0.1, boundary_gap_s=0.1),
+        measured(2000.0, images_per_s=1600.0, ordinary_gap_s=0.2, boundary_gap_s=0.3),
+        measured(1500.0, images_per_s=1500.0, ordinary_gap_s=0.1, boundary_gap_s=0.2),
+    ]
+    found = summary(drifting)
+    assert found["ratio"] == pytest.approx(0.9)  # of 0.9, 0.8, 1.0; the ratio of the medians is 1.0
+    assert found["boundary_gap_ratio"] == pytest.approx(1.5)
+
+
+def test_a_run_without_boundaries_says_so() -> None:
+    assert math.isnan(summary([measured(1000.0, boundary_gap_s=math.nan)])["boundary_gap_ratio"])
+
+
+def test_the_report_of_a_bench_is_what_a_cluster_is_sized_by(stores: dict[str, Path]) -> None:
+    config = TransformConfig(train="light", size=32)
+    one = ceiling(open_store(stores["train"]), config, processes=1, seconds=0.5)
+    # A process of its own: its CPU time cannot exceed the time that it took.
+    assert 0 < one.transform_cpu_s <= 1.02 / one.images_per_s and 0 < one.read_cpu_s < one.transform_cpu_s
+    assert one.encoded_bytes == sum(len(sample["image"]) for sample in samples(100)) / 100  # type: ignore[arg-type]
+    found = summary([Measured(one, STREAM, one)]) | settings_of(open_store(stores["parquet"]), config, 2, 256)
+    report = Report.of(json.loads(json.dumps(found)), "report.json")
+    assert (report.actors, report.micro_batch, report.read) == (2, 100, "stage")
+    assert found["versions"]["ray"] and settings_of(open_store(stores["train"]), config, 2, 8)["read"] == "actor"
+
+
+@pytest.mark.cluster
+def test_in_a_cluster_the_ceiling_is_that_of_its_actors(
+    ray_cluster: None, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "of the cluster that this process is connected to")
+    found = ceiling(
+        open_store(stores["train"]), TransformConfig(train="center", size=16), processes=2, seconds=0.5
+    )
+    assert found.images_per_s > 0 and found.transform_cpu_s > 0
+    assert found.encoded_bytes == pytest.approx(np.mean([len(s["image"]) for s in samples(100)]))  # type: ignore[arg-type]
+
+
+def test_the_fastest_second_is_found_wherever_it_is() -> None:
+    assert _most_per_s(np.array([0.0, 2.0, 2.1, 2.9, 3.05, 6.0])) == 3
+    assert _most_per_s(np.array([0.0])) == 1

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raypipe.commands.cli import _finish, _normalized, main, parse_run
+from raypipe.config import RunConfig
+from raypipe.errors import ConfigError
+
+DIGITS: dict[str, dict[str, Any]] = yaml.safe_load((files("raypipe") / "digits.yaml").read_text())
+
+
+def parse(*args: str) -> RunConfig:
+    return parse_run(list(args), "doc")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--micro-batch=8", "--micro_batch=8"),
+        ("--micro-batch", "--micro_batch"),
+        ("--src=a-b.lmdb", "--src=a-b.lmdb"),
+        ("--transform=my-module:fn=x-y", "--transform=my-module:fn=x-y"),
+        ("--overwrite", "--overwrite=true"),
+        ("--overwrite=false", "--overwrite=false"),
+        ("--on-bad-sample", "--on_bad_sample"),
+        ("my-images.lmdb", "my-images.lmdb"),
+        ("-h", "-h"),
+    ],
+)
+def test_options_may_have_dashes_and_values_keep_theirs(given: str, expected: str) -> None:
+    assert _normalized(given) == expected
+
+
+# A run's settings
+
+
+def plain(value: Any) -> Any:
+    """A setting as YAML has it, without the defaults of a nested group."""
+    if isinstance(value, tuple):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        default = type(value)()
+        return {k: v for k, v in vars(value).items() if v != getattr(default, k)}
+    return value
+
+
+def test_without_a_store_the_defaults_are_the_digits() -> None:
+    run = parse()
+    assert run.store.train == ""
+    changed = {
+        section.name: {
+            field.name: plain(value)
+            for field in dataclasses.fields(getattr(run, section.name))
+            if (value := getattr(getattr(run, section.name), field.name))
+            != getattr(getattr(RunConfig(), section.name), field.name)
+            or field.name in DIGITS.get(section.name, {})
+        }
+        for section in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(getattr(run, section.name))
+    }
+    assert {name: values for name, values in changed.items() if values} == DIGITS
+    assert isinstance(run.augment.mean, tuple)
+
+
+def test_with_a_store_the_defaults_are_those_of_the_dataclasses() -> None:
+    run = parse("--store.train=some.lmdb")
+    assert dataclasses.replace(run, store=RunConfig().store) == RunConfig()
+
+
+def test_the_command_line_beats_the_file_which_beats_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("plan: {epochs: 3, seed: 4}\naugment: {mean: [0.1, 0.2, 0.3]}\nname: mine\n")
+    run = parse(f"--config={file}", "--plan.seed=5", "--train.gpu=no")
+    assert (run.plan.epochs, run.plan.seed, run.train.gpu, run.name) == (3, 5, "no", "mine")
+    assert run.augment.mean == (0.1, 0.2, 0.3)
+    assert run.plan.micro_batch == DIGITS["plan"]["micro_batch"]
+
+
+def test_a_store_named_in_the_file_is_not_the_digits(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("store: {train: some.lmdb}\n")
+    assert parse(f"--config={file}").train == RunConfig().train
+
+
+def test_an_unknown_key_on_the_command_line_exits_with_2_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--plan.epohcs=3")
+    assert caught.value.code == 2
+    assert "plan.epohcs" in capsys.readouterr().err
+
+
+def test_an_abbreviated_key_is_an_unknown_key() -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--plan.epoch=3")
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("text", ["plan: {epohcs: 3}", "epohcs: 3", "train: {epohcs: 3}"])
+def test_an_unknown_key_in_the_file_exits_with_2_and_is_named(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        parse(f"--config={file}")
+    assert caught.value.code == 2
+    assert "epohcs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--plan.epochs=many", "--plan.shuffle=globl", "--plan.micro_batch=2.5"])
+def test_a_value_of_the_wrong_type_exits_with_2_and_is_named(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(option)
+    assert caught.value.code == 2
+    assert option.partition("=")[0].removeprefix("--") in capsys.readouterr().err
+
+
+def test_a_value_out_of_range_names_its_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((ConfigError, SystemExit)) as caught:
+        parse("--plan.epochs=0")
+    assert "plan.epochs must be at least 1, got 0" in str(caught.value) + capsys.readouterr().err
+
+
+STEPS = [{"RandomResizedCrop": {"size": [8, 8]}}, {"OneOf": {"transforms": [{"Blur": None}], "p": 0.3}}]
+
+
+@pytest.mark.parametrize(
+    "text", [yaml.safe_dump(STEPS), json.dumps(STEPS), yaml.safe_dump(STEPS, default_flow_style=True)]
+)
+def test_a_transform_may_be_a_list_of_steps_in_the_file_or_on_the_command_line(tmp_path: Path, text: str) -> None:
+    assert parse(f"--transform.train={text}").transform.train == STEPS
+    file = tmp_path / "my.yaml"
+    file.write_text(json.dumps({"transform": {"train": yaml.safe_load(text), "val": "center"}}))
+    assert parse(f"--config={file}").transform.train == STEPS
+    assert parse(f"--config={file}", "--transform.train=heavy").transform.train == "heavy"
+    assert parse(f"--config={file}", "--transform.train=[{Blur: {p: 1}}]").transform.train == [{"Blur": {"p": 1}}]
+
+
+@pytest.mark.parametrize(
+    "name", ["light", "none", "my.module:fn", "policy.yaml", "s3://b/policy.json", "[light]", "12"]
+)
+def test_any_other_transform_is_a_string(name: str) -> None:
+    assert parse(f"--transform.train={name}").transform.train == name
+
+
+# Resume
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("store: {train: some.lmdb}\nplan: {epochs: 3, seed: 4}\nname: mine\n")
+    return folder
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_resume_takes_the_stored_settings_and_later_overrides(stored: Path, slash: str) -> None:
+    run = parse(f"--resume={stored}{slash}", "--plan.epochs=5")
+    assert (run.store.train, run.plan.epochs, run.plan.seed, run.name) == ("some.lmdb", 5, 4, "mine")
+    assert run.train == RunConfig().train  # what the file leaves out is not the digits'
+
+
+def test_resume_takes_the_stored_settings_by_uri(stored: Path) -> None:
+    run = parse(f"--resume={stored.as_uri()}")
+    assert (run.store.train, run.plan.epochs, run.plan.seed) == ("some.lmdb", 3, 4)
+
+
+# How a command ends
+
+
+def test_a_command_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> dict[str, Any]:
+        print("a table")
+        return {"value": 1}
+
+    _finish(command)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"value": 1}
+
+
+def test_an_error_of_raypipes_own_exits_with_1_and_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> dict[str, Any]:
+        raise ConfigError("what to mend")
+
+    with pytest.raises(SystemExit) as caught:
+        _finish(command)
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "ConfigError: what to mend\n"
+
+
+def test_an_interrupt_exits_with_130() -> None:
+    def command() -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as caught:
+        _finish(command)
+    assert caught.value.code == 130
+
+
+def test_an_unknown_option_of_a_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["digest", "some.lmdb", "--micro-bach=8"])
+    assert caught.value.code == 2
+    assert "bach" in capsys.readouterr().err

@@ -1,0 +1,580 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raypipe.commands import cli, tasks
+from raypipe.commands import ingest as ingest_module
+from raypipe.commands.ingest import ingest as _ingest
+from raypipe.commands.shard_copy import Reencode, digest_of
+from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
+from raypipe.stores import open_store
+from raypipe.stores.atomic import new_path, write_atomically
+from raypipe.stores.base import Store
+from raypipe.stores.memory import MemoryStore
+from raypipe.transform.decode import decode
+
+from conftest import CLASSES, picture  # isort: skip
+
+# More than two chunks, and classes in runs, as folders and tars have them.
+NUM = 150
+LABELS = [i * len(CLASSES) // NUM for i in range(NUM)]
+IMAGES = [picture(i, 8, 8) for i in range(NUM)]
+
+
+def ingest(src: str | Store, dst: Path, **options: Any) -> dict[str, int]:
+    return _ingest(src, str(dst), progress=False, **options)
+
+
+def contents(store: Store) -> dict[str, list[Any]]:
+    return {name: list(values) for name, values in store.read(np.arange(len(store)), store.columns).items()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def make_memory(folder: Path) -> Store:
+    return MemoryStore(IMAGES, LABELS, CLASSES)
+
+
+def make_folder(folder: Path) -> Store:
+    for number, (image, label) in enumerate(zip(IMAGES, LABELS, strict=True)):
+        file = folder / "source" / CLASSES[label] / f"{number:03d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(image)
+    return open_store(folder / "source")
+
+
+def make_tar(folder: Path) -> Store:
+    with tarfile.open(folder / "source.tar", "w") as tar:
+        for number, (image, label) in enumerate(zip(IMAGES, LABELS, strict=True)):
+            member = tarfile.TarInfo(f"{CLASSES[label]}/{number:03d}.jpg")
+            member.size = len(image)
+            tar.addfile(member, io.BytesIO(image))
+    return open_store(folder / "source.tar")
+
+
+def make_hugging_face(folder: Path) -> Store:
+    (folder / "source").mkdir()
+    features = {"image": {"_type": "Image"}, "label": {"names": list(CLASSES), "_type": "ClassLabel"}}
+    schema = pa.schema(
+        [("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("label", pa.int32())],
+        metadata={"huggingface": json.dumps({"info": {"features": features}})},
+    )
+    for number, (start, stop) in enumerate([(0, 70), (70, NUM)]):
+        column = [{"bytes": image, "path": "x.jpg"} for image in IMAGES[start:stop]]
+        table = pa.table({"image": column, "label": LABELS[start:stop]}, schema=schema)
+        pq.write_table(table, folder / "source" / f"{number}.parquet", row_group_size=33)
+    return open_store(folder / "source")
+
+
+SOURCES: list[Callable[[Path], Store]] = [make_memory, make_folder, make_tar, make_hugging_face]
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+class TestIngest:
+    @pytest.mark.parametrize("make", SOURCES)
+    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+    @pytest.mark.parametrize("shards", [1, 3])
+    def test_the_copy_equals_the_source(
+        self, make: Callable[[Path], Store], suffix: str, shards: int, tmp_path: Path
+    ) -> None:
+        source, dst = make(tmp_path), tmp_path / "out" / f"copy{suffix}"
+        dst.parent.mkdir()
+        found = ingest(source, dst, shards=shards)
+        assert found == {
+            "samples": NUM,
+            "classes": len(CLASSES),
+            "bytes": sum(map(len, IMAGES)),
+            "skipped": 0,
+        }
+        copy = open_store(dst)
+        assert contents(copy) == {"image": IMAGES, "label": LABELS}
+        assert copy.classes == source.classes == CLASSES
+        assert names(dst.parent) == [dst.name]
+        assert dst.is_file() if shards == 1 else names(dst) == [f"{i:05d}{suffix}" for i in range(shards)]
+
+    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+    def test_extra_columns_are_kept(self, suffix: str, tmp_path: Path) -> None:
+        extra = {
+            "count": np.arange(5, dtype=np.int32),
+            "good": [True, False, True, True, False],
+            "score": np.array([0.1, -0.0, np.inf, 1e-30, 3], np.float32),
+            "name": [None, "b", "", "ü", None],
+            "mask": [b"", b"\0\1", None, b"x", b"None"],
+        }
+        dst = tmp_path / f"copy{suffix}"
+        ingest(MemoryStore(IMAGES[:5], LABELS[:5], columns=extra), dst, shards=2)
+        expected = {name: [None if v is None else v for v in values] for name, values in extra.items()}
+        assert contents(open_store(dst)) == {"image": IMAGES[:5], "label": LABELS[:5], **expected}
+        assert open_store(dst).classes is None
+
+    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+    def test_a_source_without_labels_gives_a_copy_without_labels(self, suffix: str, tmp_path: Path) -> None:
+        ingest(MemoryStore(IMAGES[:3], None), tmp_path / f"copy{suffix}", shards=1)
+        assert contents(open_store(tmp_path / f"copy{suffix}")) == {"image": IMAGES[:3]}
+
+    def test_no_shard_is_empty_however_many_are_asked_for(self, tmp_path: Path) -> None:
+        ingest(MemoryStore(IMAGES[:3], LABELS[:3]), tmp_path / "copy.lmdb", shards=7)
+        assert len(names(tmp_path / "copy.lmdb")) == 3
+        assert contents(open_store(tmp_path / "copy.lmdb"))["image"] == IMAGES[:3]
+
+    def test_a_relative_destination_is_of_the_drivers_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        ingest(MemoryStore(IMAGES[:3], LABELS[:3]), Path("copy.lmdb"))
+        assert names(tmp_path) == ["copy.lmdb"]
+
+    def test_reencoded_images_have_the_short_side_and_none_is_enlarged(self, tmp_path: Path) -> None:
+        sizes = [(40, 48), (64, 64), (100, 65), (65, 130), (300, 200), (64, 20)]
+        images = [picture(i, *size) for i, size in enumerate(sizes)]
+        images.append(cv2.imencode(".png", np.zeros((90, 70, 3), np.uint8))[1].tobytes())
+        sizes.append((90, 70))
+        source = MemoryStore(images, range(7), "abcdefg")
+        for quality in (30, 95):
+            dst = tmp_path / f"q{quality}.lmdb"
+            found = ingest(source, dst, shards=2, reencode=Reencode(64, quality))
+            copy = contents(open_store(dst))
+            assert found["bytes"] == sum(map(len, copy["image"]))
+            assert copy["label"] == list(range(7))
+            for image, size in zip(copy["image"], sizes, strict=True):
+                assert image.startswith(b"\xff\xd8\xff")
+                short = min(64, *size)
+                assert min(decode(image).shape[:2]) == short
+                assert max(decode(image).shape[:2]) == pytest.approx(max(size) * short / min(size), abs=1)
+        few, many = (contents(open_store(tmp_path / f"q{q}.lmdb"))["image"] for q in (30, 95))
+        assert sum(map(len, few)) < sum(map(len, many)) * 0.6
+
+    # Bad samples
+
+    @pytest.mark.parametrize("shards", [1, 3])
+    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+    def test_a_bad_sample_is_named_and_nothing_is_left(self, shards: int, suffix: str, tmp_path: Path) -> None:
+        source = MemoryStore([*IMAGES[:100], b"", *IMAGES[101:]], LABELS)
+        with pytest.raises(SampleError, match=rf"{source.address}: sample 100: .*--on-bad-sample skip") as caught:
+            ingest(source, tmp_path / f"copy{suffix}", shards=shards)
+        assert "\n" not in str(caught.value)
+        assert names(tmp_path) == []
+
+    def test_a_bad_sample_can_be_skipped(self, tmp_path: Path) -> None:
+        bad = {0: b"", 70: None, 71: b"no image", 149: IMAGES[149][:100]}
+        source = MemoryStore([bad.get(i, image) for i, image in enumerate(IMAGES)], LABELS, CLASSES)
+        # Without decoding, bytes are bytes.
+        copied = ingest(source, tmp_path / "bytes.lmdb", shards=2, on_bad_sample="skip")
+        assert (copied["samples"], copied["skipped"]) == (NUM - 2, 2)
+        found = ingest(
+            source, tmp_path / "pixels.lmdb", shards=3, on_bad_sample="skip", reencode=Reencode(short_side=8)
+        )
+        assert (found["samples"], found["skipped"]) == (NUM - 4, 4)
+        copy = open_store(tmp_path / "pixels.lmdb")
+        assert contents(copy)["label"] == [label for i, label in enumerate(LABELS) if i not in bad]
+        assert contents(open_store(tmp_path / "bytes.lmdb"))["image"] == [
+            image for i, image in enumerate(contents(source)["image"]) if i not in (0, 70)
+        ]
+        with pytest.raises(SampleError, match="sample 71: not an image"):
+            ingest(
+                MemoryStore([*IMAGES[:71], b"no image"], LABELS[:72]), tmp_path / "x.lmdb", reencode=Reencode(8)
+            )
+
+    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+    def test_a_whole_shard_may_be_skipped(self, suffix: str, tmp_path: Path) -> None:
+        source = MemoryStore([*IMAGES[:2], b"", b"", *IMAGES[4:6]], LABELS[:6])
+        found = ingest(source, tmp_path / f"copy{suffix}", shards=3, on_bad_sample="skip")
+        assert (found["samples"], found["skipped"]) == (4, 2)
+        assert contents(open_store(tmp_path / f"copy{suffix}"))["image"] == [*IMAGES[:2], *IMAGES[4:6]]
+
+    def test_nothing_but_bad_samples(self, tmp_path: Path) -> None:
+        with pytest.raises(StoreError, match="no readable sample; the first: sample 0: it has no bytes"):
+            ingest(MemoryStore([b"", b""], [0, 1]), tmp_path / "copy.lmdb", shards=2, on_bad_sample="skip")
+        assert names(tmp_path) == []
+
+    # Refusals
+
+    def test_an_existing_destination_is_kept_unless_overwritten(self, tmp_path: Path) -> None:
+        dst = tmp_path / "copy.parquet"
+        first, second = (MemoryStore(images, LABELS[:5]) for images in (IMAGES[:5], IMAGES[5:10]))
+        ingest(first, dst, shards=1)
+        with pytest.raises(StoreError, match=rf"{re.escape(str(dst))} exists: .*--overwrite"):
+            ingest(second, dst, shards=1)
+        assert contents(open_store(dst)) == contents(first)
+        for shards in (2, 2, 1, 1):  # a folder for a file, for a folder, and back
+            ingest(second, dst, shards=shards, overwrite=True)
+            assert contents(open_store(dst)) == contents(second)
+            assert dst.is_dir() == (shards == 2)
+            assert names(tmp_path) == [dst.name]
+        ingest(str(dst), dst, reencode=Reencode(4), overwrite=True)  # onto itself
+        assert all(min(decode(image).shape[:2]) == 4 for image in contents(open_store(dst))["image"])
+
+    def test_a_failed_overwrite_leaves_the_old_store(self, tmp_path: Path) -> None:
+        dst = tmp_path / "copy.lmdb"
+        ingest(MemoryStore(IMAGES[:5], LABELS[:5]), dst)
+        with pytest.raises(SampleError):
+            ingest(MemoryStore([b""], [0]), dst, overwrite=True)
+        assert contents(open_store(dst))["image"] == IMAGES[:5]
+        assert names(tmp_path) == [dst.name]
+
+    @pytest.mark.parametrize(
+        ("dst", "options", "error", "message"),
+        [
+            ("copy.tgz", {}, StoreError, r"copy.tgz: the destination must end in one of \.lmdb, \.parquet, \.tar"),
+            ("copy", {}, StoreError, r"must end in one of \.lmdb, \.parquet, \.tar"),
+            (
+                "x-{00..09}.tar",
+                {},
+                StoreError,
+                r"09\}\.tar: several files .* such as train\.tar, and several --shards",
+            ),
+            ("nowhere://bucket/copy.lmdb", {}, ConfigError, "of an unknown scheme"),
+            ("no/such/copy.lmdb", {}, StoreError, "no/such is not a folder: make it first"),
+            ("copy.lmdb", {"shards": -1}, ConfigError, "shards must be at least 0, got -1"),
+        ],
+    )
+    def test_a_destination_that_cannot_be(
+        self, dst: str, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+    ) -> None:
+        target = dst if "://" in dst else str(tmp_path / dst)
+        with pytest.raises(error, match=message):
+            _ingest(MemoryStore(IMAGES[:3], LABELS[:3]), target, progress=False, **options)
+        assert names(tmp_path) == []
+
+    def test_an_empty_source(self, tmp_path: Path) -> None:
+        with pytest.raises(StoreError, match="has no samples"):
+            ingest(MemoryStore([], []), tmp_path / "copy.lmdb")
+        assert names(tmp_path) == []
+
+    # What goes wrong on the way
+
+    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+    def test_one_byte_that_changes_on_the_disk_is_found(
+        self, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        victim = IMAGES[100]
+
+        def damaged(wanted: Path, file: Path, columns: dict[str, str]) -> str:
+            content = bytearray(file.read_bytes())
+            if (start := content.find(victim[-40:])) >= 0:
+                content[start + 10] ^= 1
+                file.write_bytes(content)
+            return digest_of(wanted, file, columns)
+
+        monkeypatch.setattr(ingest_module, "digest_of", damaged)
+        with pytest.raises(StoreError, match=f"00001{suffix} does not read back as it was written"):
+            ingest(make_memory(tmp_path), tmp_path / f"copy{suffix}", shards=2)
+        assert names(tmp_path) == []
+
+    def test_a_task_whose_process_dies(self, tmp_path: Path) -> None:
+        class Deadly(MemoryStore):
+            def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+                if 64 in indices:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().read(indices, columns)
+
+        with pytest.raises(ResourceError, match=r"process of this command died \(WorkerCrashedError\).* memory"):
+            ingest(Deadly(IMAGES, LABELS), tmp_path / "copy.lmdb", shards=1)
+        assert names(tmp_path) == []
+
+    def test_an_error_in_one_shard_stops_the_others_first(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+
+        class Slow(MemoryStore):
+            def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+                if 0 in indices and len(columns) == 2 and log.exists():
+                    return {"image": [b""] * len(indices), "label": np.zeros(len(indices), int)}
+                with log.open("a") as file:
+                    file.write(".")
+                time.sleep(0.2)
+                return super().read(indices, columns)
+
+        out = tmp_path / "out"
+        out.mkdir()
+        with pytest.raises(SampleError, match="sample 0"):
+            ingest(Slow([b"x"] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6)
+        size = log.stat().st_size
+        assert names(out) == []
+        time.sleep(0.6)
+        assert log.stat().st_size == size
+        assert names(out) == []
+
+    def test_a_busy_cluster_is_an_error_not_a_wait(
+        self, all_cpus_held: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tasks, "_SETTLE_S", 1.0)
+        with pytest.raises(ResourceError, match="needs 1 CPU, other jobs hold all 4 of this node"):
+            ingest(make_memory(tmp_path), tmp_path / "copy.lmdb")
+        assert names(tmp_path) == []
+
+    # The command
+
+    def test_the_command_prints_one_json_object_last(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        make_tar(tmp_path)
+        args = ["ingest", str(tmp_path / "source.tar"), str(tmp_path / "copy.parquet"), "--shards=2"]
+        cli.main(args)
+        size = sum(map(len, IMAGES))
+        expected = {"samples": NUM, "classes": 5, "bytes": size, "skipped": 0}
+        assert json.loads(capsys.readouterr().out.splitlines()[-1]) == expected
+        cli.main([*args, "--overwrite", "--short-side", "4", "--quality=50", "--on-bad-sample", "skip"])
+        again = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert again["samples"] == NUM and again["bytes"] < size
+
+        with pytest.raises(SystemExit) as caught:
+            cli.main(args)
+        assert caught.value.code == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.splitlines()[-1].startswith(f"StoreError: {args[2]} exists: ")
+        assert "Traceback" not in captured.err
+
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*args, "--overwrite", "--quality=0"])
+        assert caught.value.code == 1
+        assert capsys.readouterr().err.startswith("ConfigError: ")
+
+
+# A path that becomes the destination, without Ray
+
+
+def test_a_second_writer_is_told_of_the_first(tmp_path: Path) -> None:
+    dst = tmp_path / "train.lmdb"
+    with new_path(dst, overwrite=False) as partial:
+        partial.write_text("first")
+        for overwrite in (False, True):
+            with (
+                pytest.raises(StoreError, match=r"another process is writing .*train\.lmdb"),
+                new_path(dst, overwrite),
+            ):
+                pytest.fail("two writers")
+        # Another format beside it is another destination.
+        with new_path(tmp_path / "train.parquet", overwrite=False) as other:
+            other.write_text("other")
+        assert partial.exists()
+    assert dst.read_text() == "first"
+    assert names(tmp_path) == ["train.lmdb", "train.parquet"]
+
+
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    dst = tmp_path / "a[1].lmdb"
+    mine = [".a[1].lmdb.partial-0123abcd.lmdb", ".a[1].lmdb.partial-old-0123abcd.lmdb"]
+    others = [
+        ".a[1].parquet.partial-0123abcd.parquet",
+        ".a[1].lmdb.partial-0123abcd.lmdb.partial-0123abcd.lmdb",
+        ".a1.lmdb.partial-0123abcd.lmdb",
+        ".xa[1].lmdb.partial-0123abcd.lmdb",
+        "a[1].lmdb.partial-0123abcd.lmdb",
+    ]
+    for name in [*mine, *others]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "00000.lmdb").write_text("x")
+    (tmp_path / ".a[1].lmdb.lock").touch()  # left as well, but held by nobody
+    with new_path(dst, overwrite=False) as partial:
+        assert re.fullmatch(r"\.a\[1\]\.lmdb\.partial-[0-9a-f]{8}\.lmdb", partial.name)
+        partial.write_text("new")
+    assert names(tmp_path) == sorted([dst.name, *others])
+
+
+@pytest.mark.parametrize("error", [StoreError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_dir", [False, True])
+def test_an_error_leaves_the_old_and_removes_the_new(
+    error: type[BaseException], is_dir: bool, tmp_path: Path
+) -> None:
+    dst = tmp_path / "train.lmdb"
+    dst.write_text("old")
+    with pytest.raises(error), new_path(dst, overwrite=True) as partial:
+        if is_dir:
+            partial.mkdir()
+            (partial / "00000.lmdb").touch()
+        else:
+            partial.touch()
+        raise error("x")
+    assert names(tmp_path) == ["train.lmdb"]
+    assert dst.read_text() == "old"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be written to"), new_path(Path("/proc/train.lmdb"), False):
+        pytest.fail("written")
+
+
+def test_write_atomically_makes_the_folder_and_keeps_what_is_there(tmp_path: Path) -> None:
+    dst = tmp_path / "new" / "train.lmdb"
+    write_atomically(str(dst), [{"image": b"a", "label": 1}], ("x", "y"))
+    with pytest.raises(StoreError, match="exists"):
+        write_atomically(str(dst), [{"image": b"b", "label": 0}], None)
+    assert contents(open_store(dst)) == {"image": [b"a"], "label": [1]}
+    assert open_store(dst).classes == ("x", "y")
+    assert names(dst.parent) == ["train.lmdb"]
+
+
+# The command in a process of its own, ended on its way
+
+NUM_LINKS = 800
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 800 images of noise, 20 of them different: seconds of work, and little disk."""
+    folder = tmp_path_factory.mktemp("large")
+    for label in CLASSES:
+        (folder / label).mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(NUM_LINKS):
+        file = folder / CLASSES[number % 5] / f"{number:04d}.jpg"
+        if number < 20:
+            noise = rng.integers(0, 256, (300, 300, 3), np.uint8)
+            file.write_bytes(cv2.imencode(".jpg", noise, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes())
+        else:
+            file.hardlink_to(folder / CLASSES[number % 5] / f"{number % 20:04d}.jpg")
+    return folder
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Of all live processes: id → (the parent's id, the time of its start)."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        if fields[0] != "Z":
+            found[int(stat.parent.name)] = (int(fields[1]), fields[19])
+    return found
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Of all processes that a process has started, they and theirs: id → the time of its start."""
+    live, found = processes(), {}
+    parents = {root}
+    while parents:
+        children = {pid: start for pid, (parent, start) in live.items() if parent in parents}
+        found |= children
+        parents = set(children)
+    return found
+
+
+def wait_for_end(started: dict[int, str], timeout_s: float) -> list[int]:
+    """Return those that are alive after that time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        live = processes()
+        alive = [pid for pid, start in started.items() if pid in live and live[pid][1] == start]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.1)
+
+
+class Command:
+    """`raypipe ingest` in a session of its own, on a local cluster of its own unless it is given another's."""
+
+    def __init__(self, src: Path, dst: Path, ray_address: str) -> None:
+        self.dst = dst
+        args = ["ingest", str(src), str(dst), "--shards", "2", "--short-side", "256"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "raypipe.commands.cli", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"RAY_ADDRESS": ray_address},
+            # A pytest in the background of a shell passes on that SIGINT is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def wait_until_it_writes(self) -> None:
+        deadline = time.monotonic() + 60
+        while self.written_bytes() < 1 << 20:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def written_bytes(self) -> int:
+        files = self.dst.parent.glob(f".{self.dst.name}.partial-*/*")
+        return sum(file.stat().st_size for file in files)
+
+    def signal(self, number: int) -> tuple[int, str]:
+        """Send a signal to the driver's group; return its exit code and standard error.
+
+        All processes that it has started are gone afterwards.
+        """
+        started = descendants(self.process.pid)
+        os.killpg(self.process.pid, number)
+        code = self.process.wait(30)
+        for pid in wait_for_end(started, 15):
+            os.kill(pid, signal.SIGKILL)
+        assert not wait_for_end(started, 10)
+        return code, self.process.communicate(timeout=10)[1]
+
+
+@pytest.fixture
+def command(large: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    started: list[Command] = []
+
+    def start(ray_address: str = "") -> Command:
+        started.append(Command(large, tmp_path / "copy.parquet", ray_address))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.signal(signal.SIGKILL)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) -> None:
+    import ray
+
+    # A cluster that lives on: its tasks do not end with it.
+    interrupted = command(ray.get_runtime_context().gcs_address)
+    interrupted.wait_until_it_writes()
+    code, stderr = interrupted.signal(signal.SIGINT)
+    assert code == 130
+    assert "Traceback" not in stderr
+    assert names(tmp_path) == []
+
+
+@pytest.mark.cluster
+def test_a_killed_ingest_leaves_no_store_and_the_next_one_succeeds(
+    command: Callable[..., Command], large: Path, tmp_path: Path
+) -> None:
+    killed = command()
+    killed.wait_until_it_writes()
+    assert descendants(killed.process.pid)  # Ray's
+    code, _ = killed.signal(signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert not killed.dst.exists()
+    assert killed.written_bytes()  # it was killed on its way
+
+    stdout, stderr = (again := command()).process.communicate(timeout=90)
+    assert again.process.returncode == 0, stderr
+    copy = open_store(again.dst)
+    source, stored = open_store(large), contents(copy)
+    assert json.loads(stdout.splitlines()[-1]) == {
+        "samples": NUM_LINKS,
+        "classes": 5,
+        "bytes": sum(map(len, stored["image"])),
+        "skipped": 0,
+    }
+    assert stored["label"] == contents(source)["label"]
+    assert copy.classes == CLASSES
+    assert names(tmp_path) == ["copy.parquet"]
+    assert names(again.dst) == ["00000.parquet", "00001.parquet"]

@@ -1,0 +1,198 @@
+"""What a store is; its bad samples, found on Ray and left out of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import bombs
+import numpy as np
+import pytest
+
+from raypipe.commands import cli
+from raypipe.commands.inspection import _bounds, _reasons, describe, verify
+from raypipe.errors import ConfigError, StoreError
+from raypipe.plan.schedule import PlanConfig
+from raypipe.stores import open_store
+from raypipe.stores.atomic import write_atomically
+from raypipe.stores.memory import MemoryStore
+from raypipe.stream.pipeline import StreamSpec
+
+from conftest import CLASSES, picture  # isort: skip
+
+BAD: dict[int, bytes] = {3: b"", 300: picture(300)[:-100], 599: b"no image"}
+NUM = 600
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An LMDB store of 600 samples, three of them bad."""
+    path = tmp_path_factory.mktemp("damaged") / "train.lmdb"
+    samples = [{"image": BAD.get(i, picture(i % 50)), "label": i % 5} for i in range(NUM)]
+    write_atomically(str(path), samples, CLASSES)
+    return path
+
+
+# A description
+
+
+def test_a_description_names_what_the_store_is(stores: dict[str, Path]) -> None:
+    for name, kind, groups in (("train", "lmdb", None), ("parquet", "parquet", 10)):
+        store = open_store(stores[name])
+        found = describe(store)
+        sizes = found.pop("image_bytes")
+        assert 100 * sizes[0] <= found.pop("bytes") <= 100 * sizes[2]
+        assert sizes == sorted(sizes) and 100 < sizes[0] < sizes[2] < 10_000
+        assert found == {
+            "store": str(stores[name]),
+            "kind": kind,
+            "samples": 100,
+            "columns": ["image", "label"],
+            "classes": 5,
+            "groups": groups,
+            "fingerprint": store.fingerprint,
+            "sampled": 64 if groups is None else found["sampled"],
+            "formats": {"JPEG": found["sampled"]},
+            "height_px": [40, 40, 40],
+            "width_px": [48, 48, 48],
+            "bad": 0,
+        }
+        assert 40 <= found["sampled"] <= 64
+
+
+def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
+    found = describe(MemoryStore([None, b"x", picture(0)], None))
+    assert (found["sampled"], found["bad"], found["formats"]) == (3, 2, {"unknown": 2, "JPEG": 1})
+    assert found["image_bytes"][0] == 0 and found["classes"] is None and found["columns"] == ["image"]
+    rare = [bombs.rare_jpeg(), bombs.jpeg_of_scans(13000, 13000, 100), bombs.animated_webp(16383, 10900)]
+    found = describe(MemoryStore(rare, None))
+    assert (found["sampled"], found["bad"], found["height_px"]) == (3, 2, [32, 32, 32])
+    found = describe(MemoryStore([], []))
+    assert (found["samples"], found["sampled"], found["height_px"], found["image_bytes"]) == (0, 0, None, None)
+
+
+def test_ranges_cover_the_store_and_cut_no_group() -> None:
+    store = MemoryStore([b""] * 3000, None)
+    assert _bounds(store, 4).tolist() == [0, 750, 1500, 2250, 3000]
+    assert _bounds(store, 100)[[0, -1]].tolist() == [0, 3000] and len(_bounds(store, 100)) == 3000 // 256 + 1
+    grouped = MemoryStore([b""] * 3000, None, group_size=700)
+    assert _bounds(grouped, 4).tolist() == [0, 1400, 2100, 2800, 3000]
+    assert _bounds(MemoryStore([b""] * 3, None, group_size=2), 4).tolist() == [0, 3]
+    assert _bounds(MemoryStore([], None), 4).tolist() == [0]
+    assert _bounds(MemoryStore([], None, group_size=2), 4).tolist() == [0]
+
+
+def test_samples_that_share_a_reason_are_counted() -> None:
+    bad = [
+        {"index": index, "name": f"key {index}", "error": error} for index, error in ((3, "a"), (5, "b"), (7, "a"))
+    ]
+    assert _reasons(bad) == [(3, "key 3", 2, "a"), (5, "key 5", 1, "b")]
+    assert _reasons([]) == []
+
+
+# The command without Ray
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_command_prints_a_table_and_one_json_object_last(
+    stores: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["inspect", str(stores["train"])])
+    out = capsys.readouterr().out
+    assert "64 JPEG" in out and "40 … 40 … 40" in out
+    assert json.loads(out.splitlines()[-1]) == describe(open_store(stores["train"]))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["/nowhere.lmdb"], "StoreError: /nowhere.lmdb does not exist"),
+        (["/nowhere.lmdb", "--verify"], "StoreError: /nowhere.lmdb does not exist"),
+        (["BROKEN", "--verify"], "StoreError: .*broken.parquet is truncated or no Parquet"),
+        (["STORE", "--output", "x.json"], "ConfigError: --output is for .* --verify"),
+        (["STORE", "--verify", "-o", "/nowhere/x.json"], "ConfigError: /nowhere/x.json cannot be written"),
+    ],
+)
+def test_an_error_is_told_at_once_with_code_1(
+    args: list[str],
+    message: str,
+    stores: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import re
+
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    paths = {"STORE": str(stores["train"]), "BROKEN": str(tmp_path / "broken.parquet")}
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["inspect", *(paths.get(arg, arg) for arg in args)])
+    assert caught.value.code == 1
+    captured = capsys.readouterr()
+    assert re.match(message, captured.err) and captured.out == "" and "Traceback" not in captured.err
+
+
+# A verification
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+class TestVerify:
+    def test_every_bad_sample_is_found_and_can_be_left_out(self, damaged: Path, tmp_path: Path) -> None:
+        output, store = tmp_path / "bad.json", open_store(damaged)
+        found = verify(store, str(output), progress=False)
+        assert (found["samples"], found["bad"], found["list"]) == (NUM, 3, str(output))
+        assert found["seconds"] > 0 and found["images_per_s"] == NUM / found["seconds"]
+        written = json.loads(output.read_text())
+        assert [entry["index"] for entry in written["bad"]] == sorted(BAD)
+        assert all(entry["error"] for entry in written["bad"])
+        assert found["reasons"] == [(entry["index"], entry["name"], 1, entry["error"]) for entry in written["bad"]]
+        assert [entry["name"] for entry in written["bad"]] == [f"{damaged}, key {index}" for index in sorted(BAD)]
+        assert (written["store"], written["num_samples"]) == (str(damaged), NUM)
+        spec = StreamSpec.of(store, plan=PlanConfig(micro_batch=3), leave_out=output)
+        assert spec.plan.num_train == NUM - 3
+
+    def test_the_command_writes_a_list_here_only_where_samples_are_bad(
+        self,
+        damaged: Path,
+        stores: dict[str, Path],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        cli.main(["inspect", str(stores["parquet"]), "--verify"])
+        found = last_line(capsys)
+        assert (found["samples"], found["bad"], found["list"]) == (100, 0, None)
+        images = open_store(stores["parquet"]).read(np.arange(100))["image"]
+        assert found["classes"] == 5 and found["bytes"] == sum(map(len, images))
+        assert list(tmp_path.iterdir()) == []
+        cli.main(["inspect", str(damaged), "--verify"])
+        out = capsys.readouterr().out
+        assert "--store.leave_out train.lmdb.bad.json" in out and "sample 300" in out
+        found = json.loads(out.splitlines()[-1])
+        assert list(found) == ["samples", "bytes", "classes", "bad", "list", "seconds", "images_per_s"]
+        assert (found["bad"], found["list"]) == (3, "train.lmdb.bad.json")
+        assert [path.name for path in tmp_path.iterdir()] == ["train.lmdb.bad.json"]
+        cli.main(["inspect", str(stores["train"]), "--verify", "--output", "none.json"])
+        assert last_line(capsys)["list"] == "none.json"
+        assert json.loads((tmp_path / "none.json").read_text())["bad"] == []
+
+    def test_an_empty_store_has_no_bad_samples(self) -> None:
+        found = verify(MemoryStore([], []), progress=False)
+        assert (found["samples"], found["bad"], found["list"]) == (0, 0, None)
+
+    def test_a_store_that_a_task_does_not_see_ends_it(self, tmp_path: Path) -> None:
+        class Elsewhere(MemoryStore):
+            def __reduce__(self) -> Any:
+                return MemoryStore, ([b""], [0])
+
+        with pytest.raises(StoreError, match="has 1 samples for this process, 2 for the one that started it"):
+            verify(Elsewhere([b"", b""], [0, 0]), progress=False)
+
+    def test_a_list_that_cannot_be_written_is_told_first(self, damaged: Path) -> None:
+        with pytest.raises(ConfigError, match=r"nowhere/bad\.json cannot be written"):
+            verify(open_store(damaged), "nowhere/bad.json", progress=False)

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raypipe.commands.cli import parse_job, parse_run
+from raypipe.commands.policies import Policy, TuneConfig, judge, policies, seeds
+from raypipe.config import AugmentConfig, RunConfig, StrengthConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.schedule import PlanConfig
+from raypipe.train.launch import as_plain, check_augment
+
+RUN = parse_run([], None)  # of the digits
+PLAIN = RunConfig(transform=TransformConfig(train="light"), augment=AugmentConfig(mean=(0.1, 0.2, 0.3)))
+
+
+# Settings
+
+
+def test_the_defaults_are_described_and_frozen() -> None:
+    for field in dataclasses.fields(TuneConfig):
+        assert f"        {field.name}: " in (TuneConfig.__doc__ or ""), field.name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TuneConfig().trials = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trials", 1),
+        ("repeats", 1),
+        ("epochs", -1),
+        ("keep", 0.0),
+        ("keep", 1.0),
+        ("seed", -1),
+        ("grace_epochs", -2),
+    ],
+)
+def test_a_bad_number_names_its_field_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"tune\.{name} must be .*, got {value}"):
+        TuneConfig(**{name: value})
+
+
+def test_the_command_line_has_the_settings_of_the_run_and_of_the_search() -> None:
+    arguments = ["--tune.trials=5", "--tune.transforms=[light,heavy]", "--plan.epochs=7"]
+    run, own = parse_job(arguments, None, tune=TuneConfig)
+    assert own == {"tune": TuneConfig(trials=5, transforms=["light", "heavy"])}
+    assert run == dataclasses.replace(RUN, plan=dataclasses.replace(RUN.plan, epochs=7))
+
+
+# The list of policies
+
+
+def test_the_same_seed_gives_the_same_policies_and_more_trials_only_add() -> None:
+    found = policies(TuneConfig(trials=20, seed=4), RUN)
+    assert found == policies(TuneConfig(trials=20, seed=4), RUN)
+    assert found[:7] == policies(TuneConfig(trials=7, seed=4), RUN)
+    assert found[2:] != policies(TuneConfig(trials=20, seed=5), RUN)[2:]
+
+
+def test_the_runs_own_policy_and_none_are_the_first_and_none_comes_twice() -> None:
+    found = policies(TuneConfig(trials=40), RUN)
+    nothing = AugmentConfig(mean=RUN.augment.mean, std=RUN.augment.std)
+    assert found[:2] == [Policy("small", RUN.augment), Policy("small", nothing)]
+    assert all(found.count(policy) == 1 for policy in found)
+    # A run that does nothing has both in one.
+    assert policies(TuneConfig(trials=2), PLAIN)[0] == Policy("light", PLAIN.augment)
+    assert policies(TuneConfig(trials=2), PLAIN)[1].augment != PLAIN.augment
+
+
+def test_every_preset_is_tried_with_and_without_its_flip_before_one_comes_again() -> None:
+    presets = ["light", "standard", "strong", "randaugment", "trivialaugment"]
+    found = [policy.augment for policy in policies(TuneConfig(trials=2 + 11), RUN)[2:]]
+    assert sorted(augment.preset for augment in found) == sorted(["none"] * 6 + presets)
+    bare = [augment.ops for augment in found if augment.preset == "none"]
+    assert sorted(len(ops) for ops in bare) == [0, 1, 1, 1, 2, 5]
+    assert RUN.augment.ops in bare
+    assert not any(entry["op"] == "RandomHorizontalFlip" for ops in bare for entry in ops)
+
+
+def test_each_policy_can_be_run_and_keeps_the_normalisation() -> None:
+    for policy in policies(TuneConfig(trials=30, transforms=["heavy"]), PLAIN):
+        assert (policy.augment.mean, policy.augment.std) == (PLAIN.augment.mean, PLAIN.augment.std)
+        assert policy.transform in ("light", "heavy")
+        check_augment(policy.augment)
+        assert str(policy)
+
+
+def test_a_transform_may_be_steps_or_a_file_of_them(tmp_path: Path) -> None:
+    steps = [{"RandomResizedCrop": {"size": [8, 8]}}, {"HorizontalFlip": None}]
+    (tmp_path / "mine.json").write_text(json.dumps([{"Transpose": None}]))
+    given = ["heavy", steps, f"{tmp_path}/mine.json", "heavy", steps]
+    _, own = parse_job([f"--tune.transforms={json.dumps(given)}", "--tune.trials=30"], None, tune=TuneConfig)
+    assert own["tune"].transforms == given
+    found = policies(own["tune"].without_files(), PLAIN)
+    texts = {json.dumps(policy.transform) for policy in found}
+    assert texts == {json.dumps(transform) for transform in ("light", "heavy", steps, [{"Transpose": None}])}
+    assert any(str(policy).startswith("RandomResizedCrop+HorizontalFlip, ") for policy in found)
+    assert all(found.count(policy) == 1 for policy in found)
+
+
+def test_the_strength_of_a_policy_is_that_of_its_operations() -> None:
+    found = [policy.augment for policy in policies(TuneConfig(trials=60), RUN)]
+    assert {augment.strength.peak for augment in found} == {0.4, 0.7, 1.0}
+    assert {augment.strength.ramp_up for augment in found} == {0.0, 0.2}
+    assert StrengthConfig(peak=0.4, ramp_up=0.2, ramp_down=0.3, end=0.2).at(0.1) == pytest.approx(0.2)
+    assert StrengthConfig(peak=0.4, ramp_up=0.2, ramp_down=0.4, end=0.2).at(0.8) == pytest.approx(0.3)
+    assert StrengthConfig(peak=0.4).at(0.5) == 0.4
+
+
+def test_more_policies_than_there_are_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypipe.commands.policies._drawn", lambda operations, rng: AugmentConfig())
+    with pytest.raises(ConfigError, match=r"tune\.trials=9: only 3 different policies"):
+        policies(TuneConfig(trials=9), RUN)
+
+
+def test_a_policy_comes_back_from_the_yaml_of_its_run(tmp_path: Path) -> None:
+    steps = [{"RandomResizedCrop": {"size": [8, 8], "scale": [1e-05, 1.0]}}]
+    for number, policy in enumerate(policies(TuneConfig(trials=6, transforms=["resize", steps]), RUN)):
+        run = policy.applied(dataclasses.replace(RUN, plan=PlanConfig(epochs=3, seed=9)))
+        path = tmp_path / f"{number}.yaml"
+        path.write_text("# why\n" + yaml.safe_dump(as_plain(run), sort_keys=False))
+        again = parse_run([f"--config={path}"], None)
+        assert Policy.of(again) == policy and again == run
+
+
+def test_policies_read_as_what_they_do() -> None:
+    assert str(Policy("light", AugmentConfig())) == "light, nothing else"
+    shown = str(Policy.of(RUN))
+    assert shown == "small, Erasing, mixup 0.2, mixed 0.5, strength ramp_down 0.3"
+    strong = AugmentConfig(preset="strong", module="my:own", strength=StrengthConfig(peak=0.5))
+    assert str(Policy("heavy", strong)) == "heavy, strong, my:own, strength peak 0.5"
+
+
+# The comparison
+
+
+def test_the_final_seeds_are_new_and_their_own() -> None:
+    found = seeds(TuneConfig(repeats=5), RUN)
+    assert len(set(found)) == 5 and RUN.plan.seed not in found
+    assert found[:3] == seeds(TuneConfig(repeats=3), RUN)
+    other = dataclasses.replace(RUN, plan=dataclasses.replace(RUN.plan, seed=1))
+    assert not set(found) & set(seeds(TuneConfig(repeats=5), other))
+
+
+def test_a_gain_that_every_seed_shows_is_better() -> None:
+    verdict = judge([0.98, 0.99, 0.985], [0.97, 0.982, 0.975])
+    assert verdict.better and verdict.gain == pytest.approx(0.028 / 3)
+    assert verdict.spread == pytest.approx(0.001155, abs=1e-6)
+    assert "is better: 0.9850 against 0.9757 over 3 seeds, a gain of +0.93 points" in verdict.text
+    assert "standard error of 0.07" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([0.99, 0.97, 0.98], [0.97, 0.98, 0.97]),  # as likely luck
+        ([0.97, 0.97, 0.97], [0.98, 0.98, 0.98]),
+        ([0.98, 0.98, 0.98], [0.98, 0.98, 0.98]),
+    ],
+)
+def test_what_may_be_luck_or_is_worse_is_not_better(first: list[float], second: list[float]) -> None:
+    verdict = judge(first, second)
+    assert not verdict.better and "not better by more than chance" in verdict.text
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    # The seeds differ by far more than the policies.
+    assert judge([0.71, 0.81, 0.91], [0.70, 0.80, 0.90]).better
+    assert not judge([0.71, 0.81, 0.91], [0.90, 0.70, 0.80]).better

@@ -1,0 +1,367 @@
+"""The preview shows what the pieces make, where the plan puts the samples; and the command around it."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFont
+
+from raypipe.commands.cli import main
+from raypipe.commands.preview import Preview, preview
+from raypipe.config import AugmentConfig, StrengthConfig, TransformConfig
+from raypipe.device.augment import DeviceAugment
+from raypipe.errors import ConfigError
+from raypipe.pages.picture import Tile, draw, wrap
+from raypipe.plan.order import GlobalOrder, StoredOrder, WindowOrder, positions_of
+from raypipe.plan.schedule import Plan, PlanConfig
+from raypipe.stores.memory import MemoryStore
+from raypipe.transform.decode import decode
+from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_transform import SampleTransform
+from tests.conftest import CLASSES, picture
+
+SIZE, B = 24, 8
+FLIP = AugmentConfig(preset="light")  # the cheapest that draws anything
+TRANSFORM = TransformConfig(train="light", size=SIZE)
+
+
+def memory(num: int = 30, classes: tuple[str, ...] | None = CLASSES, bad: int = -1) -> MemoryStore:
+    images = [b"\xff\xd8\xffbroken" if i == bad else picture(i) for i in range(num)]
+    return MemoryStore(images, [i % 5 for i in range(num)], classes)
+
+
+def made(store: MemoryStore, augment: AugmentConfig = FLIP, transform: TransformConfig = TRANSFORM) -> Preview:
+    plan = Plan.of(PlanConfig(epochs=3, micro_batch=B, per_step=2, seed=5), store)
+    return Preview(plan, store, transform, augment)
+
+
+def first_of(shown: Preview, epoch: int = 0) -> list[int]:
+    return shown.plan.train_order.indices(epoch, np.arange(4)).tolist()
+
+
+# Where a sample stands
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 63, 64, 65, 1000])
+@pytest.mark.parametrize("kind", ["global", "window", "off"])
+def test_a_position_is_the_inverse_of_the_order(size: int, kind: str) -> None:
+    groups = np.unique(np.r_[np.arange(0, size, 7), size])
+    orders: dict[str, Any] = {
+        "global": GlobalOrder(size, 3),
+        "window": WindowOrder(groups, 3, 4),
+        "off": StoredOrder(size),
+    }
+    for epoch in (0, 1, 7):
+        indices = orders[kind].indices(epoch, np.arange(size))
+        assert positions_of(orders[kind], epoch, indices).tolist() == list(range(size))
+
+
+def test_a_position_in_a_huge_store_takes_no_search() -> None:
+    order = GlobalOrder(10**12, 1)
+    positions = np.array([0, 123_456_789_012, 10**12 - 1])
+    assert positions_of(order, 4, order.indices(4, positions)).tolist() == positions.tolist()
+
+
+def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
+    shown = made(memory(35))  # two steps of 16, and 3 samples too many
+    for epoch in range(2):
+        places = [shown.place(epoch, index) for index in range(35)]
+        assert sum(at is None for at, _ in places) == 3
+        for index, (at, row) in enumerate(places):
+            assert at is None or (at.epoch, shown.plan.indices(at)[row]) == (epoch, index)
+
+
+# What the tiles are
+
+
+def test_the_tiles_are_what_the_pieces_give() -> None:
+    store = memory()
+    strength = StrengthConfig(start=0.5, ramp_up=1.0)
+    augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0, mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1))
+    augment = replace(augment, strength=strength)
+    shown = made(store, augment)
+    indices = [index for index in range(30) if all(shown.place(epoch, index)[0] for epoch in (0, 2))][:5]
+    rows = shown.tiles(indices, [0, 2])
+    assert [len(row) for row in rows] == [7] * len(indices)
+    apply = SampleTransform(build_transform("light", SIZE))
+    device = DeviceAugment(augment, torch.device("cpu"))
+    mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (augment.mean, augment.std))
+    num_mixed = 0
+    for index, row in zip(indices, rows, strict=True):
+        assert np.array_equal(row[0].image, decode(store.read(np.array([index]))["image"][0]))
+        for number, epoch in enumerate((0, 2)):
+            transformed, _, fed = row[1 + 3 * number : 4 + 3 * number]
+            at, place = shown.place(epoch, index)
+            assert at is not None
+            members = shown.plan.indices(at)
+            columns, keys = store.read(members), shown.plan.sample_keys(at, members).tolist()
+            pixels = [apply(decode(data), tuple(key)) for data, key in zip(columns["image"], keys, strict=True)]
+            assert np.array_equal(transformed.image, pixels[place])
+            image, mixed = device(
+                torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2),
+                torch.from_numpy(columns["label"]),
+                np.ones(B, bool),
+                seed=shown.plan.micro_batch_seed(at),
+                # one step of an epoch's only one, in three epochs; 30 samples are one step of 16
+                strength=strength.at(epoch / 3),
+            )
+            wanted = ((image * std + mean)[place] * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
+            assert np.array_equal(fed.image, wanted)
+            num_mixed += mixed is not None
+    assert num_mixed
+
+
+def test_without_mixing_what_is_fed_is_what_is_augmented() -> None:
+    shown = made(memory())
+    for _, transformed, augmented, fed in shown.tiles(first_of(shown), [0]):
+        assert np.array_equal(augmented.image, fed.image)
+        assert fed.lines[0] == "not mixed"
+        # a flip or none: normalised and back, to the same bytes
+        assert transformed.image is not None
+        assert any(np.array_equal(augmented.image, way) for way in (transformed.image, transformed.image[:, ::-1]))
+
+
+@pytest.mark.parametrize(("alphas", "kind"), [((0.4, 0.0), "MixUp"), ((0.0, 1.0), "CutMix")])
+def test_the_caption_of_a_mixed_tile_is_its_target(alphas: tuple[float, float], kind: str) -> None:
+    shown = made(memory(), replace(FLIP, mixup_alpha=alphas[0], cutmix_alpha=alphas[1]))
+    for index, row in zip(first_of(shown), shown.tiles(first_of(shown), [0]), strict=True):
+        at, place = shown.place(0, index)
+        assert at is not None
+        mixed = shown.stages(at).mixed
+        assert mixed is not None
+        partner = int(shown.plan.indices(at)[(place + 1) % B])
+        own, other = CLASSES[index % 5], CLASSES[partner % 5]
+        assert row[3].lines == (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
+
+
+@pytest.mark.parametrize("classes", [None, ("one",), ("日", "本", "語", "文", "字")])
+def test_a_class_without_a_name_that_can_be_drawn_has_its_number(classes: tuple[str, ...] | None) -> None:
+    shown = made(memory(classes=classes))
+    assert shown.tiles([3], [])[0][0].lines == ("class 3", "sample 3, 48 x 40")
+
+
+def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> None:
+    good = made(memory())
+    bad = first_of(good)[0]
+    shown = made(memory(bad=bad))
+    decoded, transformed, _, fed = shown.tiles([bad], [0])[0]
+    assert decoded.image is None and "JPEG" in decoded.reason
+    at, _ = shown.place(0, bad)
+    assert at is not None
+    substitute = shown.plan.substitute(at, bad, 0)
+    assert transformed.lines[1] == f"bad: sample {substitute} stands in"
+    assert transformed.image is not None and fed.lines == ("not mixed", CLASSES[substitute % 5])
+    assert (64, 64, 64) < colours(draw([[decoded]], title="", note="", headers=[]))[0] < (230, 230, 230)
+
+
+def test_a_sample_that_the_transform_fails_on_is_grey_at_the_transform(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = made(memory())
+    index = first_of(shown)[0]
+    broken = decode(picture(index))
+
+    def transform(image: np.ndarray) -> np.ndarray:
+        if np.array_equal(image, broken):
+            raise ValueError("not this one")
+        return image[:SIZE, :SIZE]
+
+    monkeypatch.setattr("raypipe.commands.preview.build_transform", lambda name, size: transform)
+    decoded, transformed, augmented, _ = made(memory()).tiles([index], [0])[0]
+    assert decoded.image is not None and augmented.image is not None
+    assert transformed.image is None and "not this one" in transformed.reason
+
+
+def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:
+    shown = made(memory(35))
+    index = next(i for i in range(35) if shown.place(1, i)[0] is None)
+    tile = shown.tiles([index], [1])[0][1]
+    assert (tile.image, tile.reason) == (None, "not in this epoch: its last 3 samples make no whole step")
+
+
+# The picture
+
+
+def colours(image: Image.Image) -> list[tuple[int, int, int]]:
+    """The most frequent colours but white, most frequent first."""
+    found = sorted(image.getcolors(1 << 24) or (), reverse=True)
+    return [colour for _, colour in found if colour != (255, 255, 255)]  # type: ignore[misc]
+
+
+def test_nothing_that_is_written_is_wider_than_its_place() -> None:
+    font = ImageFont.load_default(12)
+    for text in ("", "short", "many words of ordinary length " * 9, "W" * 200, "a " + "W" * 200 + " b"):
+        lines = wrap(text, font, 100, 3)
+        assert len(lines) <= 3
+        assert all(font.getlength(line) <= 100 for line in lines)
+    assert wrap("short", font, 100, 3) == ["short"]
+    assert wrap("W" * 200, font, 100, 1)[0].endswith("…")
+
+
+def test_a_tile_is_enlarged_by_whole_pixels() -> None:
+    pixels = np.zeros((2, 2, 3), np.uint8)
+    pixels[0, 0], pixels[1, 1] = (255, 0, 0), (0, 0, 255)
+    found = draw([[Tile(pixels)]], title="", note="", headers=[])
+    counts = {colour: count for count, colour in found.getcolors(1 << 24) or ()}
+    assert counts[(255, 0, 0)] == counts[(0, 0, 255)] == 80 * 80
+
+
+def run(store: MemoryStore, output: Path, **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "plan": PlanConfig(epochs=2, micro_batch=B),
+        "transform": TRANSFORM,
+        "augment": FLIP,
+        "epochs": 2,
+        "samples": 2,
+    }
+    return preview(store, str(output), **{**settings, **changes})
+
+
+def test_the_same_settings_make_the_same_file(tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}.png" for i in range(3)]
+    augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0)
+    run(memory(), files[0], augment=augment)
+    torch.manual_seed(99)
+    np.random.seed(99)
+    run(memory(), files[1], augment=augment)
+    run(memory(), files[2], augment=augment, plan=PlanConfig(epochs=2, micro_batch=B, seed=1))
+    assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
+    assert Image.open(io.BytesIO(files[0].read_bytes())).format == "PNG"
+
+
+def test_a_small_store_makes_small_micro_batches(tmp_path: Path) -> None:
+    plan = PlanConfig(epochs=1, micro_batch=64)
+    assert run(memory(3), tmp_path / "a.png", plan=plan, epochs=1, samples=9)["samples"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indices": [3, 30]}, r"30 is outside \[0, 30\)"),
+        ({"indices": [-1]}, r"-1 is outside \[0, 30\)"),
+        ({"samples": 0}, "--samples must be at least 1, got 0"),
+        ({"epochs": 3}, r"--epochs must be in \[1, 2\]"),
+        ({"indices": [0] * 500}, "more than 1000 tiles"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(memory(), tmp_path / "a.png", **changes)
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "missing/a.png", "folder.png", "n" * 300 + ".png"])
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ConfigError, match="--output"):
+        run(memory(), tmp_path / name)
+
+
+def test_an_empty_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no samples"):
+        run(MemoryStore([], []), tmp_path / "a.png")
+
+
+# Masks and boxes
+
+
+def scenes(bad: int = -1) -> MemoryStore:
+    """A red square on black in each image, class 1 in its mask, with its box."""
+    images, masks, boxes = [], [], []
+    for number in range(16):
+        mask = np.zeros((40, 48), np.uint8)
+        left, top = 2 * number, number
+        mask[top : top + 16, left : left + 16] = 1
+        pixels = np.zeros((40, 48, 3), np.uint8)
+        pixels[mask == 1, 2] = 200
+        images.append(cv2.imencode(".png", pixels)[1].tobytes())
+        masks.append(b"bad" if number == bad else cv2.imencode(".png", mask)[1].tobytes())
+        boxes.append([[left, top, left + 16, top + 16, 3]])
+    return MemoryStore(images, None, columns={"seg": masks, "objects": boxes})
+
+
+def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
+    settings = TransformConfig(train="resize", size=24, mask_column="seg", boxes_column="objects", max_boxes=2)
+    shown = made(scenes(bad=5), AugmentConfig(), settings)
+    for index in (3, 5):
+        decoded, *others = shown.tiles([index], [0])[0]
+        assert (decoded.image is None) == (index == 5)
+        assert decoded.mask is not None or "the mask is no PNG" in decoded.reason
+        for tile in others:
+            assert tile.image is not None and tile.mask is not None and tile.boxes is not None
+            assert ((tile.image[:, :, 0] > 100) == (tile.mask == 1)).mean() > 0.95
+            assert tile.boxes[:, 4].tolist() == [3, -1]
+    with pytest.raises(ConfigError, match="RandomHorizontalFlip moves or erases"):
+        made(scenes(), FLIP, settings)
+
+
+def test_a_mask_tints_and_a_box_frames_its_place() -> None:
+    pixels, mask = np.full((80, 80, 3), 50, np.uint8), np.zeros((80, 80), np.uint8)
+    mask[:40, :40], mask[:40, 40:] = 1, 255
+    boxes = np.array([[40, 40, 80, 80, 2], [0, 0, 0, 0, -1]], np.float32)
+    found = np.asarray(draw([[Tile(pixels, mask=mask, boxes=boxes)]], title="", note="", headers=[]))
+    rows, cols = np.nonzero((found == 50).all(2))
+    top, left = rows.max() - 159, cols.min()  # of the tile of 160 pixels, whose lower left is as it was
+    assert (found[top + 100, left + 40] == 50).all() and (found[top + 120, left + 120] == 50).all()
+    tinted, ignored, frame = (found[top + y, left + x].astype(int) for y, x in ((40, 40), (40, 120), (81, 120)))
+    assert tinted.max() - tinted.min() > 80 and (ignored < 40).all() and frame.max() == 255
+
+
+# The command
+
+
+def test_the_command(stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i, option in enumerate(["-o", "--output"]):
+        args = [str(stores["train"]), "--epochs=1", "--of-epochs=5", "--indices=7,3,7", "--micro-batch=8"]
+        main(["preview", *args, "--size=24", "--augment.cutmix-alpha", "1", option, str(tmp_path / f"{i}.png")])
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found == {"output": str(tmp_path / f"{i}.png"), "samples": 3, "epochs": 1}
+    assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
+
+
+def test_the_command_takes_steps_and_files_of_them(stores: dict[str, Path], tmp_path: Path) -> None:
+    steps = "[{RandomResizedCrop: {size: [24, 24]}}, {HorizontalFlip: {p: 0.5}}]"
+    (tmp_path / "mine.yaml").write_text(steps)
+    pictures = []
+    for name in ("light", steps, f"{tmp_path}/mine.yaml"):
+        args = ["--epochs=1", "--samples=2", "--size=24", f"--transform={name}", f"--output={tmp_path / 'a.png'}"]
+        main(["preview", str(stores["train"]), *args])
+        # Below the note, which names the transform.
+        pictures.append(np.asarray(Image.open(tmp_path / "a.png"))[120:])
+    assert all(np.array_equal(pictures[0], other) for other in pictures[1:])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--indices=3,x", "--indices=3,100", "--augment.mixup_alpha=-1", "-o=a/b/c.png"),
+        *("--transform=lihgt", "--transform=[{Blurr: {}}]"),
+    ],
+)
+def test_an_error_of_the_command_is_one_line(
+    stores: dict[str, Path], option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["preview", str(stores["train"]), f"--output={tmp_path / 'a.png'}", option])
+    assert caught.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: ") and error.count("\n") == 1
+
+
+def test_what_sets_nothing_shows_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    def drawn(rows: list[list[Tile]], **texts: Any) -> Image.Image:
+        notes.append(texts["note"])
+        return draw(rows, **texts)
+
+    monkeypatch.setattr("raypipe.commands.preview.draw", drawn)
+    run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)
+    run(memory(), tmp_path / "a.png", epochs=1)
+    assert "standard, MixUp 0.8, CutMix 1." in notes[0] and "an example" in notes[0]
+    assert "light." in notes[1] and "example" not in notes[1]

@@ -1,0 +1,168 @@
+"""Bad samples are found, and named one by one, whatever the damage is; no Ray."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raypipe.commands.sample_check import CheckedSample, check_range, check_samples, spread
+from raypipe.errors import StoreError
+from raypipe.stores import open_store
+from raypipe.stores.base import Store
+from raypipe.stores.memory import MemoryStore
+
+from conftest import CLASSES, picture  # isort: skip
+
+NUM = 100
+IMAGES = [picture(i) for i in range(NUM)]
+BAD = {0: b"", 17: IMAGES[17][:-200], 40: None, 41: b"no image", 99: b"\xff\xd8\xff"}
+
+
+def damaged(store: Store) -> dict[int, str]:
+    return {s.index: s.error for s in check_samples(store, np.arange(len(store))) if s.error}
+
+
+def test_a_sample_is_described_by_its_bytes_and_pixels() -> None:
+    store = MemoryStore([picture(0, 30, 50), b"no image", None], [0, 0, 0])
+    assert list(check_samples(store, np.arange(3))) == [
+        CheckedSample(0, len(picture(0, 30, 50)), "JPEG", 30, 50, ""),
+        CheckedSample(1, 8, None, 0, 0, "not an image: starts with 6e 6f 20"),
+        CheckedSample(2, 0, None, 0, 0, "no value"),
+    ]
+    assert list(check_samples(store, np.arange(0))) == []
+
+
+def test_what_cannot_be_decoded_is_bad_and_nothing_else() -> None:
+    store = MemoryStore([BAD.get(i, image) for i, image in enumerate(IMAGES)], [0] * NUM)
+    found = damaged(store)
+    assert found.keys() == BAD.keys()
+    assert "truncated JPEG" in found[17]
+
+
+@pytest.mark.parametrize("error", [StoreError, OSError, ValueError])
+def test_a_sample_that_breaks_the_read_of_many_is_found_alone(error: type[Exception]) -> None:
+    class Broken(MemoryStore):
+        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+            if np.isin([5, 50, 51], indices).any():
+                raise error("the disk says no")
+            return super().read(indices, columns)
+
+    found = damaged(Broken(IMAGES, [0] * NUM))
+    expected = "the disk says no" if error is StoreError else f"{error.__name__}: the disk says no"
+    assert found == dict.fromkeys([5, 50, 51], expected)
+
+
+def test_lack_of_memory_is_not_the_samples_fault() -> None:
+    class Poor(MemoryStore):
+        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        damaged(Poor(IMAGES, [0] * NUM))
+
+
+def parquet(file: Path, labels: list[int | None], group_size: int) -> None:
+    schema = pa.schema([("image", pa.binary()), ("label", pa.int64())])
+    table = pa.table({"image": IMAGES, "label": labels}, schema=schema)
+    pq.write_table(table, file, row_group_size=group_size, compression="none", use_dictionary=False)
+
+
+@pytest.mark.parametrize("group_size", [1, 7, 30])
+@pytest.mark.parametrize("column", [0, 1])
+def test_a_row_group_that_cannot_be_read_is_all_of_its_samples(
+    tmp_path: Path, group_size: int, column: int
+) -> None:
+    file = tmp_path / "train.parquet"
+    parquet(file, [0] * NUM, group_size)
+    group = 2
+    chunk = pq.read_metadata(file).row_group(group).column(column)
+    content = bytearray(file.read_bytes())
+    content[chunk.data_page_offset : chunk.data_page_offset + 8] = b"\xff" * 8  # the header of a page
+    file.write_bytes(content)
+    found = damaged(open_store(file))
+    assert list(found) == list(range(group * group_size, (group + 1) * group_size))
+    assert all(f"{file}, row group 2, cannot be read" in error for error in found.values())
+
+
+def test_a_damaged_group_is_not_read_for_each_of_its_samples() -> None:
+    reads = []
+
+    class Grouped(MemoryStore):
+        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+            if "image" in columns and (indices >= 64).any() and (indices < 96).any():
+                reads.append(indices)
+                raise StoreError("damaged")
+            return super().read(indices, columns)
+
+    assert list(damaged(Grouped(IMAGES, [0] * NUM, group_size=32))) == [*range(64, 96)]
+    assert len(reads) <= 2 * 32 / 16 + 2
+
+
+def test_a_missing_label_is_the_fault_of_its_sample(tmp_path: Path) -> None:
+    labels: list[int | None] = [None if i in (3, 33, 34) else 0 for i in range(NUM)]
+    parquet(tmp_path / "train.parquet", labels, 30)
+    found = damaged(open_store(tmp_path / "train.parquet"))
+    assert list(found) == [3, 33, 34] and "a label is null" in found[3]
+
+
+def test_a_store_without_labels_is_read_without_them() -> None:
+    assert damaged(MemoryStore(IMAGES, None)) == {}
+
+
+# The task
+
+
+def test_a_range_says_how_far_it_is_and_what_is_bad(tmp_path: Path) -> None:
+    wanted = tmp_path / "wanted"
+    wanted.touch()
+    images = [BAD.get(i % 100, IMAGES[i % 100]) for i in range(700)]
+    store = MemoryStore(images, [0] * 700, CLASSES)
+    parts = list(check_range(wanted, store, 700, 10, 700))
+    assert [num for num, _, _ in parts] == [256, 256, 178]
+    assert sum(num_bytes for _, num_bytes, _ in parts) == sum(len(image or b"") for image in images[10:])
+    bad = [entry for *_, found in parts for entry in found]
+    assert [entry["index"] for entry in bad] == [i for i in range(10, 700) if i % 100 in BAD]
+    assert all(entry["error"] for entry in bad)
+    wanted.unlink()
+    with pytest.raises(InterruptedError):
+        next(check_range(wanted, store, 700, 10, 700))
+
+
+def test_a_range_of_another_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"memory:\w+ has 100 samples for this process, 99 for the one"):
+        next(check_range(tmp_path, MemoryStore(IMAGES, [0] * NUM), 99, 0, 10))
+
+
+@pytest.mark.parametrize("num", [1, 63, 64, 65, 10_000])
+def test_samples_that_tell_of_a_store_are_spread_and_of_few_groups(num: int) -> None:
+    alone = spread(MemoryStore([b""] * num, None), 64)
+    assert len(alone) == min(num, 64) and alone[0] == 0 and alone[-1] == num - 1
+    store = MemoryStore([b""] * num, None, group_size=100)
+    groups, grouped = store.groups, spread(store, 64)
+    assert groups is not None
+    assert grouped.min() >= 0 and grouped.max() < num and len(grouped) == len(np.unique(grouped)) <= 64
+    assert len(np.unique(np.searchsorted(groups, grouped, side="right"))) <= 8
+
+
+def test_masks_and_boxes_are_checked_where_they_are_asked_for() -> None:
+    mask = cv2.imencode(".png", np.zeros((40, 48), np.uint8))[1].tobytes()
+    masks = [mask, mask, None, mask[:-30], picture(0), mask]
+    boxes = [[0, 0, 9, 9, 0], [], [], [], [], [0, 0, 90, 9, 0]]
+    store = MemoryStore(IMAGES[:6], None, columns={"seg": masks, "objects": [json.dumps(each) for each in boxes]})
+
+    def bad(**targets: str) -> dict[int, str]:
+        return {s.index: s.error for s in check_samples(store, np.arange(6), targets) if s.error}
+
+    assert bad() == {}
+    found = bad(mask="seg")
+    assert found.keys() == {2, 3, 4}
+    assert found[2] == "the mask has no value" and "damaged PNG" in found[3] and "no PNG" in found[4]
+    assert "reaches out of the image of 48x40 pixels" in bad(boxes="objects")[5]
+    assert bad(mask="seg", boxes="objects").keys() == {2, 3, 4, 5}

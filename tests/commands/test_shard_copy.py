@@ -1,0 +1,150 @@
+"""The copy of one shard: columns, digests, and that it stops when it is told to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe.commands.shard_copy import Digest, Reencode, column_types, digest_of, write_shard
+from raypipe.errors import ConfigError, StoreError
+from raypipe.stores import open_store, open_writer
+from raypipe.stores.memory import MemoryStore
+
+TYPES = {"image": "binary", "label": "int64", "name": "string", "score": "float64", "mask": "binary"}
+SAMPLES: list[dict[str, Any]] = [
+    {"image": b"abc", "label": 1, "name": "x", "score": 0.5, "mask": b"12"},
+    {"image": b"de", "label": 2, "name": "y", "score": -1.0, "mask": None},
+]
+
+
+def digest(samples: list[dict[str, Any]]) -> str:
+    found = Digest(TYPES)
+    for sample in samples:
+        found.add(sample)
+    return found.hex()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"image": b"abd"},
+        {"image": b"ab"},
+        {"image": b""},
+        {"image": None},
+        {"label": 2},
+        {"label": -1},
+        {"name": "X"},
+        {"name": None},
+        {"name": "None"},
+        {"score": 0.5 + 2**-53},
+        {"score": -0.5},
+        {"mask": b"1"},
+        {"mask": None},
+        {"mask": b""},
+        {"mask": b"None"},
+        {"image": b"abc1", "label": 1},
+        {"image": b"ab", "name": "cx"},
+        {"name": "x1", "mask": b"2"},
+    ],
+)
+def test_any_change_of_one_sample_changes_the_digest(change: dict[str, Any]) -> None:
+    assert digest([SAMPLES[0] | change, SAMPLES[1]]) != digest(SAMPLES)
+
+
+def test_order_and_number_of_samples_change_the_digest() -> None:
+    found = [digest(s) for s in (SAMPLES, SAMPLES[::-1], SAMPLES[:1], SAMPLES[1:], SAMPLES * 2, [])]
+    assert len(set(found)) == len(found)
+
+
+def test_numbers_of_another_width_have_the_same_digest() -> None:
+    narrow = SAMPLES[0] | {"label": np.int32(1), "score": np.float32(0.5)}
+    assert digest([narrow]) == digest([SAMPLES[0] | {"label": np.int64(1), "score": np.float64(0.5)}])
+    assert digest([narrow]) == digest([SAMPLES[0]])
+
+
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+def test_the_digest_of_a_file_is_that_of_its_samples(suffix: str, tmp_path: Path) -> None:
+    many = [SAMPLES[i % 2] | {"label": i} for i in range(150)]
+    with open_writer(tmp_path / f"a{suffix}", TYPES) as writer:
+        for sample in many:
+            writer.append(sample)
+    assert digest_of(tmp_path, tmp_path / f"a{suffix}", TYPES) == digest(many)
+    with open_writer(tmp_path / f"b{suffix}", TYPES) as writer:
+        for sample in many[:-1]:
+            writer.append(sample)
+    assert digest_of(tmp_path, tmp_path / f"b{suffix}", TYPES) != digest(many)
+
+
+def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
+    columns = {"name": [None, "b"], "good": [True, False], "score": [0.5, 1.0], "mask": [b"", None]}
+    found = column_types(MemoryStore([b"a", b"b"], [0, 1], columns=columns))
+    assert found == {
+        "image": "binary",
+        "label": "int64",
+        "name": "string",
+        "good": "int64",
+        "score": "float64",
+        "mask": "binary",
+    }
+
+
+@pytest.mark.parametrize(("values", "kind"), [([[b"1"], [b"2"]], "list"), ([None, None], "NoneType")])
+def test_a_column_that_cannot_be_copied_is_named(values: list[Any], kind: str) -> None:
+    with pytest.raises(StoreError, match=f"column 'boxes' holds {kind}"):
+        column_types(MemoryStore([b"a", b"b"], [0, 1], columns={"boxes": values}))
+
+
+def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
+    boxes = [[[0.1, 2, 3.5, 4, 1]], [], np.array([[1, 2, 3, 4, 5]], np.float32)]
+    store, file = MemoryStore([b"x"] * 3, [0] * 3, columns={"boxes": boxes}), tmp_path / "copy.lmdb"
+    types = column_types(store)
+    assert types["boxes"] == "string"
+    *_, last = write_shard(tmp_path, store, file, 0, 3, types, None, "raise")
+    assert last["digest"] == digest_of(tmp_path, file, types)
+    copied = open_store(file).read(np.arange(3), ("boxes",))["boxes"]
+    assert [json.loads(text) for text in copied] == [np.asarray(each).tolist() for each in boxes]
+
+
+def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
+    store = MemoryStore([b"x"], [0], columns={"boxes": [[1, 2, 3, 4, 5]]})
+    assert column_types(store, Reencode(0))["boxes"] == "string"
+    with pytest.raises(ConfigError, match=r"column 'boxes' holds lists.*--short-side"):
+        column_types(store, Reencode(256))
+
+
+def test_a_source_without_images(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "x.lmdb", {"label": "int64"}) as writer:
+        writer.append({"label": 1})
+    with pytest.raises(StoreError, match="has no column 'image'; its columns are: label"):
+        column_types(open_store(tmp_path / "x.lmdb"))
+
+
+@pytest.mark.parametrize("values", [(-1, 90), (0, 0), (0, 101)])
+def test_reencode_rejects_what_cannot_be(values: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=f"got {values[0]} and {values[1]}"):
+        Reencode(*values)
+
+
+def test_a_copy_that_is_no_longer_wanted_ends_at_the_next_chunk(tmp_path: Path) -> None:
+    wanted, file = tmp_path / "wanted", tmp_path / "copy.lmdb"
+    wanted.touch()
+    store = MemoryStore([b"x"] * 200, [0] * 200)
+    copy = write_shard(wanted, store, file, 0, 200, {"image": "binary", "label": "int64"}, None, "raise")
+    assert next(copy)["samples"] == 64
+    wanted.unlink()
+    with pytest.raises(InterruptedError, match="given up"):
+        next(copy)
+    assert not file.exists()
+
+
+def test_work_that_is_not_wanted_never_starts(tmp_path: Path) -> None:
+    nothing, file = tmp_path / "wanted", tmp_path / "copy.lmdb"
+    with pytest.raises(InterruptedError):
+        next(write_shard(nothing, MemoryStore([b"x"], [0]), file, 0, 1, {"image": "binary"}, None, "raise"))
+    with pytest.raises(InterruptedError):
+        digest_of(nothing, file, {"image": "binary"})
+    assert not file.exists()

@@ -1,0 +1,68 @@
+"""Tasks of commands; what an error does to them is tested with ingest, which undoes the most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.commands import tasks
+from raypipe.commands.tasks import Cpus, check_wanted, follow, stopped_on_error
+from raypipe.errors import ConfigError, ResourceError
+
+
+def test_a_task_gives_up_when_the_file_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "wanted").touch()
+    check_wanted(tmp_path / "wanted")
+    (tmp_path / "wanted").unlink()
+    with pytest.raises(InterruptedError):
+        check_wanted(tmp_path / "wanted")
+
+
+def counting() -> Any:
+    """A task, made here since the cluster cannot import this module."""
+
+    def count(wanted: Path, numbers: list[int]) -> Iterator[int]:
+        for number in numbers:
+            check_wanted(wanted)
+            if number < 0:
+                raise ConfigError("a number is negative")
+            yield number
+
+    return count
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+class TestTasks:
+    @pytest.mark.parametrize("here", [True, False])
+    def test_tasks_run_here_or_anywhere(self, here: bool) -> None:
+        import ray
+
+        cpus = Cpus("the count", here)
+        assert cpus.number() == 4
+        cpus.wait_for_one()
+        with stopped_on_error() as (started, wanted):
+            run = ray.remote(num_returns="streaming", **cpus.task_options())(counting())
+            started += [run.remote(wanted, [1, 2]), run.remote(wanted, []), run.remote(wanted, [3])]
+            found = list(follow(started, "count", 6, lambda number: number, progress=False))
+        assert sorted(found) == [1, 2, 3]
+        assert not wanted.exists()
+
+    def test_an_error_of_a_task_is_the_error(self) -> None:
+        import ray
+
+        with pytest.raises(ConfigError, match="negative"), stopped_on_error() as (started, wanted):
+            started += [ray.remote(num_returns="streaming")(counting()).remote(wanted, [1, -1, 2])]
+            list(follow(started, "count", 6, lambda number: number, progress=False))
+        assert not wanted.exists()
+
+    @pytest.mark.parametrize(("here", "where"), [(True, "this node"), (False, "the cluster")])
+    def test_a_busy_cluster_is_an_error_not_a_wait(
+        self, here: bool, where: str, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tasks, "_SETTLE_S", 0.5)
+        with pytest.raises(ResourceError, match=f"the count needs 1 CPU, other jobs hold all 4 of {where}"):
+            Cpus("the count", here).wait_for_one()

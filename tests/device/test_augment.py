@@ -1,0 +1,223 @@
+"""The device side: normalisation, and augmentation that is a function of the micro-batch alone."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretend import CPU, HostWaitsError, pretend, pretended_device
+
+from raypipe.config import AugmentConfig, StrengthConfig
+from raypipe.device.augment import DeviceAugment, Normalize
+from raypipe.errors import ConfigError
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+PRESETS = ("light", "standard", "strong", "randaugment", "trivialaugment")
+ALL = np.ones(8, bool)
+
+
+def images(rows: int = 8, height: int = 16, width: int = 12, seed: int = 0) -> torch.Tensor:
+    """uint8 (rows, 3, height, width), channels_last as they come from the stream."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (rows, height, width, 3), np.uint8)
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2)
+
+
+def run(config: AugmentConfig, image: torch.Tensor, seed: int = 3, strength: float = 1.0) -> Any:
+    augment = DeviceAugment(config, CPU)
+    return augment(image, torch.arange(len(image)), np.ones(len(image), bool), seed=seed, strength=strength)
+
+
+def test_pixels_are_scaled_and_standardised_per_channel() -> None:
+    image = images()
+    mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (MEAN, STD))
+    out = Normalize(AugmentConfig(MEAN, STD), CPU)(image)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, (image / 255 - mean) / std)
+    torch.testing.assert_close(Normalize(AugmentConfig(MEAN, STD), CPU)(image / 255), out)
+
+
+def test_images_come_out_channels_last_and_of_the_type_that_was_asked_for() -> None:
+    for image in (images(), images().contiguous(), images() / 255):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            out = Normalize(AugmentConfig(MEAN, STD), CPU, dtype)(image)
+            assert out.dtype == dtype and out.is_contiguous(memory_format=torch.channels_last)
+            exact = Normalize(AugmentConfig(MEAN, STD), CPU)(image)
+            # One rounding, from float32.
+            assert torch.equal(out, exact.to(dtype))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_micro_batch_depends_on_its_seed_alone(preset: Any) -> None:
+    config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
+    first, second = images(seed=1), images(seed=2)
+    augment = DeviceAugment(config, CPU)
+    target = torch.arange(8)
+    alone, mixed = augment(first, target, ALL, seed=11)
+    # After others, with torch's generator elsewhere, and by another object.
+    torch.manual_seed(5)
+    augment(second, target, ALL, seed=12, strength=0.3)
+    state = torch.get_rng_state()
+    later, later_mixed = augment(first, target, ALL, seed=11)
+    assert torch.equal(torch.get_rng_state(), state), "the user's generator has moved"
+    other, _ = DeviceAugment(config, CPU)(first, target, ALL, seed=11)
+    assert torch.equal(alone, later) and torch.equal(alone, other)
+    assert mixed is not None and later_mixed is not None and mixed.lam == later_mixed.lam
+    assert not torch.equal(alone, augment(first, target, ALL, seed=13)[0])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_strength_zero_leaves_images_as_they_are(preset: Any) -> None:
+    image = images()
+    config = AugmentConfig(preset=preset, mixup_alpha=0.4)
+    out, mixed = run(config, image, strength=0.0)
+    assert mixed is None
+    torch.testing.assert_close(out, Normalize(config, CPU)(image))
+
+
+def test_strength_scales_the_share_of_rows_that_an_operation_changes() -> None:
+    image = images(512, 4, 4)
+    config = AugmentConfig(ops=[{"op": "RandomInvert", "p": 0.8}])
+    plain = Normalize(config, CPU)(image)
+    for strength in (1.0, 0.5, 0.25):
+        out, _ = run(config, image, strength=strength)
+        changed = (out - plain).abs().amax((1, 2, 3)) > 1e-3
+        assert float(changed.float().mean()) == pytest.approx(0.8 * strength, abs=0.06)
+
+
+def test_the_input_is_not_written_to() -> None:
+    image = images()
+    before = image.clone()
+    run(AugmentConfig(preset="strong", cutmix_alpha=1.0), image)
+    assert torch.equal(image, before)
+
+
+@pytest.mark.parametrize("preset", ["none", *PRESETS])
+@pytest.mark.parametrize("mixing", [{}, {"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}])
+def test_the_host_never_waits_for_the_device(preset: Any, mixing: dict[str, float]) -> None:
+    config = AugmentConfig(preset=preset, **mixing)
+    image, target = images(), torch.arange(8)
+    augment, there = DeviceAugment(config, CPU), DeviceAugment(config, CPU)
+    normalize: Any = there.normalize
+    for name in ("_scale", "_shift", "_uint8_scale"):
+        setattr(normalize, name, pretend(getattr(normalize, name)))
+    for seed in range(12):
+        expected, mixed = augment(image, target, ALL, seed=seed, strength=0.7)
+        with pretended_device():
+            found, found_mixed = there(pretend(image), pretend(target), ALL, seed=seed, strength=0.7)
+        # To rounding: on the pretended device some operations are taken apart into others.
+        assert torch.allclose(found.held, expected, rtol=0, atol=1e-4)  # type: ignore[attr-defined]
+        assert (mixed is None) == (found_mixed is None)
+
+
+def test_the_pretended_device_tells_when_the_host_waits() -> None:
+    with pretended_device():
+        there = pretend(torch.tensor([1.0, 2.0]))
+        with pytest.raises(HostWaitsError, match="reads a value"):
+            bool((there > 0).any())
+        with pytest.raises(HostWaitsError, match="blocking copy"):
+            there.to("cpu")
+        with pytest.raises(HostWaitsError, match="blocking copy"):
+            torch.ones(2).to(there.device)
+        with pytest.raises(HostWaitsError, match="boolean index"):
+            there[there > 1]
+        with pytest.raises(RuntimeError, match="on the host"):
+            there + torch.ones(2)
+        torch.ones(2).to(there.device, non_blocking=True)
+
+
+# The user's own
+
+
+class Darken(torch.nn.Module):
+    def forward(self, image: torch.Tensor, strength: float) -> torch.Tensor:
+        return image * (1 - 0.5 * strength * torch.rand(1))
+
+
+def cut(image: torch.Tensor) -> torch.Tensor:
+    return image[:4]
+
+
+def test_a_users_module_is_seeded_and_given_the_strength() -> None:
+    image = images()
+    config = AugmentConfig(MEAN, STD, module=f"{__name__}:Darken")
+    out, _ = run(config, image, seed=3, strength=0.5)
+    assert torch.equal(out, run(config, image, seed=3, strength=0.5)[0])
+    torch.manual_seed(3)
+    expected = Normalize(config, CPU)(image / 255 * (1 - 0.25 * torch.rand(1)))
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_users_module_that_returns_something_else() -> None:
+    with pytest.raises(ConfigError, match=r"augment.module=.*cut returned \(4, 3, 16, 12\)"):
+        run(AugmentConfig(module=f"{__name__}:cut"), images())
+
+
+def test_a_users_module_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"augment.module 'no.such:thing' cannot be imported"):
+        DeviceAugment(AugmentConfig(module="no.such:thing"), CPU)
+
+
+# Masks and boxes
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AugmentConfig(mixup_alpha=0.2), "augment.mixup_alpha mixes images"),
+        (AugmentConfig(cutmix_alpha=0.2), "augment.cutmix_alpha mixes images"),
+        (AugmentConfig(preset="light"), "RandomHorizontalFlip moves or erases pixels"),
+        (AugmentConfig(ops=[{"op": "RandomAffine", "degrees": 5.0}]), "RandomAffine moves or erases"),
+        (AugmentConfig(ops=[{"op": "RandomErasing"}]), "RandomErasing moves or erases"),
+        (AugmentConfig(preset="trivialaugment", ops=[]), "RandomHorizontalFlip moves or erases"),
+        (AugmentConfig(ops=[{"op": "TrivialAugment"}]), "TrivialAugment moves or erases"),
+    ],
+)
+def test_what_would_leave_masks_and_boxes_behind_is_named(config: AugmentConfig, message: str) -> None:
+    DeviceAugment(config, CPU)
+    with pytest.raises(ConfigError, match=message):
+        DeviceAugment(config, CPU, targets=True)
+
+
+def test_colour_and_normalisation_go_with_masks_and_boxes() -> None:
+    ops = [{"op": name} for name in ("RandomGrayscale", "RandomPlanckianJitter", "RandomGaussianNoise")]
+    DeviceAugment(AugmentConfig(ops=ops), CPU, targets=True)
+
+
+# The schedule
+
+
+def test_the_strength_rises_holds_and_falls() -> None:
+    schedule = StrengthConfig(start=0.2, ramp_up=0.25, ramp_down=0.5, end=0.1)
+    values = [schedule.at(progress) for progress in (0, 0.125, 0.25, 0.4, 0.5, 0.75, 1.0)]
+    assert values == pytest.approx([0.2, 0.6, 1, 1, 1, 0.55, 0.1])
+
+
+def test_the_strength_is_whole_by_default() -> None:
+    assert [StrengthConfig().at(progress) for progress in (0, 0.5, 0.999)] == [1, 1, 1]
+
+
+def test_ramps_that_overlap_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ramp_up \\+ ramp_down must be at most 1"):
+        StrengthConfig(ramp_up=0.6, ramp_down=0.6)
+
+
+def test_the_device_that_is_current_is_seeded_where_it_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator().manual_seed(0) for _ in range(4)]  # of four devices
+    forked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.append(devices) or nullcontext())
+    monkeypatch.setattr(
+        "raypipe.device.augment.Normalize", lambda *_: lambda image: image
+    )  # what is on the device
+    before = torch.get_rng_state()
+    try:
+        augment = DeviceAugment(AugmentConfig(module="torch.nn:Identity"), torch.device("cuda"))
+        augment(torch.zeros(2, 3, 4, 4), torch.zeros(2), np.ones(2, bool), seed=7)
+    finally:
+        torch.set_rng_state(before)
+    assert [generator.initial_seed() for generator in generators] == [0, 0, 7, 0]
+    assert forked == [[torch.device("cuda", 2)]]

@@ -1,0 +1,268 @@
+"""Decode, cut, resize and flip on a CPU device, where torchvision's libjpeg stands in for nvJPEG."""
+
+import io
+from collections.abc import Callable
+
+import bombs
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import picture
+from PIL import Image
+
+from raypipe.device import device_decode
+from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder, nvjpeg_pixels
+from raypipe.errors import ConfigError
+from raypipe.transform.decode import decode
+from raypipe.transform.encoded import EncodedTransform, pack
+
+SIZE = 32
+
+
+def smooth(height: int = 96, width: int = 128, seed: int = 0) -> np.ndarray:
+    return cv2.resize(np.random.default_rng(seed).integers(0, 256, (5, 6, 3), np.uint8), (width, height))
+
+
+def saved(format: str, mode: str = "RGB", pixels: np.ndarray | None = None, **options: object) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(smooth() if pixels is None else pixels).convert(mode).save(file, format, **options)
+    return file.getvalue()
+
+
+def broken_within(data: bytes | None = None) -> bytes:
+    """A header as it should be, an end marker, and a Huffman table that is none."""
+    data = data or picture(3)
+    at = data.index(b"\xff\xc4") + 5
+    return data[:at] + b"\xff" * 16 + data[at + 16 :]
+
+
+def run(
+    images: list[bytes | None], preset: str = "light", device: str = "cpu", exif: bool = False
+) -> tuple[DecodedMicroBatch, dict]:
+    keys = np.random.default_rng(0).integers(0, 2**64, (len(images), 2), np.uint64)
+    batch, errors = EncodedTransform(preset, SIZE, exif).run(images, keys)
+    assert not errors
+    for array in batch.values():
+        array.flags.writeable = False  # as they come out of the object store
+    return DeviceDecoder(SIZE, device, exif).decode(**batch), batch
+
+
+def expected(data: bytes, box: np.ndarray, flip: bool) -> np.ndarray:
+    """The same by Pillow: decode, cut, resize with antialiasing, flip; (3, S, S)."""
+    top, left, height, width = box.tolist()
+    cut = Image.fromarray(decode(data)).crop((left, top, left + width, top + height))
+    pixels = np.asarray(cut.resize((SIZE, SIZE), Image.Resampling.BILINEAR))
+    return (pixels[:, ::-1] if flip else pixels).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("preset", ["light", "center", "resize"])
+def test_the_result_is_that_of_pillow(preset: str) -> None:
+    images = [picture(i, 90 + i, 120 - 3 * i) for i in range(8)]
+    decoded, batch = run(images, preset)
+    assert decoded.image.shape == (8, 3, SIZE, SIZE) and decoded.image.dtype == torch.uint8
+    assert decoded.image.is_contiguous(memory_format=torch.channels_last)
+    assert (decoded.num_fallback, decoded.failed.any(), decoded.errors) == (0, False, {})
+    assert batch["flip"].any() == (preset == "light")
+    for row, data in enumerate(images):
+        difference = decoded.image[row].numpy().astype(int) - expected(
+            data, batch["crop"][row], batch["flip"][row]
+        )
+        # Pillow resizes in fixed point and rounds between its two passes; 1 level for each
+        assert abs(difference).max() <= 2 and abs(difference).mean() < 0.5
+
+
+FALLBACKS: dict[str, Callable[[], bytes]] = {
+    "PNG": lambda: saved("PNG"),
+    "WebP": lambda: saved("WebP"),
+    "CMYK": lambda: saved("JPEG", "CMYK"),
+    "RGB in JPEG": lambda: saved("JPEG", keep_rgb=True),  # Adobe's marker, transform 0
+    "bytes behind the end": lambda: picture(0, 90, 120) + b"\0",
+    "4:4:1": lambda: bombs.rare_jpeg(),
+}
+
+
+@pytest.mark.parametrize("kind", FALLBACKS)
+def test_what_nvjpeg_does_not_take_is_decoded_on_the_host(kind: str) -> None:
+    data = FALLBACKS[kind]()
+    decoded, batch = run([picture(0, 60, 80), data])
+    assert decoded.num_fallback == 1 and not decoded.failed.any()
+    difference = decoded.image[1].numpy().astype(int) - expected(data, batch["crop"][1], batch["flip"][1])
+    assert abs(difference).max() <= 2
+    assert decoded.image.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"), [("L", {}), ("RGB", {"progressive": True}), ("RGB", {"subsampling": 0})]
+)
+def test_grey_and_progressive_jpegs_are_decoded_on_the_device(mode: str, options: dict) -> None:
+    data = saved("JPEG", mode, **options)
+    decoded, batch = run([data], "resize")
+    assert decoded.num_fallback == 0
+    difference = decoded.image[0].numpy().astype(int) - expected(data, batch["crop"][0], False)
+    assert abs(difference).max() <= 2
+    if mode == "L":
+        assert (decoded.image[0, 0] == decoded.image[0, 2]).all() and decoded.image.float().std() > 5
+
+
+def test_a_broken_image_takes_no_other_along() -> None:
+    good = [picture(i, 60, 80) for i in range(3)]
+    whole = picture(9, 60, 80)
+    samples = [
+        (data, (0, 0, 60, 80), False) for data in (good[0], whole[:-200], good[1], broken_within(whole), good[2])
+    ]
+    decoded = DeviceDecoder(SIZE, "cpu").decode(**pack(samples))
+    assert decoded.failed.tolist() == [False, True, False, True, False]
+    assert "truncated" in decoded.errors[1] and set(decoded.errors) == {1, 3}
+    assert decoded.num_fallback == 2
+    assert not decoded.image[[1, 3]].any()
+    for row, data in zip((0, 2, 4), good, strict=True):
+        difference = decoded.image[row].numpy().astype(int) - expected(data, np.array([0, 0, 60, 80]), False)
+        assert abs(difference).max() <= 2
+
+
+def test_what_the_device_refuses_alone_is_decoded_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [picture(i, 60, 80) for i in range(64)]
+    whole, _ = run(images)
+    calls = []
+
+    def refuses_the_second(encoded: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
+        calls.append(len(encoded))
+        if any(one.numpy().tobytes() == images[1] for one in encoded):
+            raise RuntimeError("Error while decoding JPEG images")
+        return device_decode_jpeg(encoded, **options)
+
+    device_decode_jpeg = device_decode.decode_jpeg
+    monkeypatch.setattr(device_decode, "decode_jpeg", refuses_the_second)
+    decoded, _ = run(images)
+    assert calls[:2] == [1, 64]  # the first tries the device
+    assert len(calls) == 2 + 2 * 6  # and of 2^6 images one is found by halves
+    assert sorted(calls[2:]) == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32][:12]
+    assert (decoded.num_fallback, decoded.failed.any()) == (1, False)
+    assert (decoded.image.int() - whole.image.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_is_not_taken_for_a_bad_image(
+    error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(encoded: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
+        raise error("CUDA error")
+
+    decoder = DeviceDecoder(SIZE, "cpu")
+    monkeypatch.setattr(device_decode, "decode_jpeg", fails)
+    with pytest.raises(error):
+        decoder.decode(**pack([(picture(i), (0, 0, 40, 48), False) for i in range(4)]))
+    with pytest.raises(error):  # and not for one without nvJPEG
+        DeviceDecoder(SIZE, "cpu")
+
+
+def test_chunks_bound_the_pixels_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [picture(i, 60, 80) for i in range(5)] + [picture(9, 200, 200)]
+    whole, _ = run(images)
+    calls = []
+    original = device_decode.decode_jpeg
+    monkeypatch.setattr(
+        device_decode, "decode_jpeg", lambda encoded, **o: calls.append(len(encoded)) or original(encoded, **o)
+    )
+    monkeypatch.setattr(device_decode, "CHUNK_PIXELS", 2 * 60 * 80)
+    chunked, _ = run(images)
+    assert calls == [1, 2, 2, 1, 1]
+    assert torch.equal(chunked.image, whole.image)
+
+
+def test_padding_is_black() -> None:
+    decoded, _ = run([None, picture(0), None])
+    assert not decoded.image[[0, 2]].any() and decoded.image[1].any()
+    assert not decoded.failed.any() and decoded.num_fallback == 0
+
+
+def test_a_micro_batch_of_padding_alone() -> None:
+    decoded, _ = run([None, None])
+    assert decoded.image.shape == (2, 3, SIZE, SIZE) and not decoded.image.any() and not decoded.failed.any()
+    assert decoded.image.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_box_outside_the_image_fails() -> None:
+    data = picture(0)
+    boxes = [(0, 0, 41, 48), (-1, 0, 5, 5), (0, 0, 0, 5), (39, 47, 1, 1)]
+    decoded = DeviceDecoder(SIZE, "cpu").decode(**pack([(data, box, False) for box in boxes]))
+    assert decoded.failed.tolist() == [True, True, True, False]
+    assert "40x48" in decoded.errors[0]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_upright_if_asked(orientation: int) -> None:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    data = saved("JPEG", exif=tags)
+    decoded, batch = run([data], "resize", exif=True)
+    assert decoded.num_fallback == (orientation != 1)
+    upright = decode(data, exif=True)
+    assert tuple(batch["crop"][0][2:]) == upright.shape[:2]
+    wanted = np.asarray(Image.fromarray(upright).resize((SIZE, SIZE), Image.Resampling.BILINEAR)).transpose(
+        2, 0, 1
+    )
+    assert abs(decoded.image[0].numpy().astype(int) - wanted).max() <= 2
+    assert run([data], "resize")[0].num_fallback == 0
+
+
+def frame(
+    marker: int = 0xC0, precision: int = 8, samplings: tuple[int, ...] = (0x22, 0x11, 0x11), height: int = 2
+) -> bytes:
+    components = b"".join(bytes([i + 1, s, 0]) for i, s in enumerate(samplings))
+    body = bytes([precision, 0, height, 0, 3, len(samplings)]) + components
+    return b"\xff\xd8\xff" + bytes([marker]) + (len(body) + 2).to_bytes(2, "big") + body + b"\xff\xd9"
+
+
+@pytest.mark.parametrize(
+    ("data", "num_pixels"),
+    [
+        (frame(), 6),
+        (frame(0xC2), 6),
+        (frame(samplings=(0x11,)), 6),
+        (frame(samplings=(0x41, 0x11, 0x11)), 6),
+        (b"\xff\xd8\xff" + frame()[2:], 6),  # a fill byte
+        (frame(0xC1), None),  # extended
+        (frame(0xC3), None),  # lossless
+        (frame(0xC9), None),  # arithmetic
+        (frame(precision=12), None),
+        (frame(height=0), None),  # told behind the first scan
+        (frame(samplings=(0x22, 0x11, 0x11, 0x22)), None),  # CMYK
+        (frame(samplings=(0x31, 0x11, 0x11)), None),
+        (frame(samplings=(0x22, 0x21, 0x11)), None),
+        (frame(samplings=(0x22,)), None),
+        (frame()[:-1], None),
+        (b"\xff\xd8\xff\xd9", None),
+        (b"", None),
+        (b"\x89PNG\r\n\x1a\n", None),
+    ],
+)
+def test_the_header_says_what_nvjpeg_can_take(data: bytes, num_pixels: int | None) -> None:
+    assert nvjpeg_pixels(data) == nvjpeg_pixels(memoryview(data)) == num_pixels
+
+
+def test_no_prefix_or_damage_confuses_the_header_scan() -> None:
+    data = picture(0)
+    assert nvjpeg_pixels(data) == 40 * 48
+    rng = np.random.default_rng(0)
+    for length in range(len(data)):
+        assert nvjpeg_pixels(data[:length]) is None
+    for _ in range(2000):
+        damaged = bytearray(data)
+        damaged[rng.integers(2, 200)] = rng.integers(256)
+        nvjpeg_pixels(damaged)
+
+
+def test_settings_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="0"):
+        DeviceDecoder(0, "cpu")
+    with pytest.raises(ConfigError, match="meta"):
+        DeviceDecoder(SIZE, "meta")
+
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("not compiled with nvJPEG support")
+
+    monkeypatch.setattr(device_decode, "decode_jpeg", broken)
+    with pytest.raises(ConfigError, match=r"not compiled.*decode='cpu'"):
+        DeviceDecoder(SIZE, "cpu")

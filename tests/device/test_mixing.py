@@ -1,0 +1,131 @@
+"""MixUp and CutMix: against hand calculations, and what never mixes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from raypipe.config import AugmentConfig
+from raypipe.device.mixing import Mixed, MixPlan, draw_mix, mix, mixed_cross_entropy, partners, soft_targets
+
+ALL = np.ones(4, bool)
+
+
+def images(rows: int = 4, size: int = 4) -> torch.Tensor:
+    """Row i is i + 1 everywhere."""
+    return torch.arange(1.0, rows + 1).view(-1, 1, 1, 1).expand(rows, 3, size, size).clone()
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(seed))
+
+
+def draws(config: AugmentConfig, number: int = 2000, strength: float = 1.0) -> list[MixPlan | None]:
+    return [draw_mix(config, rng(seed), 32, 32, strength) for seed in range(number)]
+
+
+def test_mixup_by_hand() -> None:
+    target = torch.tensor([0, 1, 2, 0])
+    mixed_images, mixed = mix(images(), target, ALL, MixPlan(0.75))
+    # 0.75·1 + 0.25·2, 0.75·2 + 0.25·3, 0.75·3 + 0.25·4, 0.75·4 + 0.25·1
+    assert mixed_images[:, 0, 0, 0].tolist() == [1.25, 2.25, 3.25, 3.25]
+    assert (mixed_images == mixed_images[:, :1, :1, :1]).all()
+    assert mixed.target.tolist() == [1, 2, 0, 0]
+    soft = soft_targets(target, mixed, 3)
+    assert soft.tolist() == [[0.75, 0.25, 0], [0, 0.75, 0.25], [0.25, 0, 0.75], [1, 0, 0]]
+
+
+def test_cutmix_by_hand() -> None:
+    target = torch.tensor([0, 1, 2, 0])
+    plan = MixPlan(1 - 2 * 1 / 16, (1, 3, 2, 3))
+    mixed_images, mixed = mix(images(), target, ALL, plan)
+    expected = torch.ones(4, 4)
+    expected[1:3, 2:3] = 2
+    assert torch.equal(mixed_images[0, 0], expected)
+    assert mixed_images[3, 0, 1:3, 2].tolist() == [1, 1] and mixed_images[3].sum() == 3 * (16 * 4 - 2 * 3)
+    assert mixed.is_cutmix
+    assert soft_targets(target, mixed, 3)[0].tolist() == [0.875, 0.125, 0]
+
+
+def test_soft_targets_with_label_smoothing_by_hand() -> None:
+    target, mixed = torch.tensor([0]), Mixed(torch.tensor([3]), 0.75, False)
+    found = soft_targets(target, mixed, 4, smoothing=0.2)
+    # 0.8 · (0.75, 0, 0, 0.25) + 0.05
+    torch.testing.assert_close(found, torch.tensor([[0.65, 0.05, 0.05, 0.25]]))
+    torch.testing.assert_close(soft_targets(target, None, 4, 0.2), torch.tensor([[0.85, 0.05, 0.05, 0.05]]))
+
+
+@pytest.mark.parametrize("num_classes", [2, 10, 1000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_two_halves_is_that_of_the_soft_targets(num_classes: int, smoothing: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, num_classes, dtype=torch.float64)
+    target = torch.randint(num_classes, (6,))
+    mixed = Mixed(torch.randint(num_classes, (6,)), 0.3, True)
+    soft = soft_targets(target, mixed, num_classes, smoothing)
+    expected = cross_entropy(logits, soft.double(), reduction="none")
+    found = mixed_cross_entropy(logits, target, mixed, smoothing)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    plain = cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
+    assert torch.equal(mixed_cross_entropy(logits, target, None, smoothing), plain)
+
+
+def test_rows_without_weight_never_mix() -> None:
+    counts = np.array([True, False, True, True, False])
+    assert partners(counts).tolist() == [2, 1, 3, 0, 4]
+    for plan in (MixPlan(0.6), MixPlan(0.75, (0, 2, 0, 2))):
+        before = images(5)
+        mixed_images, mixed = mix(before.clone(), torch.arange(5), counts, plan)
+        for row in (1, 4):
+            assert torch.equal(mixed_images[row], before[row])
+            assert mixed.target[row] == row
+        # And nothing of theirs is in the others: rows 0, 2, 3 hold 1, 3 and 4.
+        whole = [0.6 * 1 + 0.4 * 3, 0.6 * 3 + 0.4 * 4, 0.6 * 4 + 0.4 * 1]
+        corner = mixed_images[[0, 2, 3], 0, 0, 0]
+        torch.testing.assert_close(corner, torch.tensor(whole if plan.box is None else [3.0, 4.0, 1.0]))
+
+
+def test_a_single_row_that_counts_stays_as_it_is() -> None:
+    before = torch.rand(3, 3, 4, 4)
+    counts = np.array([False, True, False])
+    after, mixed = mix(before.clone(), torch.arange(3), counts, MixPlan(0.37))
+    assert torch.equal(after, before) and mixed.target.tolist() == [0, 1, 2]
+
+
+def test_the_share_of_mixed_micro_batches_follows_probability_and_strength() -> None:
+    config = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8, switch_prob=0.25)
+    plans = draws(config)
+    drawn = [plan for plan in plans if plan]
+    assert len(drawn) / len(plans) == pytest.approx(0.8, abs=0.03)
+    assert sum(plan.box is not None for plan in drawn) / len(drawn) == pytest.approx(0.25, abs=0.03)
+    half = draws(config, strength=0.5)
+    assert sum(plan is not None for plan in half) / len(half) == pytest.approx(0.4, abs=0.03)
+    # What is mixed at half the strength is mixed in the same way at the whole.
+    assert all(a == b for a, b in zip(half, plans, strict=True) if a)
+    assert draws(config, strength=0.0) == [None] * 2000
+
+
+@pytest.mark.parametrize(("settings", "cutmix"), [({"mixup_alpha": 0.2}, False), ({"cutmix_alpha": 1.0}, True)])
+def test_one_kind_alone_is_always_that_kind(settings: dict[str, float], cutmix: bool) -> None:
+    plans = draws(AugmentConfig(**settings), 200)
+    assert all(plan is not None and (plan.box is not None) == cutmix for plan in plans)
+
+
+def test_nothing_is_mixed_by_default() -> None:
+    assert draws(AugmentConfig(), 100) == [None] * 100
+
+
+def test_lambda_of_mixup_is_beta_distributed() -> None:
+    lams = np.array([plan.lam for plan in draws(AugmentConfig(mixup_alpha=0.5)) if plan])
+    # Beta(α, α): mean 1/2, variance 1 / (4 (2α + 1))
+    assert lams.mean() == pytest.approx(0.5, abs=0.03) and lams.var() == pytest.approx(1 / 8, abs=0.01)
+
+
+def test_lambda_of_cutmix_is_the_share_that_the_box_leaves() -> None:
+    for plan in draws(AugmentConfig(cutmix_alpha=1.0), 500):
+        assert plan and plan.box
+        top, bottom, left, right = plan.box
+        assert 0 <= top <= bottom <= 32 and 0 <= left <= right <= 32
+        assert plan.lam == 1 - (bottom - top) * (right - left) / 1024

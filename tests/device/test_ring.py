@@ -1,0 +1,308 @@
+"""The ring on CPU: the same code as on CUDA, over plain memory; transfers are done when they were started."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raypipe.device.ring import Leaf, Ring
+from raypipe.errors import ConfigError
+
+CPU = torch.device("cpu")
+Leaves = tuple[Leaf, ...]
+
+
+def leaves(number: int, size: int = 4) -> Leaves:
+    image = np.random.default_rng(number).integers(0, 256, (size, 6, 5, 3), np.uint8)
+    image.flags.writeable = False  # as Arrow's shared memory is
+    return image, torch.arange(size) * number
+
+
+def ring_of(items: Any, depth: int = 2, **more: Any) -> Ring[Leaves]:
+    return Ring(items, lambda item: item, CPU, depth, **more)
+
+
+def assert_same(tensors: tuple[torch.Tensor, ...], given: Leaves) -> None:
+    for tensor, leaf in zip(tensors, given, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), np.asarray(leaf))
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def num_threads() -> int:
+    return sum(thread.name == "raypipe-ring" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("pace", ["fast consumer", "slow consumer", "slow source"])
+def test_what_is_in_use_stays_as_it_is_until_the_next_is_asked_for(depth: int, pace: str) -> None:
+    def source() -> Iterator[Leaves]:
+        for number in range(30):
+            time.sleep(0.002 * (pace == "slow source"))
+            yield leaves(number)
+
+    num = 0
+    for number, (item, tensors) in enumerate(ring_of(source(), depth)):
+        assert_same(tensors, leaves(number))
+        assert_same(tensors, item)
+        time.sleep(0.002 * (pace == "slow consumer"))
+        assert_same(tensors, leaves(number))
+        num += 1
+    assert num == 30
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_source_far_ahead_fills_depth_slots_and_waits_with_one_item_in_hand(depth: int) -> None:
+    drawn = []
+
+    def source() -> Iterator[Leaves]:
+        for number in range(20):
+            drawn.append(number)
+            yield leaves(number)
+
+    for number, (_, tensors) in enumerate(ring_of(source(), depth)):
+        expected = min(20, number + 1 + depth + 1)
+        until(lambda expected=expected: len(drawn) == expected)  # type: ignore[misc]
+        time.sleep(0.005)  # time in which it could do wrong
+        assert len(drawn) == expected
+        assert_same(tensors, leaves(number))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_same_slots_are_used_again_in_turn(depth: int) -> None:
+    found = [tuple(t.data_ptr() for t in tensors) for _, tensors in ring_of(map(leaves, range(40)), depth)]
+    assert len(set(found)) == depth + 1
+    assert found == (found[: depth + 1] * 40)[:40]
+
+
+def test_each_signature_has_slots_of_its_own_and_keeps_them() -> None:
+    sizes = [4, 4, 2, 4, 3, 2, 4, 4, 2, 1] * 3
+    pointers: dict[int, set[int]] = {}
+    for number, (_, tensors) in enumerate(ring_of(leaves(n, size) for n, size in enumerate(sizes))):
+        assert_same(tensors, leaves(number, sizes[number]))
+        pointers.setdefault(sizes[number], set()).add(tensors[0].data_ptr())
+    assert {size: len(found) for size, found in pointers.items()} == {4: 3, 3: 3, 2: 3, 1: 3}
+    assert len(set.union(*pointers.values())) == 12
+
+
+def test_slots_of_signatures_long_unused_are_freed() -> None:
+    sizes = [size for other in range(2, 12) for size in (1, other)]
+    seen: dict[int, weakref.WeakValueDictionary[int, torch.Tensor]] = {}
+    counted, of_size_1 = threading.Event(), []
+
+    def source() -> Iterator[Leaves]:
+        yield from (leaves(number, size) for number, size in enumerate(sizes))
+        counted.wait(10)  # at the end all slots are freed
+
+    gc.disable()  # freed at once, without the collector
+    try:
+        for number, (_, tensors) in enumerate(ring_of(source(), depth=1)):
+            assert_same(tensors, leaves(number, sizes[number]))
+            seen.setdefault(sizes[number], weakref.WeakValueDictionary())[tensors[0].data_ptr()] = tensors[0]
+            if sizes[number] == 1:
+                of_size_1 = [*of_size_1, tensors[0]][:2]
+                assert any(tensors[0] is slot for slot in of_size_1), "what is used all the time is kept"
+            if number == len(sizes) - 1:
+                assert [size for size in seen if seen[size]] == [1, 9, 10, 11]
+                counted.set()
+        del tensors, of_size_1
+        assert not any(seen.values())
+    finally:
+        gc.enable()
+
+
+def test_kinds_of_leaves() -> None:
+    rows = torch.arange(24.0).reshape(4, 6)
+    given: dict[str, Leaf] = {
+        "read-only": leaves(1)[0],
+        "float64": np.linspace(0, 1, 5),
+        "Fortran order": np.asfortranarray(np.arange(12).reshape(3, 4)),
+        "reversed": np.arange(5)[::-1],
+        "scalar": np.array(7),
+        "empty": np.zeros((0, 3), np.float32),
+        "bfloat16": rows.to(torch.bfloat16),
+        "channels_last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "permuted": torch.rand(2, 4, 5, 3).permute(0, 3, 1, 2),
+        "with gaps": rows[:, :2],
+        "expanded": torch.arange(3).expand(2, 3),
+        "with a gradient": torch.rand(3, requires_grad=True),
+        "bool": torch.tensor([True, False]),
+    }
+    items = [tuple(given.values())] * 5
+    for _, tensors in ring_of(items):
+        for (name, leaf), tensor in zip(given.items(), tensors, strict=True):
+            expected = torch.tensor(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf.detach()
+            assert tensor.dtype == expected.dtype and tensor.shape == expected.shape, name
+            assert torch.equal(tensor, expected), name
+            assert not tensor.requires_grad
+            if name in ("channels_last", "permuted"):
+                assert tensor.stride() == leaf.stride()  # type: ignore[operator]
+    assert tensors[2].stride() == (1, 3)
+    assert tensors[9].is_contiguous() and tensors[10].is_contiguous()
+
+
+def test_items_without_leaves_and_no_items_at_all() -> None:
+    assert list(ring_of([(), ()])) == [((), ()), ((), ())]
+    assert list(ring_of([])) == []
+
+
+def test_it_can_be_iterated_as_often_as_its_source() -> None:
+    ring = ring_of([leaves(0), leaves(1)])
+    assert [len(list(ring)) for _ in range(3)] == [2, 2, 2]
+    assert num_threads() == 0
+
+
+def test_an_error_of_the_source_comes_after_the_items_before_it_and_leaves_nothing_behind() -> None:
+    def source() -> Iterator[Leaves]:
+        yield from (leaves(0), leaves(1))
+        raise OSError("the disk is gone")
+
+    seen = []
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="the disk is gone"):
+            for number, (_, tensors) in enumerate(ring_of(source())):
+                assert_same(tensors, leaves(number))
+                seen.append(weakref.ref(tensors[0]))
+        del tensors
+        assert len(seen) == 2 and num_threads() == 0
+        assert all(ref() is None for ref in seen), "no cycle holds the slots"
+    finally:
+        gc.enable()
+
+
+def test_errors_of_leaves_of_of_the_transfer_and_of_iter_are_raised_too() -> None:
+    def wrong(item: Leaves) -> Leaves:
+        raise KeyError("no such leaf")
+
+    with pytest.raises(KeyError, match="no such leaf"):
+        list(Ring([leaves(0)], wrong, CPU))
+    with pytest.raises(TypeError, match="can't convert"):
+        list(ring_of([(np.array(["text"]),)]))
+    with pytest.raises(TypeError, match="not iterable"):
+        list(ring_of(3))
+    assert num_threads() == 0
+
+
+class Source:
+    """Endless, and says whether it was closed, and in which thread it was drawn from."""
+
+    def __init__(self) -> None:
+        self.drawn, self.closed, self.threads = 0, 0, set[str]()
+
+    def __iter__(self) -> Source:
+        return self
+
+    def __next__(self) -> Leaves:
+        self.drawn += 1
+        self.threads.add(threading.current_thread().name)
+        return leaves(self.drawn)
+
+    def close(self) -> None:
+        self.closed += 1
+        self.threads.add(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("far_ahead", [True, False])
+def test_closing_early_ends_the_thread_and_closes_the_source(far_ahead: bool) -> None:
+    source = Source()
+    iterator = iter(ring_of(source))
+    next(iterator)
+    if far_ahead:
+        until(lambda: source.drawn == 4)  # it waits for room
+    assert num_threads() == 1
+    started = time.monotonic()
+    iterator.close()
+    assert num_threads() == 0 and source.closed == 1 and source.threads == {"raypipe-ring"}
+    assert time.monotonic() - started < 1
+
+
+def test_leaving_the_loop_and_an_error_in_its_body_end_the_thread() -> None:
+    for _ in ring_of(Source()):
+        break
+    assert num_threads() == 0
+
+    def train() -> None:
+        for _ in ring_of(Source()):
+            raise RuntimeError("loss is nan")
+
+    with pytest.raises(RuntimeError, match="loss is nan"):
+        train()
+    gc.collect()  # the traceback held the iterator
+    assert num_threads() == 0
+
+
+def test_a_source_in_the_midst_of_an_item_does_not_hold_up_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypipe.device.ring._CLOSE_S", 0.05)
+    go_on, closed = threading.Event(), threading.Event()
+
+    def source() -> Iterator[Leaves]:
+        try:
+            yield leaves(0)
+            go_on.wait(10)
+            yield leaves(1)
+        finally:
+            closed.set()
+
+    iterator = iter(ring_of(source()))
+    next(iterator)
+    iterator.close()
+    assert num_threads() == 1 and not closed.is_set()
+    go_on.set()
+    assert closed.wait(10)
+    until(lambda: num_threads() == 0)
+
+
+def test_an_item_is_let_go_while_the_next_is_awaited() -> None:
+    # Its arrays are in Ray's object store, and hold up what comes after them.
+    class Array(np.ndarray):
+        pass
+
+    seen, go_on, late = [], threading.Event(), []
+
+    def source() -> Iterator[Leaves]:
+        array = np.zeros(3).view(Array)
+        seen.append(weakref.ref(array))
+        yield (array,)
+        del array
+        late.append(go_on.wait(10))
+
+    iterator = iter(ring_of(source()))
+    item, _ = next(iterator)
+    del item, _
+    threading.Timer(0.1, lambda: (late.append(seen[0]() is None), go_on.set())).start()
+    assert next(iterator, None) is None
+    assert late == [True, True]
+
+
+def test_marks_lie_around_each_transfer() -> None:
+    marks: list[tuple[float, float]] = []
+    before = time.perf_counter()
+    assert len(list(ring_of(map(leaves, range(5)), on_copied=lambda *pair: marks.append(pair)))) == 5
+    flat = [before, *(at for pair in marks for at in pair), time.perf_counter()]
+    assert len(marks) == 5 and flat == sorted(flat)
+
+
+@pytest.mark.parametrize("depth", [0, -1])
+def test_the_depth_is_at_least_one(depth: int) -> None:
+    with pytest.raises(ConfigError, match=f"depth is {depth}"):
+        ring_of([], depth)
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="device is mps"):
+        Ring([], lambda item: (), "mps")

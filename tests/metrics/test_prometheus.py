@@ -1,0 +1,277 @@
+"""What is exported is what happened, and the documents and the dashboard know the same names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
+
+from raypipe.config import AugmentConfig, PoolConfig, TransformConfig
+from raypipe.logs import configure_logs
+from raypipe.metrics.prometheus import METRICS
+from raypipe.plan.schedule import PlanConfig
+from raypipe.stores.memory import MemoryStore
+from raypipe.stream.handover import feed
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.stream.rank_stream import Feed
+from raypipe.stream.supervisor import start_supervisor
+
+from conftest import CLASSES, picture  # isort: skip
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "raypipe.json").read_text())
+RUN = "exported"
+
+
+class Scrape:
+    """What the node serves: name → [(labels, value)]."""
+
+    def __init__(self) -> None:
+        (node,) = ray.nodes()
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        self.samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in families:
+            for sample in family.samples:
+                self.samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The sum over a run's series with these labels; None where there are none."""
+        wanted = {"run": RUN, **labels}.items()
+        values = [value for found, value in self.samples.get(f"ray_{name}", []) if wanted <= found.items()]
+        return sum(values) if values else None
+
+
+def eventually(holds: Callable[[Scrape], bool], seconds: float = 30) -> Scrape:
+    """The first scrape of which something holds, or the last one."""
+    deadline = time.monotonic() + seconds
+    while True:
+        scrape = Scrape()
+        if holds(scrape) or time.monotonic() > deadline:
+            return scrape
+        time.sleep(0.5)
+
+
+def store(num: int, bad: set[int]) -> MemoryStore:
+    return MemoryStore([b"" if i in bad else picture(i) for i in range(num)], [0] * num, classes=CLASSES)
+
+
+@pytest.fixture(scope="module")
+def spec(ray_cluster: None) -> StreamSpec:
+    """2 epochs of 64 training samples, 2 of them bad, and 20 for validation, 1 of them bad."""
+    return StreamSpec.of(
+        store(64, {3, 17}),
+        store(20, {5}),
+        plan=PlanConfig(epochs=2, micro_batch=8, per_step=2),
+        transform=TransformConfig(train="small", val="resize", size=12),
+        # A limit is part of what a cache is known by: this one is new.
+        pool=PoolConfig(in_flight=6, cache="memory", cache_bytes=(8 << 20) + os.getpid()),
+        run=RUN,
+        log="json",
+    )
+
+
+@pytest.fixture(scope="module")
+def stopped(spec: StreamSpec) -> Iterator[tuple[Feed, Any, Scrape]]:
+    """A stream whose consumer stands still after its first micro-batch, and what is exported then."""
+    stream = feed(spec, max_actors=1, augment=AugmentConfig())
+    stream.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
+    segments = iter(stream)
+    step = next(iter(next(segments)))
+    next(iter(step))
+    scrape = eventually(lambda s: s.value("raypipe_stream_waiting") == s.value("raypipe_stream_in_flight") == 6)
+    yield stream, segments, scrape
+    stream.close()
+    configure_logs("text")  # this process was the stream's rank
+
+
+@pytest.fixture(scope="module")
+def ended(stopped: tuple[Feed, Any, Scrape], spec: StreamSpec) -> Scrape:
+    """What is exported after the end of the stream, and after some faults of its run."""
+    _, segments, _ = stopped
+    supervisor = start_supervisor(1, RUN, "json")
+    ray.get([supervisor.note.remote("one died", "actor_died") for _ in range(2)])
+    for _ in segments:
+        pass
+    total = spec.plan.num_micro_batches(spec.plan.start())
+    return eventually(
+        lambda s: (
+            s.value("raypipe_stream_micro_batches_total") == s.value("raypipe_actor_micro_batches_total") == total
+            and s.value("raypipe_trainer_images_total") == 2 * (64 + 20)
+            and s.value("raypipe_stream_faults_total") == 2
+        )
+    )
+
+
+@pytest.mark.cluster
+def test_gauges_tell_where_a_stream_stands(stopped: tuple[Feed, Any, Scrape]) -> None:
+    _, _, scrape = stopped
+    assert scrape.value("raypipe_stream_in_flight") == scrape.value("raypipe_stream_waiting") == 6
+    states = {s: scrape.value("raypipe_stream_actors", state=s) for s in ("running", "restarting", "pending")}
+    assert states == {"running": 1, "restarting": 0, "pending": 0}
+
+
+@pytest.mark.cluster
+def test_counters_tell_what_has_happened(ended: Scrape, spec: StreamSpec) -> None:
+    value = ended.value
+    assert value("raypipe_trainer_images_total", rank="0", split="train") == 2 * 64
+    assert value("raypipe_trainer_images_total", rank="0", split="val") == 2 * 20
+    assert value("raypipe_trainer_steps_total") == 2 * spec.plan.steps_per_epoch == 8
+    assert value("raypipe_actor_micro_batches_total", split="train") == 2 * 8
+    assert value("raypipe_actor_micro_batches_total", split="val") == 2 * 4  # the last is padding
+    assert value("raypipe_stream_micro_batches_total") == 2 * (8 + 4)
+    assert value("raypipe_bad_samples_total", split="train") == 2 * 2
+    assert value("raypipe_substituted_samples_total", split="train") == 2 * 2
+    assert value("raypipe_bad_samples_total", split="val") == 2 * 1
+    assert value("raypipe_substituted_samples_total", split="val") is None
+    assert value("raypipe_stream_faults_total", kind="actor_died") == 2
+    # Padding is not looked for; bad samples are not kept; a substitute is, maybe before its own turn.
+    assert value("raypipe_cache_hits_total", split="val") == 19
+    assert value("raypipe_cache_misses_total", split="val") == 20 + 1
+    hits, misses = (value(f"raypipe_cache_{what}_total", split="train") for what in ("hits", "misses"))
+    assert hits is not None and misses is not None and hits >= 62 and hits + misses == 2 * 64
+
+
+@pytest.mark.cluster
+def test_seconds_are_those_that_the_rank_itself_has_measured(
+    ended: Scrape, stopped: tuple[Feed, Any, Scrape]
+) -> None:
+    times = stopped[0].times("train")
+    for stage in ("wait", "augment", "compute"):
+        exported = ended.value(f"raypipe_trainer_{stage}_seconds_total", split="train")
+        assert exported == pytest.approx(getattr(times, f"{stage}_s"), rel=1e-6)
+    work = ended.value("raypipe_actor_work_seconds_total", split="train")
+    assert work == pytest.approx(times.work_s, rel=1e-6)
+    read = ended.value("raypipe_actor_read_seconds_total", split="train")
+    assert read is not None and 0 < read < times.work_s
+
+
+@pytest.mark.cluster
+def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
+    ended: Scrape, stopped: tuple[Feed, Any, Scrape]
+) -> None:
+    seen = {**stopped[2].samples, **ended.samples}
+    # A plain feed validates nothing, and copies nothing to another device. (Other runs of this cluster may.)
+    missing = {name for name in METRICS if ended.value(name) is None and stopped[2].value(name) is None}
+    assert missing == {
+        "raypipe_validation_loss",
+        "raypipe_validation_accuracy",
+        "raypipe_trainer_transfer_seconds_total",
+        "raypipe_trainer_decode_seconds_total",
+    }
+    for name, samples in seen.items():
+        if name.startswith("ray_raypipe_"):
+            for labels, _ in samples:
+                ours = {k for k in labels if k in {"run", "rank", "split", "state", "kind"}}
+                assert ours == set(METRICS[name.removeprefix("ray_")].labels), name
+
+
+@pytest.mark.cluster
+def test_what_the_dashboard_asks_of_ray_is_there(ended: Scrape) -> None:
+    of_ray = {name for name in asked() if not name.startswith("ray_raypipe_")}
+    # Those of nodes are made with the head's monitor, which a local cluster does without: Ray's list has them.
+    of_nodes = {name for name in of_ray if name.startswith(("ray_cluster_", "ray_node_"))}
+    assert of_nodes <= {f"ray_{name}" for name in METRICS_GAUGES}
+    of_ray -= of_nodes
+    # Ray serves the state of its nodes a little later than that of its processes.
+    scrape = eventually(lambda s: of_ray <= s.samples.keys(), seconds=15)
+    assert of_ray <= scrape.samples.keys()
+
+
+@pytest.mark.cluster
+def test_log_lines_of_actors_and_of_the_supervisor_are_json_with_their_place(ended: Scrape) -> None:
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    text = "".join(path.read_text() for path in logs.glob("worker-*.err"))
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    lines = [line for line in lines if line.get("run") == RUN]
+    bad = {(x["split"], x["epoch"], x["step"]) for x in lines if x["logger"] == "raypipe.transform.quarantine"}
+    assert {(split, epoch) for split, epoch, _ in bad} == {(s, e) for s in ("train", "val") for e in (0, 1)}
+    assert all(epoch * 4 <= step < epoch * 4 + 4 for split, epoch, step in bad if split == "train")
+    (fault, _) = (line for line in lines if line["logger"] == "raypipe.stream.supervisor")
+    assert (fault["level"], fault["message"], fault["fault"]) == ("WARNING", "one died", "actor_died")
+
+
+# The documents
+
+
+def test_the_documents_list_the_metrics_that_there_are() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(ray_raypipe_\w+)` \| (\w+) \| ([\w, ]+) \| (.+) \|$", text, re.MULTILINE)
+    assert rows == [(f"ray_{m.name}", m.kind, ", ".join(m.labels), m.meaning) for m in METRICS.values()]
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    for metric in METRICS.values():
+        assert re.fullmatch(r"raypipe(_[a-z]+)+", metric.name)
+        assert metric.meaning.endswith(".")
+        if "seconds" in metric.name:
+            assert re.search(r"_seconds(_total)?$", metric.name)
+
+
+# The dashboard
+
+
+def queries() -> list[str]:
+    found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    return [query.replace("$__rate_interval", "1m") for query in found]
+
+
+def asked() -> set[str]:
+    """Names of the metrics that the dashboard's queries select."""
+    names: set[str] = set()
+
+    def visit(node: Any) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            names.add(node.name)
+
+    for query in queries():
+        promql_parser.walk(promql_parser.parse(query), visit)
+    return names
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are_and_leaves_few_out() -> None:
+    ours = {name.removeprefix("ray_") for name in asked() if name.startswith("ray_raypipe_")}
+    assert ours <= METRICS.keys()
+    assert METRICS.keys() - ours == {"raypipe_trainer_steps_total", "raypipe_trainer_first_batch_seconds"}
+
+
+def test_the_dashboards_selectors_use_labels_that_the_metrics_have() -> None:
+    for query in queries():
+        for name, selector in re.findall(r"ray_(raypipe_\w+)\{([^}]*)\}", query):
+            assert set(re.findall(r"(\w+)=", selector)) <= set(METRICS[name].labels), query
+        for by in re.findall(r"by \(([^)]*)\)", query):
+            own = {label for name in re.findall(r"ray_(raypipe_\w+)", query) for label in METRICS[name].labels}
+            assert not own or set(by.split(", ")) <= own, query
+
+
+def test_the_panels_have_their_own_ids_and_places() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        assert at["x"] >= 0 and at["x"] + at["w"] <= 24 and at["w"] > 0 and at["h"] > 0
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == "${datasource}" == panel["datasource"]["uid"]
+    assert {"id", "type", "title", "gridPos"} <= set.intersection(*(set(panel) for panel in panels))
+
+
+def test_every_variable_that_is_used_is_defined() -> None:
+    defined = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {"__rate_interval", "__all"}
+    assert used == defined == {"datasource", "run", "session"}

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from full_disk import fill, make_room
+
+from raypipe.errors import ConfigError
+from raypipe.metrics.records import METRICS, Appender, Records, parse, read_records, told
+
+
+def lines(*records: dict[str, object]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def start(step: int, validates: bool = False) -> dict[str, object]:
+    return {"kind": "start", "step": step, "validates": validates}
+
+
+def train(step: int, loss: float = 0.0) -> dict[str, object]:
+    return {"kind": "train", "step": step, "loss": loss}
+
+
+def test_what_a_run_did_over_again_holds_once_as_it_was_done_last() -> None:
+    first = [start(0), *(train(step) for step in range(1, 7))]
+    again = [start(3), *(train(step, loss=1.0) for step in range(4, 9))]
+    assert parse(lines(*first, *again)) == Records([*first[:4], *again])
+
+
+def test_what_happened_holds_even_where_the_steps_were_done_again() -> None:
+    fault, scale = {"kind": "fault", "step": 5, "text": "x"}, {"kind": "scale", "step": 5, "text": "y"}
+    assert parse(lines(start(0), train(5), fault, scale, start(0))).kept == [start(0), fault, scale, start(0)]
+
+
+def test_a_validation_that_is_done_again_holds_once() -> None:
+    val, told_of = {"kind": "val", "step": 4, "accuracy": 0.5}, {"kind": "diagnosis", "step": 4}
+    before = [start(0), train(4), val, told_of]
+    again = start(4, validates=True)
+    assert parse(lines(*before, again, val)).kept == [start(0), train(4), again, val]
+    assert parse(lines(*before, start(4))).kept == [*before, start(4)]
+
+
+def test_lines_that_are_no_record_are_left_out_and_counted() -> None:
+    bad = [b'{"kind": "train", "st', b"\xff\xfe", b"[1]", b'{"kind": "train"}', b'{"step": "3"}', b"\x00" * 9]
+    found = parse(lines(train(1)) + b"\n".join(bad) + b"\n" + lines(train(2)) + b'{"kind": "tra')
+    assert found == Records([train(1), train(2)], unreadable=len(bad))
+    assert told(6) == "left out 6 lines that are no record, cut off or damaged"
+    assert told(1).startswith("left out 1 line that is no record") and told(0) == ""
+
+
+def test_a_run_that_has_recorded_nothing_has_no_records(tmp_path: Path) -> None:
+    assert read_records(tmp_path.as_uri()) is None
+    (tmp_path / METRICS).write_bytes(lines(train(1)))
+    assert read_records(tmp_path.as_uri()) == Records([train(1)])
+    with pytest.raises(ConfigError, match=r"unknown scheme"):
+        read_records("nowhere://bucket")
+
+
+def test_a_line_that_was_cut_off_stays_one_line(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_bytes(lines(train(1)) + b'{"kind": "tr')
+    Appender(tmp_path, "run").append(METRICS, [train(2), train(3)])
+    assert read_records(tmp_path.as_uri()) == Records([train(1), train(2), train(3)], unreadable=1)
+
+
+def test_a_full_disk_costs_the_records_of_that_time_and_one_warning(
+    full_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    appender = Appender(full_disk, "file:///runs/mine")
+    appender.append(METRICS, [train(1)])
+    fill(full_disk)
+    for _ in range(40):  # what is left of the file's last block takes the first of them, and cuts one
+        appender.append(METRICS, [train(2, loss=0.123456789) | {"text": "x" * 200}])
+    assert [record.message for record in caplog.records] == [
+        "metrics.jsonl of file:///runs/mine cannot be written: [Errno 28] No space left on device; "
+        "the run goes on, and its record has gaps"
+    ]
+    make_room(full_disk)
+    appender.append(METRICS, [train(3)])
+    found = read_records(full_disk.as_uri())
+    assert found is not None and found.kept[0] == train(1) and found.kept[-1] == train(3)
+    assert found.unreadable <= 1

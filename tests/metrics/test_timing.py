@@ -1,0 +1,91 @@
+"""Stage times, and the sentences that are made of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from raypipe.metrics.timing import StageClock, StageTimes, actors_needed, diagnose, mark
+
+CPU = torch.device("cpu")
+
+
+def text(times: StageTimes, world_size: int = 1, actors: int = 4) -> str:
+    return " ".join(diagnose(times, world_size=world_size, actors=actors))
+
+
+def test_the_clock_sums_by_stage() -> None:
+    clock = StageClock()
+    start = mark(CPU)
+    time.sleep(0.02)
+    end = mark(CPU)
+    clock.add("wait", start, end)
+    clock.add("wait", start, end)
+    clock.add("compute", start, start)
+    totals = clock.totals()
+    assert totals["wait"] == pytest.approx(2 * (end - start)) and totals["wait"] >= 0.04
+    assert totals["compute"] == 0 and totals["augment"] == 0
+    assert clock.totals() == totals
+
+
+def test_a_mark_that_the_device_has_not_passed_is_read_later() -> None:
+    class Event:
+        def __init__(self) -> None:
+            self.passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1500.0
+
+    clock, start, end = StageClock(), Event(), Event()
+    clock.add("augment", start, end)
+    assert clock.totals()["augment"] == 0
+    end.passed = True
+    assert clock.totals()["augment"] == 1.5
+
+
+def test_times_add_up_over_ranks() -> None:
+    one = StageTimes(10, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    assert one + one == StageTimes(20, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
+    assert one + one - one == one
+    assert one.step_s == 8.0 and one.wait_fraction == 1 / 8
+
+
+def test_a_run_whose_model_is_the_limit_is_told_how_few_actors_would_do() -> None:
+    times = StageTimes(images=1000, wait_s=0.01, compute_s=9.0, augment_s=0.99, work_s=10.0)
+    found = text(times, actors=8)
+    assert "100 images/s" in found and "The model limits the run" in found
+    assert "2 CPU actors would be enough" in found and "the pool may shrink" in found
+
+
+def test_a_starving_run_is_told_how_many_actors_are_needed() -> None:
+    # 10 s of device work, 60 s of actor work: 6 actors, 7 with the headroom.
+    times = StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=60.0)
+    found = text(times)
+    assert "Decoding and transforming on CPUs limits the run, 33% of the trainer's time goes by waiting" in found
+    assert "pool.max_actors" in found and "7 CPU actors would be enough" in found
+    assert actors_needed(times, 1) == pytest.approx(6.9)
+
+
+def test_actors_are_counted_for_all_ranks() -> None:
+    times = StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=60.0)
+    found = " ".join(diagnose(times + times, world_size=2, actors=4, device="cuda"))
+    assert "14 CPU actors would be enough, 6.9 per GPU" in found
+
+
+def test_each_limit_has_advice_of_its_own() -> None:
+    starving = {"images": 100, "wait_s": 5.0, "compute_s": 10.0}
+    assert "Reading the store limits" in text(StageTimes(**starving, work_s=90.0, read_s=60.0))
+    assert "pool.in_flight" in text(StageTimes(**starving, work_s=9.0))
+    assert "The copy to the device limits" in text(StageTimes(**starving, work_s=90.0, transfer_s=20.0))
+    decoding = StageTimes(**starving, work_s=90.0, decode_s=20.0)
+    assert "Decoding on the GPU limits" in " ".join(diagnose(decoding, world_size=1, actors=4, device="cuda"))
+    assert "device augmentation limits" in text(StageTimes(images=100, augment_s=6.0, compute_s=4.0))
+
+
+def test_nothing_measured_says_so() -> None:
+    assert diagnose(StageTimes(), world_size=1, actors=1) == ["Nothing was measured yet."]

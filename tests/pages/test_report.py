@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raypipe.commands.cli import main
+from raypipe.errors import ConfigError
+from raypipe.pages.report import read_run, render, write_report
+
+
+def train(step: int, **changed: Any) -> dict[str, Any]:
+    values = {"loss": 2 / step, "lr": 0.1, "images_per_s": 100.0 + step, "wait_fraction": 0.25, "strength": 1.0}
+    stages = {"transfer_s": 0.1, "augment_s": 0.2, "compute_s": 0.7}
+    return {"kind": "train", "step": step, "epoch": 0, **values, **stages, **changed}
+
+
+RECORDS: list[dict[str, Any]] = [
+    {"kind": "start", "step": 0, "workers": 2},
+    train(10),
+    {"kind": "scale", "step": 10, "text": "1 → 3 transform actors: the ranks waited 40 % of the last 5 s"},
+    {"kind": "fault", "step": 12, "text": "a transform actor died <at> train-0-1-2"},
+    train(20),
+    {"kind": "val", "step": 20, "epoch": 0, "accuracy": 0.5, "loss": 1.0, "samples": 10},
+    train(30),
+    {"kind": "val", "step": 30, "epoch": 1, "accuracy": 0.4, "loss": 1.1, "samples": 10},
+    {"kind": "diagnosis", "step": 30, "text": "The model limits the run."},
+]
+CONFIG = {"plan": {"epochs": 2, "seed": 0}, "name": "one", "augment": {"ops": [{"flip": 0.5}]}}
+
+
+def make_run(folder: Path, records: list[dict[str, Any]] = RECORDS, **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG | config))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "runs" / "one")
+
+
+def test_the_page_has_the_figures_charts_events_diagnosis_and_settings(run: Path) -> None:
+    found = write_report(str(run))
+    text = (run / "report.html").read_text()
+    assert found["report"] == f"file://{run}/report.html" and found["against"] is None
+    assert (found["steps"], found["images_per_s"], found["wait_fraction"]) == (30, 120.0, 0.25)
+    assert (found["val_accuracy"], found["best_val_accuracy"], found["faults"]) == (0.4, 0.5, 1)
+    for title in ("images/s", "waiting for data, %", "training loss", "validation accuracy", "transform actors"):
+        assert f'aria-label="{title}' in text
+    assert "The model limits the run." in text and "epochs: 2" in text and "2 trainers" in text
+    assert "died &lt;at&gt; train-0-1-2" in text
+
+
+def test_a_run_that_goes_on_has_a_page_of_what_is_there(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "young", RECORDS[:2])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # being written
+    assert write_report(str(run))["steps"] == 10
+    make_run(tmp_path / "started", RECORDS[:1])
+    found = write_report(str(tmp_path / "started"))
+    assert found["steps"] == 0 and found["images_per_s"] is None
+
+
+def test_bad_samples_are_counted_once_and_named(run: Path) -> None:
+    record = {"step": 0, "store": "a.lmdb", "index": 7, "name": "a.lmdb, key <7>", "error": "truncated JPEG"}
+    (run / "quarantine").mkdir()
+    for place in ("train-0-0-1", "train-1-4-0"):
+        (run / "quarantine" / f"{place}.jsonl").write_text(json.dumps(record) + "\n")
+    assert write_report(str(run))["bad_samples"] == 1
+    assert "a.lmdb sample 7 (a.lmdb, key &lt;7&gt;)" in (run / "report.html").read_text()
+
+
+def test_two_runs_share_their_charts_and_differ_by_their_settings(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "two", [train(10), train(40)], plan={"epochs": 2, "seed": 5}, extra="<b>")
+    found = write_report(str(run), str(other), str(tmp_path / "both.html"))
+    text = (tmp_path / "both.html").read_text()
+    assert found["against"]["steps"] == 40 and not (run / "report.html").exists()
+    assert "plan.seed" in text and "plan.epochs" not in text and "&lt;b&gt;" in text
+    assert text.count("<polyline") > render([read_run(str(run))]).count("<polyline")
+
+
+def test_lines_that_cannot_be_read_are_left_out_and_the_page_says_so(run: Path) -> None:
+    whole = write_report(str(run))
+    assert whole["unreadable_lines"] == 0 and "left out" not in (run / "report.html").read_text()
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'nonsense\n[1]\n\xff\n{"kind": "val", "ste')
+    (run / "quarantine").mkdir()
+    (run / "quarantine" / "one.jsonl").write_text('{"store": "s", "index": 1, "step": 2}\n{"store": "s", "ind')
+    (run / "quarantine" / "two.jsonl").write_text('{"store": "s", "index": 2, "step": 2}\n')
+    found = write_report(str(run))
+    assert found == whole | {"unreadable_lines": 4, "bad_samples": 2}
+    assert "left out 4 lines that are no record, cut off or damaged" in (run / "report.html").read_text()
+
+
+def test_what_is_no_run_or_a_damaged_one_is_one_error_with_its_file(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.yaml: give the folder of a run"):
+        read_run(str(tmp_path))
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="it has not begun to train"):
+        read_run(str(run))
+
+
+def test_the_command_ends_with_the_figures_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", str(run), "-o", str(run / "page.html")])
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1])["report"] == f"file://{run}/page.html" and (run / "page.html").exists()
+    assert any("waiting for data" in line and "25.0%" in line for line in lines)

@@ -1,0 +1,438 @@
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.errors import ConfigError, CursorError
+from raypipe.plan.order import WindowOrder
+from raypipe.plan.schedule import PADDING, Cursor, MicroBatchId, Plan, PlanConfig, Segment, Split, rank_of
+from raypipe.stores.memory import MemoryStore
+
+
+@cache
+def store(size: int, group_size: int | None = None, salt: int = 0) -> MemoryStore:
+    return MemoryStore([bytes([i % 256, salt]) for i in range(size)], [0] * size, group_size=group_size)
+
+
+def plan_of(
+    size: int = 7,
+    val: int = 0,
+    group_size: int | None = None,
+    leave_out: Collection[int] = (),
+    val_leave_out: Collection[int] = (),
+    **config: Any,
+) -> Plan:
+    return Plan.of(
+        PlanConfig(**{"epochs": 2, "micro_batch": 2, **config}),
+        store(size, group_size),
+        store(val) if val else None,
+        leave_out=list(leave_out),
+        val_leave_out=list(val_leave_out),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    micro_batch, per_step = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    num_kept = draw(st.integers(micro_batch * per_step, micro_batch * per_step + 60))
+    num_left_out, num_val = draw(st.integers(0, 20)), draw(st.integers(0, 40))
+    size = num_kept + num_left_out
+    return plan_of(
+        size,
+        num_val,
+        draw(st.sampled_from([None, 1, 4, 1000])),
+        leave_out=draw(st.sets(st.integers(0, size - 1), min_size=num_left_out, max_size=num_left_out)),
+        val_leave_out=draw(st.sets(st.integers(0, num_val - 1), max_size=num_val - 1)) if num_val else (),
+        epochs=draw(st.integers(1, 4)),
+        micro_batch=micro_batch,
+        per_step=per_step,
+        seed=draw(st.integers(0, 2**63)),
+        shuffle=draw(st.sampled_from(["auto", "global", "off"])),
+        window_groups=draw(st.integers(0, 3)),
+        val_every=draw(st.integers(0, 3)),
+    )
+
+
+def properties(examples: int = 60) -> Any:
+    return lambda test: settings(max_examples=examples, deadline=None)(given(plans())(test))
+
+
+def whole(plan: Plan) -> list[MicroBatchId]:
+    return list(plan.micro_batches(plan.start()))
+
+
+def pass_over(plan: Plan, split: str, epoch: int) -> list[np.ndarray]:
+    return [plan.indices(at) for at in whole(plan) if (at.split, at.epoch) == (split, epoch)]
+
+
+def num_stored(plan: Plan, split: Split) -> int:
+    return (plan.num_train if split == "train" else plan.num_val) + len(plan.kept[split].left_out)
+
+
+def cursors(plan: Plan) -> dict[Cursor, int]:
+    """Every cursor that a run can checkpoint, and how many micro-batches lie before it."""
+    found, before = {}, 0
+    for epoch in range(plan.config.epochs):
+        for step in range(plan.steps_per_epoch + 1):
+            found[Cursor(epoch, step, plan.fingerprint)] = before + step * plan.config.per_step
+        before += plan.steps_per_epoch * plan.config.per_step
+        before += plan.val_steps * plan.config.per_step if plan.has_val(epoch) else 0
+    found[Cursor(plan.config.epochs, 0, plan.fingerprint)] = before
+    return found
+
+
+# Exactly once
+
+
+@properties()
+def test_training_reads_each_sample_at_most_once_and_leaves_out_less_than_a_step(plan: Plan) -> None:
+    for epoch in range(plan.config.epochs):
+        batches = pass_over(plan, "train", epoch)
+        assert {batch.shape for batch in batches} == {(plan.config.micro_batch,)}
+        read = np.concatenate(batches)
+        assert read.dtype == np.int64 and read.min() >= 0 and read.max() < num_stored(plan, "train")
+        assert len(np.unique(read)) == len(read)
+        assert not np.isin(read, plan.kept["train"].left_out).any()
+        assert 0 <= plan.num_train - len(read) < plan.config.micro_batch * plan.config.per_step
+
+
+@properties()
+def test_validation_reads_each_sample_exactly_once_in_stored_order_then_pads(plan: Plan) -> None:
+    global_batch = plan.config.micro_batch * plan.config.per_step
+    for epoch in range(plan.config.epochs):
+        batches = pass_over(plan, "val", epoch)
+        if not plan.has_val(epoch):
+            assert batches == []
+            continue
+        read = np.concatenate(batches)
+        left_out = plan.kept["val"].left_out.tolist()
+        kept = [index for index in range(num_stored(plan, "val")) if index not in left_out]
+        assert read[: plan.num_val].tolist() == kept
+        assert (read[plan.num_val :] == PADDING).all()
+        assert len(read) % global_batch == 0 and len(read) - plan.num_val < global_batch
+
+
+@properties(30)
+def test_ranks_of_every_world_size_share_each_step_evenly_and_interleave_to_the_stream(plan: Plan) -> None:
+    stream, per_step = whole(plan), plan.config.per_step
+    for world_size in (w for w in range(1, per_step + 1) if per_step % w == 0):
+        plan.check_workers(world_size)
+        shares = [[at for at in stream if rank_of(at.micro, world_size) == rank] for rank in range(world_size)]
+        assert {len(share) for share in shares} == {len(stream) // world_size}
+        assert [at for turn in zip(*shares, strict=True) for at in turn] == stream
+
+
+# The schedule
+
+
+@properties()
+def test_segments_micro_batches_and_their_number_agree(plan: Plan) -> None:
+    for cursor in cursors(plan):
+        left = list(plan.micro_batches(cursor))
+        spelled = [
+            MicroBatchId(segment.split, segment.epoch, step, micro)
+            for segment in plan.segments(cursor)
+            for step in range(segment.first_step, segment.num_steps)
+            for micro in range(plan.config.per_step)
+        ]
+        assert left == spelled
+        assert plan.num_micro_batches(cursor) == len(left)
+
+
+def test_the_schedule_alternates_and_validates_every_so_often_and_at_the_end() -> None:
+    def passes(**config: Any) -> list[str]:
+        plan = plan_of(val=3, epochs=5, **config)
+        return [f"{segment.split} {segment.epoch}" for segment in plan.segments(plan.start())]
+
+    train = [f"train {epoch}" for epoch in range(5)]
+    assert passes(val_every=1) == [f"{split} {epoch}" for epoch in range(5) for split in ("train", "val")]
+    assert passes(val_every=2) == [*train[:2], "val 1", *train[2:4], "val 3", train[4], "val 4"]
+    assert passes(val_every=9) == [*train, "val 4"]
+    assert passes(val_every=0) == train
+
+
+def test_micro_batch_ids_sort_as_text() -> None:
+    assert str(MicroBatchId("train", 2, 31, 4)) == "train-e0002-s000031-m004"
+
+
+@properties(30)
+def test_plans_cut_off_at_steps_tile_the_schedule(plan: Plan) -> None:
+    stream, num_steps = whole(plan), plan.config.epochs * plan.steps_per_epoch
+    bounds = sorted({0, num_steps // 3, plan.steps_per_epoch, num_steps - 1, num_steps} - {-1})
+    tiles = [
+        list(plan.until(end).micro_batches(plan.cursor_at(start))) for start, end in itertools.pairwise(bounds)
+    ]
+    assert [at for tile in tiles for at in tile] == stream
+    for (start, end), tile in zip(itertools.pairwise(bounds), tiles, strict=True):
+        cut = plan.until(end)
+        assert cut.num_micro_batches(plan.cursor_at(start)) == len(tile)
+        train = [at for at in tile if at.split == "train"]
+        assert len(train) == (end - start) * plan.config.per_step
+        assert all(np.array_equal(cut.indices(at), plan.indices(at)) for at in tile)
+        assert cut.fingerprint == plan.fingerprint
+
+
+def test_a_validation_belongs_to_the_range_that_ends_with_its_epoch() -> None:
+    plan = plan_of(7, val=3)
+    start = plan.start()
+    assert list(plan.until(2).segments(start)) == [Segment("train", 0, 0, 2)]
+    assert list(plan.until(3).segments(start)) == [Segment("train", 0, 0, 3), Segment("val", 0, 0, 2)]
+    assert list(plan.until(4).segments(plan.cursor_at(3))) == [Segment("train", 1, 0, 1)]
+    assert list(plan.until(3).segments(plan.cursor_at(3))) == []
+
+
+# Resume
+
+
+@properties(20)
+def test_resume_from_every_cursor_gives_exactly_the_tail(plan: Plan) -> None:
+    stream = [(at, plan.indices(at).tolist()) for at in whole(plan)]
+    again = pickle.loads(pickle.dumps(plan))  # the process that resumes has no history
+    for cursor, before in cursors(plan).items():
+        restored = Cursor.from_json(cursor.to_json())
+        assert restored == cursor
+        assert [(at, again.indices(at).tolist()) for at in again.micro_batches(restored)] == stream[before:]
+
+
+def test_a_cursor_at_the_end_of_an_epoch_leads_into_its_validation() -> None:
+    plan = plan_of(7, val=3)
+    end = Cursor(0, plan.steps_per_epoch, plan.fingerprint)
+    assert next(plan.segments(end)) == Segment("val", 0, 0, 2)
+    plan = plan_of(7)
+    assert next(plan.segments(replace(end, fingerprint=plan.fingerprint))) == Segment("train", 1, 0, 3)
+
+
+def test_cursor_at_counts_steps_through_all_epochs() -> None:
+    plan = plan_of(7, val=3)
+    assert plan.start() == Cursor(0, 0, plan.fingerprint)
+    assert plan.cursor_at(2) == Cursor(0, 2, plan.fingerprint)
+    assert plan.cursor_at(3) == Cursor(1, 0, plan.fingerprint)
+    assert list(plan.segments(plan.cursor_at(6))) == []
+
+
+def test_the_cursor_of_another_plan_names_both_fingerprints() -> None:
+    plan, other = plan_of(seed=0), plan_of(seed=1)
+    with pytest.raises(CursorError, match=f"under plan {other.fingerprint}, this run has plan {plan.fingerprint}"):
+        plan.check(other.start())
+    with pytest.raises(CursorError):
+        next(plan.segments(other.start()))
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(-1, 0), (3, 0), (0, -1), (0, 4)])
+def test_a_cursor_out_of_range_names_its_place_and_the_plans_size(epoch: int, step: int) -> None:
+    plan = plan_of(7)
+    with pytest.raises(CursorError, match=f"epoch {epoch}, step {step}; this run has 2 epochs of 3 steps"):
+        plan.check(Cursor(epoch, step, plan.fingerprint))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "3",
+        "[]",
+        "{}",
+        '"epoch"',
+        '{"epoch": 1, "step": 2}',
+        '{"epoch": "one", "step": 2, "fingerprint": "ab"}',
+        '{"epoch": null, "step": 2, "fingerprint": "ab"}',
+        '{"epoch": NaN, "step": 2, "fingerprint": "ab"}',
+        '{"epoch": 1e999, "step": 2, "fingerprint": "ab"}',
+    ],
+)
+def test_text_that_is_no_cursor_is_refused(text: str) -> None:
+    with pytest.raises(CursorError, match="not a cursor"):
+        Cursor.from_json(text)
+
+
+# What a plan cannot be made of
+
+
+def test_a_store_smaller_than_a_step_names_the_numbers() -> None:
+    assert plan_of(6, micro_batch=2, per_step=3).steps_per_epoch == 1
+    with pytest.raises(ConfigError, match=r"has 5 samples, fewer than one step of 3 x 2: lower plan\.micro_batch"):
+        plan_of(5, micro_batch=2, per_step=3)
+
+
+def test_shuffle_needs_groups_for_windows_and_takes_them_by_itself() -> None:
+    with pytest.raises(ConfigError, match=r"memory:\w+ is not read in groups: use plan\.shuffle=global"):
+        plan_of(shuffle="window")
+    assert type(plan_of().train_order).__name__ == "GlobalOrder"
+    assert type(plan_of(group_size=3).train_order).__name__ == "WindowOrder"
+    assert type(plan_of(group_size=3, shuffle="global").train_order).__name__ == "GlobalOrder"
+
+
+def test_check_workers_lists_the_divisors() -> None:
+    plan = plan_of(30, per_step=12)
+    for world_size in (1, 2, 3, 4, 6, 12):
+        plan.check_workers(world_size)
+    for world_size in (5, 24):
+        with pytest.raises(ConfigError, match=rf"{world_size} workers .* the 12 .* use 1, 2, 3, 4, 6, 12 workers"):
+            plan.check_workers(world_size)
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_check_workers_refuses_what_is_no_number_of_workers(world_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"{world_size} workers"):
+        plan_of().check_workers(world_size)
+
+
+# The fingerprint
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"micro_batch": 3}, {"per_step": 2}, {"shuffle": "off"}, {"size": 8}, {"group_size": 3}],
+)
+def test_the_fingerprint_changes_with_all_that_orders_the_stream(change: dict[str, Any]) -> None:
+    assert plan_of(**change).fingerprint != plan_of().fingerprint
+
+
+def test_the_fingerprint_changes_with_the_stores_contents_groups_and_windows() -> None:
+    config = PlanConfig(micro_batch=2)
+    assert Plan.of(config, store(7, salt=1)).fingerprint != Plan.of(config, store(7)).fingerprint
+    windows = {plan_of(group_size=g, window_groups=k).fingerprint for g in (2, 3) for k in (1, 2)}
+    assert len(windows) == 4
+
+
+def test_the_fingerprint_keeps_through_what_only_lengthens_or_watches_the_run() -> None:
+    assert plan_of(epochs=9, val=3, val_every=2).fingerprint == plan_of().fingerprint
+    assert plan_of(shuffle="global").fingerprint == plan_of(shuffle="auto").fingerprint
+    assert plan_of(window_groups=5).fingerprint == plan_of().fingerprint  # no groups, no windows
+
+
+# Samples that are left out
+
+
+def test_leaving_nothing_out_changes_nothing() -> None:
+    # As before there were lists; the golden fingerprint below is of a store without groups.
+    plan = plan_of(20, group_size=3, seed=3, leave_out=[])
+    assert plan.fingerprint == "5f26726a5807759b" and type(plan.train_order).__name__ == "WindowOrder"
+
+
+def test_golden_order_of_what_is_left() -> None:
+    plan = plan_of(9, seed=3, leave_out=[4, 1], micro_batch=1)
+    # The order of seven samples, see test_order, by the indices that the seven kept ones have.
+    assert [plan.indices(at)[0] for at in whole(plan)] == [6, 3, 7, 2, 0, 5, 8, 2, 0, 5, 6, 7, 3, 8]
+    assert plan.fingerprint == "87bacb2fcfc83799"
+
+
+@pytest.mark.parametrize("leave_out", [[1], [1, 4], [5]])
+def test_the_fingerprint_changes_with_what_is_left_out_of_training(leave_out: list[int]) -> None:
+    others = {plan_of(9, leave_out=other).fingerprint for other in ([], [1], [1, 4], [5]) if other != leave_out}
+    assert plan_of(9, leave_out=leave_out).fingerprint not in others
+    # In any order, and named twice.
+    again = plan_of(9, leave_out=[*reversed(leave_out), leave_out[0]])
+    assert again.fingerprint == plan_of(9, leave_out=leave_out).fingerprint
+    # As with the validation store itself: it is not part of what a cursor needs.
+    assert plan_of(9, val=5, val_leave_out=[1]).fingerprint == plan_of(9, val=5).fingerprint
+
+
+def test_the_keys_of_kept_samples_are_what_they_were() -> None:
+    indices = np.array([0, 2, 8])
+    plan, plain = plan_of(9, val=9, leave_out=[1], val_leave_out=[1]), plan_of(9, val=9)
+    for at in (TRAIN, VAL):
+        assert np.array_equal(plan.sample_keys(at, indices), plain.sample_keys(at, indices))
+
+
+def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
+    with pytest.raises(ConfigError, match="has 5 samples beside the 2 that are left out, fewer than one step"):
+        plan_of(7, micro_batch=2, per_step=3, leave_out=[0, 6])
+
+
+@given(st.sets(st.integers(0, 59), max_size=50), st.integers(1, 7), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_windows_keep_to_the_groups_of_the_store(left_out: set[int], group_size: int, k: int) -> None:
+    plan = plan_of(60, group_size=group_size, window_groups=k, leave_out=left_out)
+    order: Any = plan.train_order.order if left_out else plan.train_order
+    assert isinstance(order, WindowOrder)
+    rows = plan.train_order.indices(1, np.arange(plan.num_train))
+    assert sorted(rows.tolist()) == sorted(set(range(60)) - left_out)
+    starts = [*order._layout(1)[1][::k].tolist(), plan.num_train]
+    windows = [np.unique(rows[start:end] // group_size).tolist() for start, end in itertools.pairwise(starts)]
+    assert max(map(len, windows)) <= k
+    groups = [group for window in windows for group in window]
+    assert len(groups) == len(set(groups)), "a group is read in one window only"
+
+
+# Seeds
+
+TRAIN, VAL = MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 1, 0, 0)
+
+
+def test_golden_fingerprint_keys_and_seeds() -> None:
+    plan = plan_of(7, val=7, seed=3)
+    assert plan.fingerprint == "fb9ae5d1b8292732"  # a changed order needs a new version in Plan.of
+    assert plan.sample_keys(TRAIN, np.array([0, 5])).tolist() == [
+        [11069706689143024590, 12736252317321350365],
+        [5993206361209865364, 10375007407380955260],
+    ]
+    assert plan.sample_keys(VAL, np.array([5])).tolist() == [[3224146318154999709, 948313413179275884]]
+    assert plan.micro_batch_seed(TRAIN) == 4391540000262246917
+    assert plan.micro_batch_seed(VAL) == 2064475990490837291
+    assert [plan.substitute(TRAIN, 5, attempt) for attempt in range(4)] == [0, 1, 3, 2]
+
+
+def test_sample_keys_are_distinct_in_an_epoch_and_between_epochs_splits_and_seeds() -> None:
+    indices = np.arange(10_000)
+    seen = [
+        plan_of(seed=seed).sample_keys(at, indices)
+        for seed in (0, 1)
+        for at in (MicroBatchId("train", 0, 0, 0), MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 0, 0, 0))
+    ]
+    for word in (0, 1):
+        words = np.concatenate([keys[:, word] for keys in seen])
+        assert words.dtype == np.uint64 and len(np.unique(words)) == len(words)
+
+
+def test_sample_keys_depend_on_the_index_alone_within_an_epoch() -> None:
+    plan = plan_of()
+    elsewhere = MicroBatchId("train", 1, 9, 3)
+    assert (plan.sample_keys(TRAIN, np.array([4, 2])) == plan.sample_keys(elsewhere, np.array([2, 4]))[::-1]).all()
+
+
+def test_validation_has_the_same_keys_in_every_epoch() -> None:
+    plan, indices = plan_of(val=5), np.arange(5)
+    assert (plan.sample_keys(VAL, indices) == plan.sample_keys(replace(VAL, epoch=0), indices)).all()
+
+
+@properties(30)
+def test_micro_batch_seeds_are_distinct_and_in_range(plan: Plan) -> None:
+    stream = whole(plan)
+    seeds = [plan.micro_batch_seed(at) for at in stream]
+    assert len(set(seeds)) == len(stream)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@properties(30)
+def test_substitutes_are_never_samples_that_are_left_out(plan: Plan) -> None:
+    for index in range(10):
+        found = plan.substitute(TRAIN, index, index % 3)
+        assert 0 <= found < num_stored(plan, "train")
+        assert found not in plan.kept["train"].left_out
+
+
+@given(st.integers(0, 10), st.integers(0, 10**6), st.integers(0, 8))
+@settings(max_examples=60, deadline=None)
+def test_substitutes_are_samples_of_the_training_store_and_reproducible(
+    epoch: int, index: int, attempt: int
+) -> None:
+    plan, at = plan_of(), MicroBatchId("train", epoch, 0, 0)
+    found = plan.substitute(at, index, attempt)
+    assert 0 <= found < plan.num_train
+    assert plan.substitute(replace(at, step=5, micro=1), index, attempt) == found
+
+
+def test_attempts_at_a_substitute_differ() -> None:
+    assert len({plan_of(500).substitute(TRAIN, 5, attempt) for attempt in range(8)}) > 5

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.errors import ResourceError
+from raypipe.plan.schedule import PlanConfig
+from raypipe.rayext import pool_watch
+from raypipe.rayext.pool_watch import PoolWatch
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.stream.rank_stream import host_batches
+from raypipe.stream.supervisor import start_supervisor
+
+
+@pytest.mark.cluster
+def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
+    all_cpus_held: None, stores: dict[str, Path]
+) -> None:
+    spec = StreamSpec.of(
+        stores["train"],
+        plan=PlanConfig(micro_batch=10),
+        transform=TransformConfig(train="small", size=8),
+        pool=PoolConfig(stall_timeout_s=5),
+    )
+    supervisor = start_supervisor(1)
+    with pytest.raises(ResourceError) as caught:
+        next(host_batches(spec.splits(spec.plan.start(), max_actors=1, supervisor=supervisor)[0]))
+    for part in ("the stream stands still", "for 5 s", "1 have not started", "0 CPUs free", "Add CPU nodes"):
+        assert part in str(caught.value)
+    ((kind, text),) = ray.get(supervisor.events.remote(0))
+    assert kind == "fault"
+    assert re.match(r"no transform actor runs: 1 wait for 1 CPUs each; the run ends in [1-4] s", text), text
+
+
+# Room for actors that wait for CPUs. That it mends a real stream, after a real node has gone, tests/faults shows.
+
+
+class Pool:
+    """As much of Ray Data's pool of actors as the watch looks at.
+
+    Args:
+        states: of each actor, by its name: whether it is being restarted, and how many tasks it has.
+    """
+
+    def __init__(self, **states: tuple[bool, int]) -> None:
+        self._running_actors = {
+            name: SimpleNamespace(is_restarting=restarting, num_tasks_in_flight=tasks)
+            for name, (restarting, tasks) in states.items()
+        }
+
+    def per_actor_resource_usage(self) -> Any:
+        return SimpleNamespace(cpu=1.0)
+
+    def _release_running_actor(self, actor: str) -> None:
+        del self._running_actors[actor]
+
+
+class Watch(PoolWatch):
+    """The watch of one pool, with what it tells the supervisor."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.notes: list[str] = []
+        settings = {
+            "raypipe.stream.supervisor": SimpleNamespace(
+                note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text))
+            ),
+            "raypipe.stall_timeout_s": 60.0,
+        }
+        super().__init__(SimpleNamespace(get_config=settings.__getitem__), {}, None)
+        self.pool = pool
+
+    def left_after(self, seconds: float) -> list[str]:
+        """The actors that are left when the watch has looked, so long after it began."""
+        self._make_room(SimpleNamespace(_actor_pool=self.pool), self._progress[1] + seconds)
+        return list(self.pool._running_actors)
+
+
+@pytest.fixture
+def free_cpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the cluster has free."""
+    free = {"CPU": 0.0}
+    monkeypatch.setattr(pool_watch, "ray", SimpleNamespace(available_resources=lambda: free))
+    return free
+
+
+def told(watch: Watch, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, int, int, bool]) -> list[str]:
+    """What is said after looks at a pool.
+
+    Args:
+        looks: seconds, actors that run, actors that do not yet, and whether one is queued for CPUs.
+    """
+    pool = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
+    monkeypatch.setattr(pool_watch, "holders", lambda: "job 7 holds 2 CPUs")
+    for seconds, running, restarting, queued in looks:
+        monkeypatch.setattr(pool_watch, "waited_for", lambda queued=queued: {1.0} if queued else set())
+        info = SimpleNamespace(running=running, restarting=restarting, pending=0)
+        op = SimpleNamespace(_actor_pool=pool, get_actor_info=lambda info=info: info)
+        watch._tell_of_none(op, watch._progress[1] + seconds)
+    return watch.notes
+
+
+def test_actors_that_are_all_lost_and_have_no_room_are_told_of_at_once_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [(second, 0, 2, True) for second in range(10, 30)]
+    assert told(Watch(Pool()), monkeypatch, (9, 2, 0, False), *looks, (30, 1, 1, True)) == [
+        "no transform actor runs: 2 wait for 1 CPUs each; the run ends in 48 s (pool.stall_timeout_s); job 7 "
+        "holds 2 CPUs. Add CPU nodes, or stop other jobs (`ray job list`)",
+        "transform actors run again, after 21 s",
+    ]
+
+
+def test_actors_that_only_start_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = [(second, 0, 2, False) for second in range(20)]
+    assert told(Watch(Pool()), monkeypatch, *starting, (20, 0, 2, True), (21, 2, 0, False)) == []
+    assert told(Watch(Pool()), monkeypatch, *[(second, 1, 3, True) for second in range(20)]) == []
+
+
+def test_idle_actors_make_room_for_as_many_as_are_waited_for(free_cpus: dict[str, float]) -> None:
+    watch = Watch(Pool(lost=(True, 2), busy=(False, 1), idle=(False, 0), spare=(False, 0)))
+    assert watch.left_after(6) == ["lost", "busy", "spare"]
+    assert len(watch.notes) == 1 and "1 transform actors that died with work in hand" in watch.notes[0]
+    assert watch.left_after(7) == ["lost", "busy", "spare"]  # the CPUs are given time to reach it
+    assert watch.left_after(12) == ["lost", "busy"]
+
+
+def test_none_is_let_go_before_a_restart_has_had_its_time(free_cpus: dict[str, float]) -> None:
+    watch = Watch(Pool(lost=(True, 1), idle=(False, 0)))
+    assert watch.left_after(4) == ["lost", "idle"]
+    assert watch.left_after(6) == ["lost"]
+
+
+def test_none_is_let_go_where_there_are_cpus(free_cpus: dict[str, float]) -> None:
+    free_cpus["CPU"] = 1.0
+    watch = Watch(Pool(lost=(True, 1), idle=(False, 0)))
+    assert watch.left_after(6) == ["lost", "idle"] and not watch.notes
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        {"lost": (True, 0), "idle": (False, 0)},  # nobody waits for what had no work
+        {"lost": (True, 1), "busy": (False, 1)},  # work is not thrown away
+        {"busy": (False, 1), "idle": (False, 0)},
+    ],
+)
+def test_none_is_let_go_without_need(states: dict[str, tuple[bool, int]], free_cpus: dict[str, float]) -> None:
+    watch = Watch(Pool(**states))
+    assert watch.left_after(6) == list(states) and not watch.notes

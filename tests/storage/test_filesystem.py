@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+from s3_server import FaultyProxy, environment
+
+from raypipe.errors import ConfigError, RaypipeError, StoreError
+from raypipe.storage.filesystem import (
+    as_uri,
+    check_bucket,
+    check_lasting,
+    exists,
+    explained,
+    is_remote,
+    join,
+    open_filesystem,
+    split,
+)
+from raypipe.storage.whole_file import check_place, read_json
+from raypipe.stores import open_store
+
+
+@pytest.fixture(autouse=True)
+def no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "RAYPIPE_STORAGE_")):
+            monkeypatch.delenv(name)
+
+
+# Addresses
+
+
+def test_as_uri_makes_paths_absolute_and_leaves_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert as_uri("runs") == (tmp_path / "runs").as_uri()
+    assert as_uri("~/my runs") == "file:///somewhere/my%20runs"
+    assert as_uri("s3://bucket/runs") == "s3://bucket/runs"
+
+
+@pytest.mark.parametrize(
+    ("folder", "joined"),
+    [
+        ("/a/b", "/a/b/my run/c"),
+        ("/a/b/", "/a/b/my run/c"),
+        ("file:///a", "file:///a/my%20run/c"),
+        ("s3://bucket", "s3://bucket/my%20run/c"),
+        ("s3://bucket/a/?scheme=http", "s3://bucket/a/my%20run/c?scheme=http"),
+    ],
+)
+def test_join_adds_names_and_split_takes_them_off(folder: str, joined: str) -> None:
+    assert join(folder, "my run", "c") == joined
+    parent, name = split(joined)
+    assert name == "c" and join(parent, name) == joined
+    assert split(parent)[1] == "my run"
+
+
+def test_a_bare_name_has_no_folder() -> None:
+    assert split("mine") == ("", "mine") and split("runs/mine/") == ("runs", "mine")
+
+
+def test_what_is_remote() -> None:
+    assert [is_remote(a) for a in ("a", Path("/a"), "file:///a", "s3://a", "az://a/b")] == [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_local_paths_and_file_uris_are_local(tmp_path: Path, as_file: bool) -> None:
+    path = tmp_path / "a b#%41"
+    filesystem, found = open_filesystem(path.as_uri() if as_file else path)
+    assert type(filesystem) is pyarrow.fs.LocalFileSystem and found == str(path)
+
+
+# What each scheme becomes
+
+
+def test_s3_has_retries_time_outs_and_the_environments_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    filesystem, path = open_filesystem("s3://bucket/a%20b/c/")
+    assert isinstance(filesystem, pyarrow.fs.S3FileSystem) and path == "bucket/a b/c"
+    made = pyarrow.fs.S3FileSystem.__reduce__(filesystem)[1][0]
+    assert (made["endpoint_override"], made["scheme"], made["region"]) == ("127.0.0.1:9000", "http", "us-east-1")
+    assert (made["connect_timeout"], made["request_timeout"], filesystem.attempts) == (5, 20, 8)
+
+
+def test_s3_options_of_the_address_come_before_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", "3")
+    monkeypatch.setenv("RAYPIPE_STORAGE_CONNECT_S", "1.5")
+    monkeypatch.setenv("RAYPIPE_STORAGE_TIMEOUT_S", "7")
+    address = "s3://bucket/a?endpoint_override=localhost:1&scheme=https"
+    filesystem, path = open_filesystem(address)
+    made = pyarrow.fs.S3FileSystem.__reduce__(filesystem)[1][0]
+    assert path == "bucket/a"
+    assert (made["endpoint_override"], made["scheme"], made["region"]) == ("localhost:1", "https", "eu-west-1")
+    assert (made["connect_timeout"], made["request_timeout"], filesystem.attempts) == (1.5, 7, 3)
+
+
+def test_s3_keeps_its_retries_through_pickling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    filesystem, _ = open_filesystem("s3://bucket")
+    again = pickle.loads(pickle.dumps(filesystem))
+    assert type(again) is type(filesystem) and again.equals(filesystem) and again.attempts == 8
+
+
+def test_another_environment_makes_another_filesystem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    one = open_filesystem("s3://bucket/a")[0]
+    assert open_filesystem("s3://bucket/b")[0] is one
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9001")
+    assert not open_filesystem("s3://bucket/a")[0].equals(one)
+
+
+@pytest.mark.parametrize("scheme", ["gs", "gcs"])
+def test_gs_is_google_with_a_limit_for_retries(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_STORAGE_RETRY_S", "45")
+    address = f"{scheme}://anonymous@bucket/a/b?endpoint_override=localhost:1&scheme=http&project_id=mine"
+    filesystem, path = open_filesystem(address)
+    assert type(filesystem) is pyarrow.fs.GcsFileSystem and path == "bucket/a/b"
+    made = filesystem.__reduce__()[1][0]
+    assert made["retry_time_limit"] == timedelta(seconds=45) and made["anonymous"]
+    assert (made["endpoint_override"], made["scheme"], made["project_id"]) == ("localhost:1", "http", "mine")
+
+
+@pytest.mark.parametrize(
+    ("address", "account"),
+    [
+        ("az://container/a/b", "of-the-environment"),
+        ("abfs://container@mine.dfs.core.windows.net/a/b", "mine"),
+        ("abfss://container@mine.dfs.core.windows.net/a/b", "mine"),
+    ],
+)
+def test_az_and_abfs_are_azure(address: str, account: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "of-the-environment")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "a2V5")
+    filesystem, path = open_filesystem(f"{address}?blob_storage_authority=127.0.0.1:1&scheme=http")
+    assert type(filesystem) is pyarrow.fs.AzureFileSystem and path == "container/a/b"
+    made = filesystem.__reduce__()[1][0]
+    assert (made["account_name"], made["account_key"]) == (account, "a2V5")
+    assert made["blob_storage_authority"] == "127.0.0.1:1"
+    assert made["blob_storage_scheme"] == made["dfs_storage_scheme"] == "http"
+
+
+# What is wrong is told in one line
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("ftp://a/b", r"ftp://a/b is of an unknown scheme; understood are local paths, file://, s3://"),
+        ("s3:///a", "names no bucket"),
+        ("s3://b/a?colour=red", "unknown option 'colour'; there are endpoint_override, scheme, region"),
+        ("gs://b/a?colour=red", "unknown option 'colour'"),
+        ("gs://me@b/a", r"gs://…@b/a holds credentials, .* set GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az://c/a", r"set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or abfs://"),
+        ("abfs://c@a.dfs.core.windows.net/b?colour=red", "unknown option 'colour'"),
+    ],
+)
+def test_a_wrong_address(address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_filesystem(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown", "variable"),
+    [
+        ("s3://AKIA:SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://AKIA:SEC/RET+SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://bucket/a?endpoint_override=me:SECRET@host", "a?endpoint_override=… holds", "AWS_ACCESS_KEY_ID"),
+        ("s3://bucket/a?secret_key=SECRET", "unknown option 'secret_key'", ""),
+        ("gs://me:SECRET@bucket/a", "gs://…@bucket/a", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("gs://SECRET@bucket/a", "gs://…@bucket/a", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az://container/a?sv=2024&sig=SECRET", "unknown option 'sv'", ""),
+        ("abfs://c:SECRET@account.dfs.core.windows.net/a", "abfs://…@account", "AZURE_STORAGE_SAS_TOKEN"),
+        ("https://me:SECRET@host/a", "https://…@host/a", ""),
+    ],
+)
+def test_an_address_with_credentials_is_refused_and_nothing_shows_them(
+    address: str, shown: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
+    for use in (open_filesystem, check_bucket, check_place, read_json, lambda a: len(open_store(f"{a}.lmdb"))):
+        with pytest.raises(RaypipeError, match=re.escape(shown)) as caught:
+            use(address)
+        assert variable in str(caught.value)
+        told = "".join(traceback.format_exception(pickle.loads(pickle.dumps(caught.value))))
+        assert "SECRET" not in told.replace("AWS_SECRET_", ""), told
+
+
+def test_a_login_in_the_environments_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:password@host")
+    with pytest.raises(
+        ConfigError, match="AWS_ENDPOINT_URL holds a login, and may not: set AWS_ACCESS_KEY_ID"
+    ) as e:
+        open_filesystem("s3://bucket/a")
+    assert "password" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/date=12:30/a@b.tar is no store",
+        "gs://anonymous@bucket/a, abfs://container@account.dfs.core.windows.net/a",
+        "s3://bucket/a?endpoint_override=127.0.0.1:9000&scheme=http cannot be used",
+        "AWS Error NETWORK_CONNECTION: http://127.0.0.1:9000/bucket",
+        "file:///a/b:c@d",
+    ],
+)
+def test_errors_show_addresses_without_credentials_as_they_are(text: str) -> None:
+    assert str(StoreError(text)) == text
+
+
+@pytest.mark.parametrize("value", ["x", "0", "-1", "nan"])
+def test_a_wrong_setting(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", value)
+    with pytest.raises(ConfigError, match=rf"RAYPIPE_STORAGE_ATTEMPTS must be a positive number, got '{value}'"):
+        open_filesystem("s3://bucket?region=us-east-1")
+
+
+def test_a_missing_bucket_is_told_before_work_begins(bucket: str) -> None:
+    check_bucket(f"{bucket}/runs/mine")
+    check_bucket("/nowhere")
+    with pytest.raises(ConfigError, match="s3://no-such/runs cannot be used: there is no bucket no-such: make it"):
+        check_bucket("s3://no-such/runs")
+    filesystem, path = open_filesystem("s3://no-such/x")
+    with (
+        pytest.raises(StoreError, match=r"^it cannot be written: .*make it, or mend the address$"),
+        explained(StoreError, "it cannot be written"),
+        filesystem.open_output_stream(path) as file,
+    ):
+        file.write(b"x")
+
+
+def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment("http://127.0.0.1:9").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", "1")
+    with pytest.raises(
+        ConfigError, match=r"s3://bucket/a cannot be used: .*check the network, and AWS_ENDPOINT_URL"
+    ):
+        check_bucket("s3://bucket/a")
+
+
+# Against a server
+
+
+def test_what_is_written_is_read_through_every_kind_of_fault(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = [os.urandom(300_000), os.urandom(11_000_000)]  # one request; several parts
+    rates = {"throttle": 0.1, "drop": 0.1, "cut": 0.1, "slow": 0.1}
+    with FaultyProxy(s3_endpoint, seed=243, rates=rates) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        for number, content in enumerate(contents):
+            filesystem, path = open_filesystem(f"{bucket}/a%20{number}")
+            with filesystem.open_output_stream(path) as file:
+                file.write(content)
+            with filesystem.open_input_file(path) as file:
+                assert (
+                    b"".join(file.read_at(100_000, at) for at in range(0, 300_000, 100_000)) == content[:300_000]
+                )
+            assert exists(f"{bucket}/a%20{number}") and not exists(f"{bucket}/b")
+        assert set(proxy.faults) == set(rates), proxy.faults
+
+
+def test_more_faults_than_attempts_are_one_error(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", "2")
+    with FaultyProxy(s3_endpoint, rates={"throttle": 1.0}) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        with (
+            pytest.raises(StoreError, match=r"^x: .*503.*; the server asks for fewer requests"),
+            explained(StoreError, "x"),
+        ):
+            exists(f"{bucket}/a")
+        assert proxy.faults["throttle"] == 2
+
+
+def test_an_option_of_the_address_leads_to_a_server(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    address = f"{bucket}/folder?endpoint_override={s3_endpoint.removeprefix('http://')}&scheme=http"
+    filesystem, path = open_filesystem(join(address, "x"))
+    with filesystem.open_output_stream(path) as file:
+        file.write(b"1")
+    assert exists(join(address, "x"))
+
+
+def test_a_place_in_rays_copy_of_a_jobs_folder_is_none_that_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    check_lasting(str(tmp_path), "runs")
+    monkeypatch.chdir(copy)
+    for address in ("runs", "./runs/x", copy.as_uri(), str(copy)):
+        with pytest.raises(ConfigError, match=r"^runs leads to .*_ray_pkg_1.*, Ray's temporary copy"):
+            check_lasting(address, "runs")
+    with pytest.raises(ConfigError, match=r"^the file to write leads to"):
+        check_place("found.json")

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raypipe.storage import lease
+from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.lease import RunExistsError, is_held, taken
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waits of the module, in tenths of seconds instead of seconds."""
+    for name, seconds in (("_RENEW_S", 0.5), ("_EXPIRES_S", 3.0), ("_LOOK_S", 0.1), ("_RACE_S", 0.5)):
+        monkeypatch.setattr(lease, name, seconds)
+
+
+@contextlib.contextmanager
+def child_with_lease(run_uri: str) -> Iterator[int]:
+    """The id of another process that has a run's folder until it is killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), taken(run_uri):
+            os.write(writing, b"x")
+            time.sleep(60)
+        os._exit(1)
+    os.close(writing)
+    try:
+        assert os.read(reading, 1) == b"x"
+        yield child
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_second_start_is_refused_at_once_and_told_who_has_the_folder(tmp_path: Path) -> None:
+    run_uri = (tmp_path / "runs" / "mine").as_uri()
+    with child_with_lease(run_uri) as child:
+        message = rf"runs/mine is in use by process {child} of \w+ on .*, since 20.* UTC: .*`raypipe stop`.*--name"
+        with pytest.raises(RunExistsError, match=message), taken(run_uri):
+            pass
+        assert len(list(Path(tmp_path, "runs/mine/lease").iterdir())) == 1
+
+
+def test_a_process_that_was_killed_loses_the_folder_at_once(tmp_path: Path) -> None:
+    run_uri = tmp_path.as_uri()
+    with child_with_lease(run_uri) as child:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        begun = time.monotonic()
+        with taken(run_uri) as mine:
+            assert time.monotonic() - begun < lease._EXPIRES_S / 4
+            assert [path.stem for path in (tmp_path / "lease").iterdir()] == [mine.token]
+
+
+def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
+    with taken((tmp_path / "new").as_uri()) as mine:
+        assert is_held((tmp_path / "new").as_uri(), mine.token)
+    assert not (tmp_path / "new").exists() and not is_held((tmp_path / "new").as_uri(), mine.token)
+    (tmp_path / "old").mkdir()
+    with taken((tmp_path / "old").as_uri()):
+        pass
+    (tmp_path / "old" / "config.yaml").write_text("")
+    with pytest.raises(KeyError), taken((tmp_path / "old").as_uri()):
+        raise KeyError
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_RACE_S", 30.0)  # on a busy machine, too
+    go, had, children = tmp_path / "go", tmp_path / "had", []
+    had.mkdir()
+    for number in range(6):
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                while not go.exists():
+                    time.sleep(0.001)
+                with taken((tmp_path / "run").as_uri()):
+                    (had / str(number)).touch()
+                    while len(list(had.glob("*.refused"))) < 5:
+                        time.sleep(0.01)
+                os._exit(0)
+            (had / f"{number}.refused").touch()
+            os._exit(0)
+        children.append(child)
+    go.touch()
+    for child in children:
+        os.waitpid(child, 0)
+    names = [path.name for path in had.iterdir()]
+    assert len([name for name in names if name.endswith(".refused")]) == 5 and len(names) == 6
+
+
+def claim_of_another_machine(run_uri: str) -> tuple[str, bytes]:
+    """The path and the content of a claim that no process here can look behind."""
+    owner = {"host": "far", "user": "u", "since": 1767225600.0, "pid": 1, "started": 1, "machine": "elsewhere"}
+    return open_filesystem(join(run_uri, "lease", "ab.json"))[1], json.dumps(owner).encode()
+
+
+def write_claim(run_uri: str) -> None:
+    path, content = claim_of_another_machine(run_uri)
+    filesystem = open_filesystem(run_uri)[0]
+    filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+    with filesystem.open_output_stream(path) as file:
+        file.write(content)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_another_machines_run_loses_the_folder_when_it_is_no_more_heard_of(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_uri = tmp_path.as_uri() if where == "disk" else request.getfixturevalue("bucket") + "/runs/mine"
+    write_claim(run_uri)
+    begun = time.monotonic()
+    with taken(run_uri) as mine:
+        # The storage may know times to the second only.
+        assert time.monotonic() - begun > lease._EXPIRES_S - 1.5
+        assert is_held(run_uri, mine.token) and not is_held(run_uri, "ab")
+    assert (
+        "is held by process 1 of u on far, since 2026-01-01 00:00:00 UTC: waiting up to 3 s"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_another_machines_run_that_is_heard_of_keeps_the_folder(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run_uri = tmp_path.as_uri() if where == "disk" else request.getfixturevalue("bucket") + "/runs/mine"
+    write_claim(run_uri)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.5):
+            write_claim(run_uri)
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        with pytest.raises(RunExistsError, match="in use by process 1 of u on far"), taken(run_uri):
+            pass
+    finally:
+        ended.set()
+        renewing.join()
+    assert is_held(run_uri, "ab")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_lease_is_renewed_also_on_a_full_disk_and_is_not_taken_back_once_it_is_lost(full_disk: Path) -> None:
+    from full_disk import fill
+
+    with taken(full_disk.as_uri()) as mine:
+        file = full_disk / "lease" / f"{mine.token}.json"
+        fill(full_disk)
+        before = file.stat().st_mtime
+        deadline = time.monotonic() + 20
+        while file.stat().st_mtime == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert file.stat().st_mtime > before
+        file.unlink()  # another process took it for dead
+        mine._renewing.join(20)
+        assert not mine._renewing.is_alive() and not is_held(full_disk.as_uri(), mine.token)
+
+
+def test_a_lease_in_a_bucket_that_is_given_back_while_it_is_renewed_stays_given_back(
+    bucket: str, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Event()
+
+    def slow_look(run_uri: str, token: str) -> bool:
+        found = is_held(run_uri, token)
+        looked.set()
+        time.sleep(1)  # in which it is given back, or would be
+        return found
+
+    monkeypatch.setattr(lease, "is_held", slow_look)
+    with taken(f"{bucket}/run"):
+        assert looked.wait(30)
+    time.sleep(2)
+    with taken(f"{bucket}/run") as mine:
+        assert [claim.name for claim in mine.claims()] == [f"{mine.token}.json"]

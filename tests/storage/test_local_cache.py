@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from s3_server import FaultyProxy
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.storage import download, file_lock, shard_folder
+from raypipe.storage.filesystem import open_filesystem
+from raypipe.storage.local_cache import LocalCache, shared_cache
+from raypipe.storage.remote_file import RemoteFile, look_up, look_up_all
+from raypipe.storage.shard_folder import digest_of_file
+
+SIZE = 200_000
+Put = Callable[..., RemoteFile]
+
+
+@pytest.fixture
+def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A faultless proxy before the server, to count what passes."""
+    with FaultyProxy(s3_endpoint) as made:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
+        monkeypatch.setattr(download, "PART_BYTES", 20_000)
+        yield made
+
+
+@pytest.fixture
+def put(bucket: str, proxy: FaultyProxy) -> Put:
+    def write(name: str = "a", content: bytes | None = None, num_bytes: int = SIZE) -> RemoteFile:
+        filesystem, path = open_filesystem(f"{bucket}/{name}")
+        with filesystem.open_output_stream(path) as file:
+            file.write(content or secrets.token_bytes(num_bytes))
+        return look_up(f"{bucket}/{name}")
+
+    return write
+
+
+def remote_bytes(file: RemoteFile) -> bytes:
+    filesystem, path = open_filesystem(file.address)
+    with filesystem.open_input_file(path) as source:
+        return source.read()
+
+
+def content_of(cache: LocalCache, file: RemoteFile) -> bytes:
+    with cache.use(file, Path.read_bytes) as content:
+        return content
+
+
+def sent(proxy: FaultyProxy) -> int:
+    """Bytes of contents that have passed since the last call."""
+    with proxy.lock:
+        num_bytes = sum(proxy.sent.values())
+        proxy.sent.clear()
+    return num_bytes
+
+
+def program(tmp_path: Path, file: RemoteFile, then: str, limit: int = 0) -> subprocess.Popen[str]:
+    """A process that uses a shard of the cache, prints its digest, and does one thing more while it is open."""
+    code = f"""
+import hashlib, os, sys, time
+from pathlib import Path
+from raypipe.storage import download
+from raypipe.storage.local_cache import LocalCache
+from raypipe.storage.remote_file import RemoteFile
+download.PART_BYTES = 20_000
+with LocalCache(Path({str(tmp_path / "shards")!r}), {limit}).use(RemoteFile(**{vars(file)!r}), Path) as path:
+    print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True)
+    {then}
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_shard_is_fetched_once_and_stays(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
+    file = put()
+    for _ in range(2):
+        cache = LocalCache(tmp_path / "shards")
+        assert content_of(cache, file) == content_of(cache, file)
+    assert sent(proxy) == SIZE
+    assert content_of(cache, file) == remote_bytes(file)
+
+
+def test_processes_and_threads_that_want_one_shard_share_one_download(
+    put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    file = put()
+    others = [program(tmp_path, file, "pass") for _ in range(3)]
+    cache, found = LocalCache(tmp_path / "shards"), []
+    threads = [threading.Thread(target=lambda: found.append(content_of(cache, file))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    digests = {other.communicate(timeout=60)[0].strip() for other in others}
+    assert len(found) == 4 and set(found) == {remote_bytes(file)}
+    assert digests == {digest_of_file(cache.folder_of(file) / "data")}
+    assert sent(proxy) == 2 * SIZE  # once by them, once by this test
+
+
+def test_a_killed_download_goes_on_where_it_was(
+    put: Put, bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = put(num_bytes=2_000_000)
+    folder = LocalCache(tmp_path / "shards").folder_of(file)
+    with FaultyProxy(s3_endpoint, rates={"slow": 1.0}, slow_s=0.1) as slow:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", slow.endpoint)
+        process = program(tmp_path, file, "pass")
+        deadline = time.monotonic() + 60
+        while not ((folder / "partial").exists() and (folder / "partial").stat().st_size >= 200_000):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    with FaultyProxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        arrived = (folder / "partial").stat().st_size
+        assert not (folder / "data").exists() and 200_000 <= arrived < file.num_bytes
+        cache = LocalCache(tmp_path / "shards")
+        content = content_of(cache, file)
+        assert sent(proxy) == file.num_bytes - arrived
+        assert content == remote_bytes(file) and not (folder / "partial").exists()
+
+
+def test_a_download_survives_every_kind_of_fault(
+    put: Put, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = put()
+    rates = {"throttle": 0.08, "drop": 0.12, "cut": 0.12, "slow": 0.12}
+    with FaultyProxy(s3_endpoint, seed=286, rates=rates) as faulty:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faulty.endpoint)
+        content = content_of(LocalCache(tmp_path / "shards"), file)
+        assert set(faulty.faults) == set(rates), faulty.faults
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    assert content == remote_bytes(file)
+
+
+def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
+    put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = put()
+    cache, num_parts = LocalCache(tmp_path / "shards"), []
+
+    def fail() -> None:
+        num_parts.append(1)
+        if len(num_parts) == 4:
+            raise OSError("the network is gone")
+
+    monkeypatch.setattr(file_lock, "on_progress", [fail])
+    with pytest.raises(StoreError, match=r"s3://.*/a cannot be read: the network is gone"):
+        content_of(cache, file)
+    sent(proxy)
+    assert content_of(cache, file) == remote_bytes(file)
+    assert sent(proxy) == SIZE - 80_000 + SIZE
+
+
+def test_the_least_recently_opened_shards_make_room(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
+    files = [put(name) for name in "abcd"]
+    cache = LocalCache(tmp_path / "shards", limit_bytes=2 * SIZE + 100)
+    for name in "abacad":
+        content_of(cache, files["abcd".index(name)])
+        cache.close_idle()
+        held = sum(path.stat().st_size for path in (tmp_path / "shards").glob("*/data"))
+        assert held <= 2 * SIZE
+        time.sleep(0.01)
+    assert [(cache.folder_of(file) / "data").exists() for file in files] == [True, False, False, True]
+    assert sent(proxy) == 4 * SIZE
+
+
+def test_a_shard_that_another_process_has_open_is_never_evicted(
+    put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    opened, other, third = put("a"), put("b"), put("c")
+    process = program(tmp_path, opened, "sys.stdin.read()", limit=2 * SIZE)
+    assert process.stdout is not None and process.stdout.readline()
+    cache = LocalCache(tmp_path / "shards", limit_bytes=2 * SIZE)
+    for file in (other, third, other):
+        content_of(cache, file)
+        assert (cache.folder_of(opened) / "data").exists()
+    small = LocalCache(tmp_path / "shards", limit_bytes=SIZE, wait_s=0.3)
+    cache.close_idle()
+    with pytest.raises(
+        StoreError, match=r"/c: the cache in .* is full, 200,000 bytes, and all that is in it is in"
+    ):
+        content_of(small, third)
+    process.communicate(timeout=30)
+    assert content_of(small, third) == remote_bytes(third)
+    assert not (cache.folder_of(opened) / "data").exists()
+
+
+def test_a_process_gives_up_what_it_has_open_but_does_not_use_when_another_needs_the_room(
+    put: Put, tmp_path: Path
+) -> None:
+    one, other = put("a"), put("b")
+    first, second = (LocalCache(tmp_path / "shards", limit_bytes=SIZE, wait_s=20) for _ in range(2))
+    content_of(first, one)  # and it stays open there: nobody will use that cache again
+    assert content_of(second, other) == remote_bytes(other)
+
+
+def test_a_shard_larger_than_the_cache_is_one_error(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
+    file = put()
+    message = r"/a has 200,000 bytes, the cache in .* a limit of 199,999: raise RAYPIPE_CACHE_BYTES"
+    with pytest.raises(StoreError, match=message):
+        content_of(LocalCache(tmp_path / "shards", limit_bytes=SIZE - 1), file)
+    assert sent(proxy) == 0
+
+
+def test_an_object_that_has_changed_is_refused_by_who_knew_the_old_one(put: Put, tmp_path: Path) -> None:
+    old = put()
+    cache = LocalCache(tmp_path / "shards")
+    before = content_of(cache, old)
+    new = put(num_bytes=SIZE)  # of the same size, within the same second
+    assert new.version != old.version
+    assert content_of(cache, new) == remote_bytes(new) != before
+    assert content_of(cache, old) == before  # it is still here
+    with pytest.raises(StoreError, match=r"/a has changed since the store was opened: 200000 bytes of version"):
+        content_of(LocalCache(tmp_path / "elsewhere"), old)
+
+
+def test_an_object_that_changes_while_it_is_downloaded_is_refused(
+    put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, calls = put(), []
+
+    def change() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            put()
+
+    monkeypatch.setattr(file_lock, "on_progress", [change])
+    cache = LocalCache(tmp_path / "shards")
+    with pytest.raises(StoreError, match="has changed since the store was opened"):
+        content_of(cache, old)
+    assert not (cache.folder_of(old) / "data").exists()
+
+
+def test_an_object_that_is_gone(put: Put, bucket: str, tmp_path: Path) -> None:
+    file = put()
+    filesystem, path = open_filesystem(file.address)
+    filesystem.delete_file(path)
+    with pytest.raises(StoreError, match=r"/a does not exist, or its bucket does not"):
+        content_of(LocalCache(tmp_path / "shards"), file)
+    with pytest.raises(StoreError, match=r"/a does not exist"):
+        look_up_all([file.address])
+
+
+def test_content_without_the_recorded_digest_is_refused(put: Put, tmp_path: Path) -> None:
+    file = put()
+    wrong = RemoteFile(file.address, file.num_bytes, file.version, "0" * 32)
+    cache = LocalCache(tmp_path / "shards")
+    with pytest.raises(StoreError, match=r"/a has the checksum [0-9a-f]{32}, and was written with 0{32}"):
+        content_of(cache, wrong)
+    assert content_of(cache, file) == remote_bytes(file)
+
+
+def damage(data: Path) -> None:
+    content = bytearray(data.read_bytes())
+    content[SIZE // 2] ^= 1
+    data.write_bytes(content)
+
+
+def truncate(data: Path) -> None:
+    os.truncate(data, SIZE // 2)
+
+
+def remove_note(data: Path) -> None:
+    data.with_suffix(".json").unlink()
+
+
+@pytest.mark.parametrize("harm", [damage, truncate, remove_note])
+def test_a_damaged_file_of_the_cache_is_fetched_again(
+    harm: Callable[[Path], None], put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    file = put()
+    cache = LocalCache(tmp_path / "shards")
+    content = content_of(cache, file)
+    harm(cache.folder_of(file) / "data")
+    assert content_of(LocalCache(tmp_path / "shards"), file) == content
+    assert sent(proxy) == 2 * SIZE
+
+
+def test_after_a_start_of_the_machine_a_file_is_hashed_before_it_is_trusted(
+    put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = put()
+    data = LocalCache(tmp_path / "shards").folder_of(file) / "data"
+    content = content_of(LocalCache(tmp_path / "shards"), file)
+    monkeypatch.setattr(shard_folder, "boot_id", lambda: "another")
+    assert content_of(LocalCache(tmp_path / "shards"), file) == content and sent(proxy) == SIZE
+    assert json.loads(data.with_suffix(".json").read_text())["boot"] == "another"
+    # Power that fails leaves zeros in files, and their sizes and times as they were.
+    stat = data.stat()
+    data.write_bytes(bytes(SIZE))
+    os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    monkeypatch.setattr(shard_folder, "boot_id", lambda: "a third")
+    assert content_of(LocalCache(tmp_path / "shards"), file) == content and sent(proxy) == SIZE
+
+
+def test_a_partial_file_of_before_a_start_of_the_machine_is_not_gone_on_with(
+    put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = put()
+    folder = shard_folder.ShardFolder(LocalCache(tmp_path / "shards").folder_of(file))
+    folder.path.mkdir(parents=True)
+    folder.reserve(file)
+    folder.partial.write_bytes(bytes(SIZE // 2))
+    monkeypatch.setattr(shard_folder, "boot_id", lambda: "another")
+    assert content_of(LocalCache(tmp_path / "shards"), file) == remote_bytes(file)
+    assert sent(proxy) == 2 * SIZE
+
+
+def test_a_forked_child_neither_frees_its_parents_locks_nor_keeps_them(
+    put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    one, other = put("a"), put("b")
+    cache = shared_cache()
+    reading, writing = os.pipe()
+    with cache.use(one, Path):
+        child = os.fork()
+        if not child:  # it lives on, with copies of all that was open
+            os.read(reading, 1)
+            os._exit(0)
+        small = LocalCache(tmp_path / "shards", limit_bytes=SIZE, wait_s=0.2)
+        with pytest.raises(StoreError, match="is full"):
+            content_of(small, other)
+    cache.close_idle()
+    assert content_of(small, other) == remote_bytes(other)
+    os.write(writing, b"x")
+    os.waitpid(child, 0)
+
+
+def test_settings_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    monkeypatch.setenv("RAYPIPE_CACHE_BYTES", "1000")
+    cache = shared_cache()
+    assert cache is shared_cache()
+    assert cache.folder_of(RemoteFile("s3://b/a", 1, "")).parent == tmp_path / "shards"
+    monkeypatch.setenv("RAYPIPE_CACHE_BYTES", "50 GB")
+    with pytest.raises(ConfigError, match="RAYPIPE_CACHE_BYTES must be a whole number of bytes, got '50 GB'"):
+        shared_cache()
+
+
+def test_a_folder_that_cannot_be_made_is_one_error(put: Put, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot be made: .*set RAYPIPE_CACHE to another folder"):
+        content_of(LocalCache(tmp_path / "file" / "shards"), put())
+
+
+@pytest.mark.parametrize("with_note", [True, False])
+def test_a_shard_is_what_its_store_says_and_not_what_the_cache_says(
+    with_note: bool, put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    file = put()
+    content = remote_bytes(file)
+    file = replace(file, digest=hashlib.blake2b(content, digest_size=16).hexdigest())
+    cache = LocalCache(tmp_path / "shards")
+    assert content_of(cache, file) == content
+    data = cache.folder_of(file) / "data"
+    data.write_bytes(secrets.token_bytes(SIZE))
+    note = json.loads(data.with_suffix(".json").read_text())
+    note["digest"] = digest_of_file(data)
+    if with_note:
+        note["mtime_ns"] = data.stat().st_mtime_ns
+    data.with_suffix(".json").write_text(json.dumps(note))
+    assert content_of(LocalCache(tmp_path / "shards"), file) == content
+
+
+def test_a_cache_that_others_have_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "shards").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r"/shards belongs to another user, or is a link.* set RAYPIPE_CACHE"):
+        shared_cache()
+    (tmp_path / "cache" / "shards").unlink()
+    (tmp_path / "cache" / "shards").mkdir()
+    if os.getuid():
+        pytest.skip("only root can give a folder to somebody else")
+    for folder in ("cache/shards", "cache"):
+        os.chown(tmp_path / folder, 12345, 12345)
+        with pytest.raises(StoreError, match=rf"/{folder} belongs to another user.* set RAYPIPE_CACHE"):
+            shared_cache()
+        os.chown(tmp_path / folder, 0, 0)
+    assert shared_cache()

@@ -1,0 +1,221 @@
+"""Things that are no regular files, in every place where one is named: each is one error, at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tfrecords
+
+from raypipe.storage.local_file import is_own_folder, make_own_folder, open_regular
+from raypipe.stores import open_writer
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "FIFO": (os.mkfifo, "a FIFO"),
+    "link to a FIFO": (lambda path: _linked(path, os.mkfifo), "a FIFO"),
+    "link to a device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    "socket": (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), "a socket"),
+    "folder": (lambda path: path.mkdir(), "a folder"),
+}
+
+
+def _linked(path: Path, make: Callable[[Path], object]) -> None:
+    make(path.with_name(".elsewhere"))
+    path.symlink_to(".elsewhere")
+
+
+# Each request is tried in a child: a read that waits ends with it, and so does one that takes all memory.
+SERVER = """
+import io, json, os, resource, signal, sys
+import h5py, numpy as np
+import raypipe.commands.ingest, raypipe.commands.inspection
+from raypipe.commands.cli import main, parse_run
+from raypipe.stores.bad_list import read_bad_list
+from raypipe.stream.digest_file import DigestFile
+from raypipe.stores import open_store
+from raypipe.stores import folder, hdf5, lmdb, memory, parquet, tar, tfrecord, zip
+from raypipe.transform.transform_steps import read_steps
+
+def store(path):
+    opened = open_store(path)
+    opened.read(np.arange(len(opened)), ("image",))
+
+def command(*args):
+    sys.stderr = io.StringIO()
+    try:
+        main(list(args))
+    except SystemExit:
+        raise Told(sys.stderr.getvalue().strip())
+
+class Told(Exception):
+    pass
+
+empty = memory.MemoryStore([b"x"], [0])
+READERS = {
+    "store": store,
+    "bad list": lambda path: read_bad_list(path, empty, "store.leave_out"),
+    "digests": DigestFile.read,
+    "transform": read_steps,
+    "inspect": lambda path: command("inspect", path),
+    "ingest": lambda path: command("ingest", path, path + ".lmdb"),
+    "settings": lambda path: parse_run(["--config", path], "doc"),
+}
+for line in sys.stdin:
+    reader, path = json.loads(line)
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        try:
+            READERS[reader](path)
+            outcome = "nothing is wrong"
+        except Told as error:
+            outcome = str(error)
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}"
+        os.write(sending, outcome.encode()[:4000])
+        os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving) as pipe:
+        outcome = pipe.read()
+    _, status = os.waitpid(child, 0)
+    print(json.dumps(outcome or f"died of signal {status}"), flush=True)
+"""
+
+Read = Callable[[str, Path], str]
+
+
+@pytest.fixture(scope="module")
+def read() -> Iterator[Read]:
+    """What becomes of a reader at a path, in a process of its own with a limit on time and memory."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin and server.stdout
+        requests, answers = server.stdin, server.stdout
+
+        def ask(reader: str, path: Path) -> str:
+            print(json.dumps([reader, str(path)]), file=requests, flush=True)
+            return json.loads(answers.readline())
+
+        yield ask
+        requests.close()
+
+
+def check_refused(outcome: str, name: str, kind: str) -> None:
+    error, _, text = outcome.partition(": ")
+    assert error in ("StoreError", "ConfigError") and name in text, outcome
+    assert f"{KINDS[kind][1]}, not a regular file" in text and text.count("\n") == 0, outcome
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("suffix", ["tar", "zip", "parquet", "tfrecord", "h5", "lmdb"])
+def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
+    path = tmp_path / f"train.{suffix}"
+    KINDS[kind][0](path)
+    if kind == "folder":
+        assert read("store", path).startswith(f"StoreError: {path} holds no store")
+    else:
+        check_refused(read("store", path), f"train.{suffix}", kind)
+
+
+@pytest.mark.parametrize("reader", ["inspect", "ingest"])
+@pytest.mark.parametrize("suffix", ["tar", "parquet", "h5"])
+def test_a_command(suffix: str, reader: str, read: Read, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"train.{suffix}")
+    check_refused(read(reader, tmp_path / f"train.{suffix}"), f"train.{suffix}", "FIFO")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_file_of_an_lmdb_environment(kind: str, read: Read, tmp_path: Path) -> None:
+    KINDS[kind][0](tmp_path / "data.mdb")
+    check_refused(read("store", tmp_path), "data.mdb", kind)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])
+@pytest.mark.parametrize("suffix", ["tar", "parquet", "tfrecord", "lmdb"])
+def test_one_of_several_shards(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    if suffix == "tfrecord":
+        (shards / "a.tfrecord").write_bytes(tfrecords.record(b""))
+    else:
+        with open_writer(shards / f"a.{suffix}") as writer:
+            writer.append({"image": b"x", "label": 1})
+    KINDS[kind][0](shards / f"b.{suffix}")
+    check_refused(read("store", shards), f"b.{suffix}", kind)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])
+@pytest.mark.parametrize("name", ["class/a.jpg", "class/within/a.PNG"])
+def test_an_image_in_a_class_folder(name: str, kind: str, read: Read, tmp_path: Path) -> None:
+    for file in (tmp_path / "class" / "b.jpg", tmp_path / name):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "class" / "b.jpg").write_bytes(b"x")
+    KINDS[kind][0](tmp_path / name)
+    check_refused(read("store", tmp_path), name, kind)
+
+
+def test_a_folder_that_is_called_as_an_image(read: Read, tmp_path: Path) -> None:
+    (tmp_path / "class" / "a.jpg").mkdir(parents=True)
+    (tmp_path / "class" / "a.jpg" / "b.jpg").write_bytes(b"x")
+    assert read("store", tmp_path) == "nothing is wrong"
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("reader", ["bad list", "digests", "transform"])
+def test_a_file_of_settings_or_results(reader: str, kind: str, read: Read, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    KINDS[kind][0](path)
+    check_refused(read(reader, path), "a.json", kind)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link to a FIFO"])
+def test_a_configuration(kind: str, read: Read, tmp_path: Path) -> None:
+    KINDS[kind][0](tmp_path / "run.yaml")
+    check_refused(read("settings", tmp_path / "run.yaml"), "run.yaml", kind)
+
+
+def test_an_endless_file_is_not_read(read: Read, tmp_path: Path) -> None:
+    with (tmp_path / "a.json").open("wb") as file:
+        file.truncate(1 << 40)  # of holes
+    assert "it has more than" in read("bad list", tmp_path / "a.json")
+
+
+def test_a_regular_file_and_a_link_to_one_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    (tmp_path / "b").symlink_to("a")
+    for name in "ab":
+        descriptor = open_regular(tmp_path / name)
+        assert os.read(descriptor, 100) == b"content" and not os.get_inheritable(descriptor)
+        os.close(descriptor)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "c")
+
+
+def test_what_takes_a_files_place_after_the_first_look_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").touch()
+    os.mkfifo(tmp_path / "b")
+    found, real = (tmp_path / "a").stat(), os.stat
+    monkeypatch.setattr(os, "stat", lambda path: found if path == tmp_path / "b" else real(path))
+    with pytest.raises(OSError, match="it is a FIFO"):
+        open_regular(tmp_path / "b")
+
+
+def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+    make_own_folder(tmp_path / "new")
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    make_own_folder(tmp_path / "new")
+    (tmp_path / "link").symlink_to("new")
+    assert is_own_folder(tmp_path / "new") and not is_own_folder(tmp_path / "link")
+    with pytest.raises(PermissionError, match="link belongs to another user, or is a link"):
+        make_own_folder(tmp_path / "link")

@@ -1,0 +1,144 @@
+"""A list of bad samples, from the one who writes it to the run that leaves them out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe.errors import ConfigError
+from raypipe.plan.schedule import PlanConfig
+from raypipe.stores.bad_list import read_bad_list, write_bad_list
+from raypipe.stores.memory import MemoryStore
+from raypipe.stream.pipeline import StreamSpec
+
+from conftest import picture  # isort: skip
+
+STORE = MemoryStore([bytes([i]) for i in range(10)], [0] * 10)
+OTHER = MemoryStore([b"x"] * 10, [0] * 10)
+BAD = [{"index": 7, "error": "empty value"}, {"index": 2, "error": "no value"}]
+
+
+def read(address: str | Path, store: MemoryStore | None = STORE) -> list[int]:
+    return read_bad_list(address, store, "store.leave_out").tolist()
+
+
+@pytest.mark.parametrize("as_uri", [False, True])
+def test_what_is_written_is_read(tmp_path: Path, as_uri: bool) -> None:
+    file = tmp_path / "a list.json"
+    address = file.as_uri() if as_uri else str(file)
+    for bad in (BAD, BAD[:1], []):  # in place of the one before
+        write_bad_list(address, STORE, bad)
+        assert read(address) == sorted(entry["index"] for entry in bad)
+    write_bad_list(address, STORE, BAD)
+    assert json.loads(file.read_text()) == {
+        "store": STORE.address,
+        "fingerprint": STORE.fingerprint,
+        "num_samples": 10,
+        "bad": BAD,
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_no_list_leaves_nothing_out() -> None:
+    assert read("") == read("", None) == []
+    assert read_bad_list("", STORE, "").dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "[]",
+        "[3, 4]",
+        "{}",
+        '{"bad": []}',
+        '{"fingerprint": "FINGERPRINT"}',
+        '{"fingerprint": "FINGERPRINT", "bad": 3}',
+        '{"fingerprint": "FINGERPRINT", "bad": [3]}',
+        '{"fingerprint": "FINGERPRINT", "bad": [{"error": "x"}]}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
+    file = tmp_path / "list.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.replace("FINGERPRINT", STORE.fingerprint).encode())
+    expected = r"leave_out: .*list.json is no (JSON|list of bad samples .*raypipe inspect memory:\w+ --)"
+    with pytest.raises(ConfigError, match=expected):
+        read(file)
+
+
+@pytest.mark.parametrize("index", [-1, 10, 2.0, "3", None, True])
+def test_an_index_that_is_no_sample(tmp_path: Path, index: Any) -> None:
+    write_bad_list(tmp_path / "list.json", STORE, [{"index": index, "error": ""}])
+    with pytest.raises(ConfigError, match=f"names sample {index!r}, outside the samples 0 to 9 of memory:"):
+        read(tmp_path / "list.json")
+
+
+def test_the_list_of_another_store_names_both(tmp_path: Path) -> None:
+    write_bad_list(tmp_path / "list.json", OTHER, BAD)
+    with pytest.raises(ConfigError, match=f"{OTHER.address} with .*{OTHER.fingerprint}, {STORE.address} has"):
+        read(tmp_path / "list.json")
+
+
+def test_a_list_of_all_samples(tmp_path: Path) -> None:
+    write_bad_list(tmp_path / "list.json", STORE, [{"index": i, "error": ""} for i in range(10)])
+    with pytest.raises(ConfigError, match="leaves out all 10 samples"):
+        read(tmp_path / "list.json")
+
+
+def test_a_list_that_is_not_there_or_has_no_store(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"store.leave_out: .*none.json cannot be read"):
+        read(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"store.leave_out: there is list.json, but no store"):
+        read("list.json", None)
+
+
+# A run
+
+
+def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
+    write_bad_list(tmp_path / "train.json", STORE, BAD)
+    write_bad_list(tmp_path / "val.json", OTHER, BAD[:1])
+    spec = StreamSpec.of(
+        STORE,
+        OTHER,
+        plan=PlanConfig(epochs=1, micro_batch=2),
+        leave_out=tmp_path / "train.json",
+        val_leave_out=str(tmp_path / "val.json"),
+    )
+    assert (spec.plan.num_train, spec.plan.num_val) == (8, 9)
+    stream = [(at.split, spec.plan.indices(at)) for at in spec.plan.micro_batches(spec.plan.start())]
+    train, val = (np.concatenate([found for split, found in stream if split == name]) for name in ("train", "val"))
+    assert sorted(train.tolist()) == [0, 1, 3, 4, 5, 6, 8, 9]
+    assert val.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, -1]
+    with pytest.raises(ConfigError, match=r"store.val_leave_out: there is .*, but no store"):
+        StreamSpec.of(STORE, val_leave_out=tmp_path / "val.json")
+
+
+def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_out(tmp_path: Path) -> None:
+    from raypipe.plan.schedule import MicroBatchId
+    from raypipe.stream.worker import TransformWorker
+
+    class Broken(MemoryStore):
+        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+            assert (indices > 1).all(), "a sample that is left out was read"
+            return super().read(indices, columns)
+
+    val = Broken([None, None, picture(2)], [0, 0, 0])
+    write_bad_list(tmp_path / "val.json", val, [{"index": 0, "error": ""}, {"index": 1, "error": ""}])
+    spec = StreamSpec.of(
+        STORE,
+        val,
+        plan=PlanConfig(epochs=1, micro_batch=2, per_step=2),
+        train_transform=None,
+        val_transform=None,
+        val_leave_out=tmp_path / "val.json",
+    )
+    row = TransformWorker(spec).run(MicroBatchId("val", 0, 0, 1))  # nothing but padding
+    assert row["image"].shape == (1, 2, 40, 48, 3) and row["index"].tolist() == [[-1, -1]]

@@ -1,0 +1,177 @@
+"""Transforms, and reads of stores, that crash, hang or leak, in real actors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray import cloudpickle
+
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.errors import ResourceError, SampleError
+from raypipe.plan.schedule import PlanConfig
+from raypipe.storage.file_lock import progress
+from raypipe.stores.base import Columns
+from raypipe.stores.memory import MemoryStore
+from raypipe.stream.handover import feed
+from raypipe.stream.pipeline import StreamSpec
+
+from conftest import CLASSES, picture  # isort: skip
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DEADLY = 13
+
+
+def store(kind: type[MemoryStore] = MemoryStore) -> MemoryStore:
+    # Sample 13 is told by its height.
+    images = [picture(i, height=41 if i == DEADLY else 40) for i in range(64)]
+    return kind(images, [i % 5 for i in range(64)], classes=CLASSES)
+
+
+class KillsOnRead(MemoryStore):
+    """A store whose reader, in C perhaps, dies of one sample."""
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        if DEADLY in indices:
+            self.fail()
+        return super().read(indices, columns)
+
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HangsOnRead(KillsOnRead):
+    """One whose reader never comes back."""
+
+    def fail(self) -> None:
+        while True:
+            pass
+
+
+class FetchedFirst(MemoryStore):
+    """A store that is fetched for so long, as a remote shard is, before its first read in a process."""
+
+    fetched = False
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        for _ in range(0 if self.fetched else 10):
+            progress()
+            time.sleep(0.2)
+        self.fetched = True
+        return super().read(indices, columns)
+
+
+def crop(image: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(image[:16, :16])
+
+
+def raises(image: np.ndarray) -> np.ndarray:
+    if len(image) == 41:
+        raise ValueError("no")
+    return crop(image)
+
+
+def crashes(image: np.ndarray) -> np.ndarray:
+    if len(image) == 41:
+        ctypes.string_at(0)
+    return crop(image)
+
+
+def hangs(image: np.ndarray) -> np.ndarray:
+    while len(image) == 41:
+        pass
+    return crop(image)
+
+
+def rows(
+    transform: Callable[..., Any], pool: dict[str, Any], train: type[MemoryStore] = MemoryStore, **config: Any
+) -> tuple[list[Any], list[str]]:
+    """The stream's rows, and the faults that were mended."""
+    spec = StreamSpec.of(
+        store(train),
+        plan=PlanConfig(epochs=1, micro_batch=8),
+        train_transform=transform,
+        transform=TransformConfig(**config),
+        pool=PoolConfig(**pool),
+    )
+    stream = feed(spec, max_actors=1)
+    found = [
+        (str(b.at), b.index.tolist(), b.label.tolist(), b.image.numpy().tobytes(), b.num_bad)
+        for s in stream
+        for st in s
+        for b in st
+    ]
+    faults: list[str] = []
+    while not faults and (transform not in (raises, crop) or train != MemoryStore):
+        faults += [text for kind, text in stream.events() if kind == "fault"]
+    return found, faults
+
+
+def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one_that_raises(
+    request: pytest.FixtureRequest,
+) -> None:
+    expected, _ = rows(raises, {})
+    assert sum(row[-1] for row in expected) == 1 and not any(DEADLY in row[1] for row in expected)
+    cases = [(crashes, MemoryStore, 120.0), (crop, KillsOnRead, 120.0), (crop, HangsOnRead, 1.5)]
+    if request.config.getoption("--soak"):
+        cases.append((hangs, MemoryStore, 1.5))
+    for transform, train, limit in cases:
+        found, faults = rows(transform, {}, train, time_limit_s=limit)
+        assert found == expected
+        assert 3 <= len(faults) <= 4 and all("a transform actor died" in fault for fault in faults)
+
+
+def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
+    images = [picture(i) for i in range(16)]
+    spec = StreamSpec.of(
+        FetchedFirst(images, [0] * 16, classes=CLASSES),
+        plan=PlanConfig(epochs=1, micro_batch=8),
+        train_transform=crop,
+        transform=TransformConfig(time_limit_s=1.0),
+    )
+    stream = feed(spec, max_actors=1)
+    assert sum(batch.num_bad for s in stream for step in s for batch in step) == 0
+    assert not any("fault" in dict(stream.events()) for _ in range(20))
+
+
+def test_under_raise_such_a_sample_is_the_one_clear_error() -> None:
+    with pytest.raises(SampleError, match=rf"sample {DEADLY}: its process died twice .*time_limit_s"):
+        rows(crashes, {}, on_bad_sample="raise")
+
+
+def always_dies(image: np.ndarray) -> np.ndarray:
+    os._exit(1)
+
+
+def test_more_deaths_than_the_budget_are_one_clear_error() -> None:
+    with pytest.raises(ResourceError, match=r"1 transform actors have died in train-.*pool\.max_attempts"):
+        rows(always_dies, {"max_attempts": 1})
+
+
+def test_an_actor_is_replaced_after_so_many_micro_batches_and_nothing_changes(tmp_path: Path) -> None:
+    def writes_its_process(image: np.ndarray) -> np.ndarray:
+        (tmp_path / str(os.getpid())).touch()
+        return crop(image)
+
+    spec = StreamSpec.of(
+        store(),
+        plan=PlanConfig(epochs=1, micro_batch=8),
+        train_transform=writes_its_process,
+        pool=PoolConfig(recycle_after=3),
+    )
+    expected = list(spec.plan.micro_batches(spec.plan.start()))
+    stream = feed(spec, max_actors=1)
+    for at, batch in zip(expected, (b for s in stream for st in s for b in st), strict=True):
+        assert batch.at == at and batch.index.tolist() == spec.plan.indices(at).tolist()
+    assert len(list(tmp_path.iterdir())) == 3 and not any("fault" in dict(stream.events()) for _ in range(20))

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
+from raypipe.plan.schedule import PlanConfig
+from raypipe.rayext.cluster import preflight
+from raypipe.stores import open_store
+from raypipe.stores.memory import MemoryStore
+from raypipe.stores.parquet import ParquetWriter
+from raypipe.stream.digest import batch_digest, combine, stream_digests
+from raypipe.stream.handover import feed
+from raypipe.stream.pipeline import StreamSpec, stream
+from raypipe.stream.rank_stream import Feed, host_batch, host_batches
+from raypipe.stream.worker import TransformWorker
+
+from conftest import CLASSES, picture, samples  # isort: skip
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5)
+SMALL = TransformConfig(train="light", val="center", size=24)
+
+
+def spec_of(stores: dict[str, Path], train: str = "train", **changes: Any) -> StreamSpec:
+    return StreamSpec.of(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
+
+
+def digests(spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0) -> list[bytes]:
+    spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5))
+    found, _ = stream_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
+    return found
+
+
+def test_the_digest_is_the_same_for_any_pool_and_any_workers_and_after_a_resume(
+    stores: dict[str, Path],
+) -> None:
+    spec = spec_of(stores)
+    alone = digests(spec)
+    assert len(alone) == len(set(alone)) == spec.plan.num_micro_batches(spec.plan.start()) == 2 * (12 + 4)
+    assert combine(digests(spec, actors=3)) == combine(alone)
+    assert combine(digests(spec, actors=2, workers=2)) == combine(alone)
+    resumed = digests(spec, actors=2, workers=2, from_step=8)
+    assert combine(resumed) == combine(alone[-len(resumed) :]) and len(resumed) == (6 - 2) * 2 + 4
+
+
+def test_each_rank_gets_the_same_from_any_number_of_executions(stores: dict[str, Path]) -> None:
+    plan = PlanConfig(epochs=1, micro_batch=6, per_step=4, seed=5)
+    spec = spec_of(
+        stores, plan=plan, train_transform=lambda image: image[:9, :9], val_transform=lambda image: image[:9, :9]
+    )
+    worker = TransformWorker(spec)
+    alone = [batch_digest(host_batch(worker.run(at))) for at in spec.plan.micro_batches(spec.plan.start())]
+    for executions, from_step in ((2, 0), (4, 2)):
+        pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
+        # It fails where a rank gets what another should.
+        found, _ = stream_digests(
+            dataclasses.replace(spec, pool=pool), spec.plan.cursor_at(from_step), max_actors=4, world_size=4
+        )
+        assert found == alone[4 * from_step :]
+    with pytest.raises(ConfigError, match=r"pool\.executions=3 does not divide 4 workers"):
+        spec.splits(spec.plan.start(), max_actors=4, world_size=4, executions=3)
+    with pytest.raises(ConfigError, match=r"one execution: pool\.executions is 2"):
+        stream(stores["train"], plan=plan, pool=PoolConfig(executions=2))
+
+
+def test_the_digest_depends_on_the_seed_and_not_on_who_reads(stores: dict[str, Path]) -> None:
+    spec = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3))
+    read_apart = digests(spec)
+    in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor"))
+    found, _ = stream_digests(in_actors, spec.plan.start(), max_actors=2, world_size=1)
+    assert combine(found) == combine(read_apart)
+    other = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3, seed=6))
+    assert not set(digests(other)[:12]) & set(read_apart[:12])
+
+
+def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    path, types = tmp_path / "a.parquet", {"image": "binary", "seg": "binary", "objects": "string"}
+    with ParquetWriter(path, types, row_group_size=10) as writer:
+        for number in range(48):
+            mask = cv2.imencode(".png", rng.integers(0, 3, (40, 48), dtype=np.uint8))[1].tobytes()
+            objects = json.dumps(rng.integers([0, 0, 20, 20, 0], [20, 20, 48, 40, 9], (number % 3, 5)).tolist())
+            seg = b"bad" if number == 5 else mask
+            writer.append({"image": picture(number), "seg": seg, "objects": objects})
+    settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_boxes=3)
+    spec = StreamSpec.of(path, path, plan=dataclasses.replace(PLAN, epochs=1), transform=settings)
+    read_apart = digests(spec)
+    in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
+    assert stream_digests(in_actors, spec.plan.start(), max_actors=2, world_size=2)[0] == read_apart
+    worker, places = TransformWorker(spec), spec.plan.micro_batches(spec.plan.start())
+    assert [batch_digest(host_batch(worker.run(at))) for at in places] == read_apart
+    seen = [batch for segment in feed(spec, max_actors=1) for step in segment for batch in step]
+    train, val = ([batch for batch in seen if batch.at.split == split] for split in ("train", "val"))
+    for batch in train:
+        assert batch.mask is not None and batch.boxes is not None
+        assert batch.mask.shape == (8, 24, 24) and batch.boxes.shape == (8, 3, 5)
+        assert set(batch.mask.unique().tolist()) <= {0, 1, 2}
+    assert sum(int((batch.weight == 0).sum()) for batch in val) == 1  # the bad one
+    assert sum(batch.num_bad for batch in seen) == 2
+
+
+def test_every_training_sample_comes_at_most_once_and_every_validation_sample_once(
+    stores: dict[str, Path],
+) -> None:
+    spec = spec_of(stores)
+    labels = open_store(stores["train"]).read(np.arange(100), ("label",))["label"]
+    seen: dict[tuple[str, int], list[int]] = {}
+    for batch in host_batches(spec.splits(spec.plan.start(), max_actors=1)[0]):
+        real = batch.weight > 0
+        seen.setdefault((batch.at.split, batch.at.epoch), []).extend(batch.index[real].tolist())
+        assert batch.image.dtype == np.uint8 and batch.image.shape == (8, 24, 24, 3)
+        assert not batch.image[~real].any()
+        if batch.at.split == "train":
+            assert np.array_equal(batch.label, labels[batch.index])
+    for epoch in (0, 1):
+        assert len(seen["train", epoch]) == len(set(seen["train", epoch])) == 96
+        assert seen["val", epoch] == list(range(22))
+    assert seen["train", 0] != seen["train", 1]
+
+
+def test_the_feed_gives_segments_steps_and_cursors_even_when_some_are_left_out(stores: dict[str, Path]) -> None:
+    spec = spec_of(stores)
+    steps, cursors = [], []
+    whole: Feed = feed(spec, max_actors=1)
+    for segment in whole:
+        for step in segment:
+            first = next(iter(step))  # the second micro-batch of each step is left over
+            steps.append((segment.split, segment.epoch, step.number, first.at.micro, len(step)))
+            if segment.split == "val" and step.number == 0:
+                break
+        cursors.append((whole.cursor.epoch, whole.cursor.step))
+    assert [s for s in steps if s[0] == "train"] == [("train", e, s, 0, 2) for e in (0, 1) for s in range(6)]
+    assert cursors == [(0, 6), (0, 6), (1, 6), (1, 6)]
+    assert (whole.cursor.epoch, whole.cursor.step) == (2, 0)
+    assert list(feed(spec, max_actors=1, cursor=whole.cursor)) == []
+
+
+def test_stream_is_a_plain_dataset_of_micro_batches(stores: dict[str, Path]) -> None:
+    dataset = stream(
+        stores["train"],
+        plan=PlanConfig(epochs=1, micro_batch=25, shuffle="off"),
+        train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
+        pool=PoolConfig(max_actors=1),
+    )
+    rows = list(dataset.iter_batches(batch_size=None))
+    assert [row["step"].tolist() for row in rows] == [[0], [1], [2], [3]]
+    assert np.concatenate([row["index"][0] for row in rows]).tolist() == list(range(100))
+    assert rows[0]["image"].shape == (1, 25, 10, 12, 3)
+
+
+def test_while_the_consumer_stands_still_little_is_in_flight_and_nothing_spins(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    def traced(image: np.ndarray) -> np.ndarray:
+        with (tmp_path / "count").open("a") as file:
+            file.write("x")
+        return np.zeros((4, 4, 3), np.uint8)
+
+    spec = StreamSpec.of(
+        stores["train"],
+        plan=PlanConfig(epochs=20, micro_batch=4),
+        train_transform=traced,
+        pool=PoolConfig(in_flight=6),
+    )
+    batches = host_batches(spec.splits(spec.plan.start(), max_actors=1)[0])
+    before = set(threading.enumerate())
+    for _ in range(5):
+        next(batches)
+    time.sleep(2)  # until all is full
+    began = time.process_time()
+    time.sleep(2)
+    assert time.process_time() - began < 1, "Ray Data's own loop takes the whole of both seconds"
+    done = (tmp_path / "count").stat().st_size / 4
+    assert done <= 5 + 6 + 3, "beside what is in flight: Ray's own prefetch of one, and what it unpacks"
+    # Ray Data's own threads, in a call after `ray.shutdown()`, would end the process without a word.
+    threads = [t for t in threading.enumerate() if t.name == "iter_threaded" and t not in before]
+    batches.close()
+    assert threads and not any(thread.is_alive() for thread in threads)
+
+
+def with_bad(bad: dict[int, bytes | None], num: int = 64) -> MemoryStore:
+    images = [bad.get(i, picture(i)) for i in range(num)]
+    return MemoryStore(images, [i % 5 for i in range(num)], classes=CLASSES)
+
+
+BAD = {3: b"", 17: picture(17)[:-200], 40: None}
+ONE_EPOCH = PlanConfig(epochs=1, micro_batch=8)
+
+
+def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(tmp_path: Path) -> None:
+    def run(actors: int, folder: str) -> list[Any]:
+        spec = StreamSpec.of(
+            with_bad(BAD),
+            with_bad(BAD),
+            plan=ONE_EPOCH,
+            transform=SMALL,
+            pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5),
+            quarantine=(tmp_path / folder).as_uri(),
+        )
+        rows = host_batches(spec.splits(spec.plan.start(), max_actors=actors)[0])
+        return [(b.at, b.index.tolist(), b.label.tolist(), b.weight.tolist(), b.num_bad) for b in rows]
+
+    rows = run(1, "one")
+    assert rows == run(2, "two")
+    assert sum(row[4] for row in rows) == 6
+    for at, index, label, weight, _ in rows:
+        if at.split == "train":
+            assert not set(index) & set(BAD) and label == [i % 5 for i in index] and min(weight) == 1
+        else:
+            assert [i for i, w in zip(index, weight, strict=True) if w == 0] == [i for i in index if i in BAD]
+    records = [
+        json.loads(line) for file in sorted((tmp_path / "one").iterdir()) for line in file.read_text().splitlines()
+    ]
+    assert sorted(r["index"] for r in records if r["split"] == "train") == sorted(BAD)
+    assert all(r["store"].startswith("memory:") and r["error"] for r in records)
+    assert {p.name for p in (tmp_path / "one").iterdir()} == {p.name for p in (tmp_path / "two").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("transform", "error", "message"),
+    [
+        (dataclasses.replace(SMALL, on_bad_sample="raise"), SampleError, r"memory:\w+ sample \d+: .*"),
+        (dataclasses.replace(SMALL, bad_grace=1), BadSamplesError, "max_bad_fraction"),
+        (dataclasses.replace(SMALL, train="none"), ConfigError, "crop or resize"),
+    ],
+)
+def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
+    transform: TransformConfig, error: type[Exception], message: str
+) -> None:
+    store = with_bad({**BAD, 5: picture(5, 30, 30)})
+    spec = StreamSpec.of(store, plan=ONE_EPOCH, transform=transform)
+    for world_size in (1,):
+        with pytest.raises(error, match=message) as caught:
+            list(host_batches(spec.splits(spec.plan.start(), max_actors=1, world_size=world_size)[0]))
+        assert type(caught.value) is error
+
+
+def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: dict[str, Path]) -> None:
+    few = [s["image"] for s in samples(3)]
+    spec = StreamSpec.of(
+        stores["train"],
+        MemoryStore(few, [0, 1, 2], classes=CLASSES),
+        plan=PlanConfig(epochs=1, micro_batch=10, per_step=5),
+        transform=dataclasses.replace(SMALL, val="none", train="none"),
+    )
+    found, real = stream_digests(spec, spec.plan.start(), max_actors=1, world_size=1)
+    assert len(found) == 15 and real == 103
+
+
+def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
+    spec, other = spec_of(stores), spec_of(stores, plan=dataclasses.replace(PLAN, seed=6))
+    with pytest.raises(CursorError, match=other.plan.fingerprint):
+        spec.dataset(other.plan.start(), max_actors=1)
+
+
+def test_more_in_flight_than_the_object_store_holds_is_refused_at_once(stores: dict[str, Path]) -> None:
+    with pytest.raises(ResourceError, match=r"500 micro-batches in flight .* GiB: lower pool\.in_flight"):
+        stream(
+            stores["train"],
+            plan=PlanConfig(micro_batch=50),
+            pool=PoolConfig(in_flight=500),
+            transform=TransformConfig(),
+        )
+
+
+def test_a_run_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
+    with pytest.raises(ResourceError, match=r"100 transform actors.*has, or can scale to, 4\..*pool\.min_actors"):
+        preflight(PoolConfig(min_actors=100))

@@ -1,0 +1,266 @@
+"""This rank's share of the stream on the device; the stream is made in this process, without Ray's execution."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, cast
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import CLASSES, samples
+
+from raypipe.config import AugmentConfig, StrengthConfig, TransformConfig
+from raypipe.device.augment import DeviceAugment, Normalize
+from raypipe.device.device_decode import DeviceDecoder
+from raypipe.device.prefetcher import Batch
+from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.schedule import PlanConfig
+from raypipe.stores.atomic import write_atomically
+from raypipe.stores.memory import MemoryStore
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.stream.rank_stream import Feed
+from raypipe.stream.worker import TransformWorker
+
+CPU = torch.device("cpu")
+AUGMENT = AugmentConfig(
+    preset="strong",
+    mixup_alpha=0.4,
+    cutmix_alpha=1.0,
+    mix_prob=0.9,
+    strength=StrengthConfig(start=0.2, ramp_up=0.5, ramp_down=0.25),
+)
+
+
+class InProcess:
+    """What a rank's DataIterator gives: every W-th row of the stream."""
+
+    def __init__(self, spec: StreamSpec, rank: int, world_size: int) -> None:
+        self.spec, self.rank, self.world_size = spec, rank, world_size
+
+    def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
+        worker = TransformWorker(self.spec)
+        for number, at in enumerate(self.spec.plan.micro_batches(self.spec.plan.start())):
+            if number % self.world_size == self.rank:
+                yield worker.run(at)
+
+
+@pytest.fixture(scope="module")
+def spec(stores: dict[str, Path]) -> StreamSpec:
+    plan = PlanConfig(epochs=2, micro_batch=6, per_step=4)
+    return StreamSpec.of(
+        stores["train"],
+        stores["val"],
+        plan=plan,
+        transform=TransformConfig(train="small", val="resize", size=12),
+    )
+
+
+def delivered(
+    spec: StreamSpec, augment: AugmentConfig | None, world_size: int = 1, **options: Any
+) -> dict[str, Batch]:
+    """Batches by their place, of all ranks."""
+    found = {}
+    for rank in range(world_size):
+        source: Any = InProcess(spec, rank, world_size)
+        feed = Feed(spec, source, spec.plan.start(), rank, world_size, CPU, augment=augment, **options)
+        for segment in feed:
+            for step in segment:
+                for batch in step:
+                    found[str(batch.at)] = batch
+    return found
+
+
+def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> None:
+    plain = delivered(spec, None)
+    one, two = delivered(spec, AUGMENT), delivered(spec, AUGMENT, world_size=2)
+    assert set(one) == set(two) == set(plain)
+    train = [place for place in plain if plain[place].at.split == "train"]
+    num_mixed = 0
+    for place in train:
+        at, raw = plain[place].at, plain[place]
+        progress = (at.epoch * spec.plan.steps_per_epoch + at.step) / (2 * spec.plan.steps_per_epoch)
+        expected, mixed = DeviceAugment(AUGMENT, CPU)(
+            raw.image,
+            raw.target,
+            raw.index >= 0,
+            seed=spec.plan.micro_batch_seed(at),
+            strength=AUGMENT.strength.at(progress),
+        )
+        for found in (one[place], two[place]):
+            assert torch.equal(found.image, expected)
+            assert (found.mixed is None) == (mixed is None)
+            if mixed is not None and found.mixed is not None:
+                assert found.mixed.lam == mixed.lam and torch.equal(found.mixed.target, mixed.target)
+        num_mixed += mixed is not None
+    assert 0 < num_mixed < len(train)
+
+
+def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
+    plain, augmented = delivered(spec, None), delivered(spec, AUGMENT)
+    places = [place for place in plain if plain[place].at.split == "val"]
+    assert places
+    for place in places:
+        assert torch.equal(augmented[place].image, Normalize(AUGMENT, CPU)(plain[place].image))
+        assert augmented[place].mixed is None
+
+
+def test_without_augmentation_batches_stay_uint8(spec: StreamSpec) -> None:
+    assert all(batch.image.dtype == torch.uint8 for batch in delivered(spec, None).values())
+
+
+def test_the_type_of_the_images_can_be_chosen(spec: StreamSpec) -> None:
+    batches = delivered(spec, AugmentConfig(), dtype=torch.bfloat16).values()
+    assert all(batch.image.dtype == torch.bfloat16 for batch in batches)
+    assert all(batch.image.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+
+
+# Decoding on the training device
+
+
+@pytest.fixture(scope="module")
+def encoded_spec(tmp_path_factory: pytest.TempPathFactory) -> StreamSpec:
+    """48 samples; number 7's header is damaged, number 11's pixels, and number 13 is a PNG."""
+    folder = tmp_path_factory.mktemp("encoded")
+    made: list[dict[str, Any]] = samples(48)
+    made[7]["image"] = b"no image"
+    made[11]["image"] = cv2.imencode(".png", np.full((40, 48, 3), 9, np.uint8))[1].tobytes()[:-40] + b"\0" * 40
+    made[13]["image"] = cv2.imencode(".png", np.full((40, 48, 3), (50, 100, 200), np.uint8))[1].tobytes()
+    write_atomically(str(folder / "train.lmdb"), made, CLASSES)
+    return StreamSpec.of(
+        str(folder / "train.lmdb"),
+        str(folder / "train.lmdb"),
+        plan=PlanConfig(epochs=1, micro_batch=6, per_step=4),
+        transform=TransformConfig(train="light", val="center", size=16, decode="gpu"),
+        quarantine=(folder / "quarantine").as_uri(),
+    )
+
+
+def test_the_device_decodes_the_same_whatever_the_workers(encoded_spec: StreamSpec) -> None:
+    one, two = delivered(encoded_spec, AUGMENT), delivered(encoded_spec, AUGMENT, world_size=2)
+    assert set(one) == set(two) and len(one) == 16
+    for place, batch in one.items():
+        assert batch.image.shape == (6, 3, 16, 16)
+        assert torch.equal(batch.image, two[place].image) and torch.equal(batch.weight, two[place].weight)
+
+
+def test_decoding_on_the_device_is_a_stage_of_its_own(encoded_spec: StreamSpec) -> None:
+    source: Any = InProcess(encoded_spec, 0, 1)
+    feed = Feed(encoded_spec, source, encoded_spec.plan.start(), device=CPU)
+    for segment in feed:
+        for step in segment:
+            list(step)
+    assert feed.times().decode_s > 0 and feed.times().transfer_s == 0
+
+
+def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
+    plain = delivered(encoded_spec, None)
+    worker, decoder = TransformWorker(encoded_spec), DeviceDecoder(16, CPU)
+    for batch in plain.values():
+        row = worker.run(batch.at)
+        fields = ("data", "offsets", "crop", "flip", "ok")
+        decoded = decoder.decode(*(row[name][0] for name in fields))
+        assert torch.equal(decoded.image, batch.image)
+        assert np.array_equal(row["index"][0], batch.index)
+
+
+def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_spec: StreamSpec) -> None:
+    batches = delivered(encoded_spec, AUGMENT).values()
+    train = [batch for batch in batches if batch.at.split == "train"]
+    # What the header tells is substituted in training, and has no weight in validation.
+    assert 7 not in np.concatenate([batch.index for batch in train])
+    failed = [(batch, row) for batch in batches for row in batch.failed]
+    assert failed and all(batch.index[row] == 11 and batch.weight[row] == 0 for batch, row in failed)
+    for batch, row in failed:
+        if batch.mixed:  # it was its own partner, and nobody's
+            assert batch.mixed.target[row] == batch.target[row]
+    folder = Path(encoded_spec.quarantine.removeprefix("file://"))
+    device = [json.loads(line) for file in folder.glob("*-device.jsonl") for line in file.open()]
+    assert {record["index"] for record in device} == {11} and all(record["error"] for record in device)
+    assert {record["name"] for record in device} == {f"{encoded_spec.stores['train'].address}, key 11"}
+    assert sum(batch.num_fallback for batch in batches) >= 2
+
+
+def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:
+    strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
+    store: Any = MemoryStore([encoded_spec.stores["train"].read(np.array([11]))["image"][0]] * 6, [0] * 6)
+    spec = StreamSpec.of(store, plan=PlanConfig(micro_batch=6), transform=strict)
+    with pytest.raises(SampleError, match=r"sample [0-5]: "):
+        delivered(spec, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": "heavy"}, "needs pixels"),
+        ({"train": f"{__name__}:CLASSES"}, "needs pixels"),
+        ({"decode_min_side": 32}, "decode_min_side is of the CPU's decoder"),
+    ],
+)
+def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, Any], message: str) -> None:
+    store = MemoryStore([b""] * 6, [0] * 6)
+    transform = TransformConfig(**{"train": "light", "decode": "gpu", **settings})
+    with pytest.raises(ConfigError, match=message):
+        StreamSpec.of(store, transform=transform)
+
+
+def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
+    source: Any = InProcess(spec, 0, 1)
+    feed = Feed(spec, source, spec.plan.start(), device=CPU, augment=AUGMENT)
+    for segment in feed:
+        for step in segment:
+            for _ in step:
+                pass
+    train, val = feed.times("train"), feed.times("val")
+    assert train.images == 2 * spec.plan.steps_per_epoch * 24 and val.images == 2 * 22
+    for times in (train, val):
+        seconds = dataclasses.asdict(times)
+        assert all(seconds[name] > 0 for name in ("wait_s", "augment_s", "compute_s", "read_s", "work_s"))
+        # The rows were made while the feed waited, the very first one apart.
+        assert times.read_s < times.work_s
+    assert train.augment_s > val.augment_s
+    assert feed.first_batch_s > 0
+
+
+def consumed(feed: Feed, steps: int) -> list[str]:
+    """Take so many training steps; returns the micro-batches' places."""
+    taken = zip(range(steps), next(iter(feed)), strict=False)
+    return [str(batch.at) for _, step in taken for batch in step]
+
+
+class Threaded(InProcess):
+    """As Ray Data has it: rows are made by a thread that takes a while to see that nobody wants them any more."""
+
+    def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
+        rows: SimpleQueue[dict[str, np.ndarray]] = SimpleQueue()
+        stopped = threading.Event()
+
+        def make() -> None:
+            for row in super(Threaded, self).iter_batches():
+                rows.put(row)
+            stopped.wait()
+            time.sleep(0.5)
+
+        self.thread = threading.Thread(target=make, name="iter_threaded", daemon=True)
+        self.thread.start()
+        try:
+            while True:
+                yield rows.get()
+        finally:
+            stopped.set()
+
+
+def test_a_feed_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> None:
+    source = Threaded(spec, 0, 1)
+    feed = Feed(spec, cast(Any, source), spec.plan.start(), 0, 1, CPU)
+    consumed(feed, 2)
+    assert source.thread.is_alive()
+    feed.close()
+    assert not source.thread.is_alive()

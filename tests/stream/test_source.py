@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray import cloudpickle
+
+import raypipe
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.plan.schedule import PADDING, Cursor, Plan, PlanConfig, Split
+from raypipe.stores import open_store, open_writer
+from raypipe.stores.base import Columns, Store
+from raypipe.stores.memory import MemoryStore
+from raypipe.stores.parquet import ParquetStore
+from raypipe.stream.handover import feed
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.stream.source import (
+    ENCODED_SCHEMA,
+    PLACE_SCHEMA,
+    MicroBatchSource,
+    StoreSource,
+    place_of,
+    read_lmdb,
+    read_samples,
+)
+from raypipe.transform.targets import EncodedSample
+
+from conftest import CLASSES, samples  # isort: skip
+
+# The plan as a source, without Ray
+
+
+def store(size: int) -> MemoryStore:
+    return MemoryStore([bytes([i]) * 3 for i in range(size)], np.arange(size) * 10)
+
+
+def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store]) -> list[dict[str, Any]]:
+    [task] = MicroBatchSource(plan, cursor, readers).get_read_tasks(1)
+    tables = list(task())
+    schema = ENCODED_SCHEMA if readers else PLACE_SCHEMA
+    assert all(table.schema == task.schema == schema and table.num_rows == 1 for table in tables)
+    assert task.metadata.num_rows == len(tables)
+    return [row for table in tables for row in table.to_pylist()]
+
+
+def test_the_source_yields_one_row_per_micro_batch_of_the_plan() -> None:
+    train, val = store(9), store(3)
+    plan = Plan.of(PlanConfig(epochs=2, micro_batch=2, per_step=2), train, val)
+    found = rows(plan, plan.start(), {"train": train, "val": val})
+    assert [place_of(row) for row in found] == list(plan.micro_batches(plan.start()))
+    for row in found:
+        indices = plan.indices(place_of(row)).tolist()
+        assert row["encoded"] == [None if i == PADDING else bytes([i]) * 3 for i in indices]
+        assert row["label"] == [0 if i == PADDING else i * 10 for i in indices]
+
+
+def test_the_source_after_a_resume_yields_the_same_tail() -> None:
+    train = store(9)
+    plan = Plan.of(PlanConfig(epochs=2, micro_batch=2, per_step=2), train)
+    unbroken = rows(plan, plan.start(), {"train": train})
+    for step in range(4):
+        assert rows(plan, plan.cursor_at(step), {"train": train}) == unbroken[2 * step :]
+
+
+def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
+    train, val = store(4), store(3)
+    plan = Plan.of(PlanConfig(epochs=1, micro_batch=2), train, val)
+    found = rows(plan, plan.start(), {"val": val})
+    assert [row["encoded"] is None for row in found] == [True, True, False, False]
+    assert [row["label"] is None for row in found] == [True, True, False, False]
+    nobody_reads = rows(plan, plan.start(), {})
+    assert nobody_reads == [{name: row[name] for name in PLACE_SCHEMA.names} for row in found]
+
+
+def test_one_task_whatever_parallelism_is_asked_for_while_the_schedule_is_short() -> None:
+    train = store(9)
+    plan = Plan.of(PlanConfig(micro_batch=2), train)
+    assert len(MicroBatchSource(plan, plan.start(), {}).get_read_tasks(64)) == 1
+
+
+def test_a_long_schedule_is_cut_into_shares_that_follow_each_other() -> None:
+    train, val = store(9), store(3)
+    plan = Plan.of(PlanConfig(epochs=700, micro_batch=2), train, val)
+    source = MicroBatchSource(plan, plan.cursor_at(2), {"val": val})
+    tasks = source.get_read_tasks(1)
+    assert len(tasks) == source.num_tasks == 5
+    found = [place_of(row) for task in tasks for table in task() for row in table.to_pylist()]
+    assert found == list(plan.micro_batches(plan.cursor_at(2)))
+    assert [task.metadata.num_rows for task in tasks] == [1024] * 4 + [700 * 6 - 2 - 4096]
+
+
+def test_a_very_long_schedule_has_few_tasks() -> None:
+    train = store(9)
+    plan = Plan.of(PlanConfig(epochs=10**6, micro_batch=9), train)
+    assert MicroBatchSource(plan, plan.start(), {}).num_tasks == 256
+
+
+def test_read_samples_gives_the_order_asked_for_with_padding_in_between() -> None:
+    images, labels = read_samples(store(4), np.array([3, PADDING, 0, 3]))
+    assert images == [b"\3\3\3", None, b"\0\0\0", b"\3\3\3"]
+    assert labels.tolist() == [30, 0, 0, 30] and labels.dtype == np.int64
+
+
+def test_read_samples_of_nothing_but_padding() -> None:
+    images, labels = read_samples(store(4), np.full(3, PADDING))
+    assert images == [None] * 3
+    assert labels.tolist() == [0] * 3 and labels.dtype == np.int64
+
+
+class KillsItsReader(ParquetStore):
+    """A file of whose row groups one kills who reads it, be it by its size or by a defect of a reader in C."""
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        if (indices // 10 == 3).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(indices, columns)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(120)
+def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(stores: dict[str, Path]) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    spec = StreamSpec.of(
+        KillsItsReader(stores["parquet"]),
+        plan=PlanConfig(epochs=1, micro_batch=5, shuffle="off"),
+        transform=TransformConfig(train="small", size=16),
+        pool=PoolConfig(max_attempts=2, stall_timeout_s=60),
+    )
+    stream = feed(spec, max_actors=1)
+    message = rf"a reader has died 2 times, .* samples 30 to 39 of .*{stores['parquet']}, row group 3, row 0 on: "
+    with pytest.raises(ResourceError, match=message):
+        for segment in stream:
+            for step in segment:
+                assert sum(len(batch.index) for batch in step) == 5
+
+
+def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None:
+    boxes = [[[0, 0, 5, 5, number]] for number in range(6)]
+    columns = {"seg": [b"m%d" % number for number in range(6)], "objects": boxes}
+    train = MemoryStore([b"%d" % number for number in range(6)], None, columns=columns)
+    plan = Plan.of(PlanConfig(epochs=1, micro_batch=3, shuffle="off"), train)
+    targets = {"mask": "seg", "boxes": "objects"}
+    source = MicroBatchSource(plan, plan.start(), {"train": train}, targets=targets)
+    (task,) = source.get_read_tasks(1)
+    rows = [table.to_pylist()[0] for table in task()]
+    assert [row["encoded"] for row in rows] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]
+    assert rows[1]["mask"] == [b"m3", b"m4", b"m5"] and rows[1]["label"] == [0, 0, 0]
+    assert [json.loads(text) for text in rows[1]["boxes"]] == boxes[3:]
+
+
+def test_padding_is_a_sample_of_nothing_where_there_are_targets() -> None:
+    seg = MemoryStore([b"a"], [7], columns={"seg": [b"m"]})
+    samples, labels = read_samples(seg, np.array([PADDING, 0]), {"mask": "seg"})
+    assert samples == [EncodedSample(None), EncodedSample(b"a", b"m")] and labels.tolist() == [0, 7]
+
+
+# A store as a plain source
+
+
+@pytest.mark.parametrize(
+    ("num", "parallelism", "sizes"),
+    [(10, 1, [10]), (10, 3, [3, 3, 4]), (3, 8, [1, 1, 1]), (0, 8, [0]), (600, 2, [300, 300])],
+)
+def test_ranges_are_equal_and_in_order(num: int, parallelism: int, sizes: list[int]) -> None:
+    source = StoreSource(MemoryStore([b"%d" % i for i in range(num)], range(num)), ("image", "label"))
+    tasks = source.get_read_tasks(parallelism)
+    assert [task.metadata.num_rows for task in tasks] == sizes
+    found = [[row["label"] for table in task() for row in table.to_pylist()] for task in tasks]
+    assert [len(part) for part in found] == sizes
+    assert list(itertools.chain(*found)) == list(range(num))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """700 samples, more than two blocks of a read task hold, with two columns more."""
+    path = tmp_path_factory.mktemp("wide") / "wide.lmdb"
+    types = {"image": "binary", "label": "int64", "score": "float64", "name": "string"}
+    with open_writer(path, types, CLASSES) as writer:
+        for i in range(700):
+            name = None if i % 3 else f"n{i}"
+            writer.append({"image": b"%d" % i, "label": i % 5, "score": i / 7, "name": name})
+    return path
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+class TestReadLmdb:
+    @pytest.fixture(autouse=True)
+    def no_progress_bars(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ray.data.DataContext.get_current(), "enable_progress_bars", False)
+
+    @pytest.fixture(autouse=True)
+    def stored_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = ray.data.DataContext.get_current().execution_options
+        monkeypatch.setattr(options, "preserve_order", True)
+
+    @pytest.mark.parametrize(("parallelism", "blocks"), [(-1, 8), (1, 1), (3, 3)])
+    def test_rows_equal_the_store_in_its_order(self, wide: Path, parallelism: int, blocks: int) -> None:
+        dataset = read_lmdb(str(wide), parallelism=parallelism)
+        assert dataset.columns() == ["image", "label", "score", "name"]
+        dataset = dataset.materialize()
+        # A task yields a block per 256 rows; Ray may put small ones together, never those of two tasks.
+        assert dataset.num_blocks() >= blocks
+        assert dataset.count() == 700
+        columns = open_store(wide).read(np.arange(700), ("image", "label", "score", "name"))
+        found = dataset.take_all()
+        assert {name: [row[name] for row in found] for name in columns} == {
+            name: list(values) for name, values in columns.items()
+        }
+
+    def test_only_the_columns_asked_for(self, wide: Path) -> None:
+        dataset = read_lmdb(str(wide), columns=["name", "label"], parallelism=2)
+        assert dataset.columns() == ["name", "label"]
+        assert dataset.take(4) == [{"name": f"n{i}" if i % 3 == 0 else None, "label": i} for i in range(4)]
+
+    def test_the_public_name_and_what_ray_data_does_with_it(self, stores: dict[str, Path]) -> None:
+        dataset = raypipe.read_lmdb(str(stores["train"]))
+        lengths = dataset.map(lambda row: {"bytes": len(row["image"]), "label": row["label"]}).take_all()
+        expected = samples(100)
+        assert [row["bytes"] for row in lengths] == [len(sample["image"]) for sample in expected]  # type: ignore[arg-type]
+        assert [row["label"] for row in lengths] == [sample["label"] for sample in expected]
+
+    def test_shards_and_a_relative_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "shards").mkdir()
+        for shard in range(3):
+            with open_writer(tmp_path / "shards" / f"{shard}.lmdb") as writer:
+                for i in range(4):
+                    writer.append({"image": b"x", "label": shard * 4 + i})
+        monkeypatch.chdir(tmp_path)
+        found = read_lmdb("shards", columns=["label"], parallelism=5).take_all()
+        assert [row["label"] for row in found] == list(range(12))
+
+    def test_a_store_of_fewer_samples_than_tasks(self, tmp_path: Path) -> None:
+        with open_writer(tmp_path / "two.lmdb") as writer:
+            for i in range(2):
+                writer.append({"image": b"x", "label": i})
+        dataset = read_lmdb(str(tmp_path / "two.lmdb"), parallelism=16).materialize()
+        assert dataset.num_blocks() == 2
+        assert [row["label"] for row in dataset.take_all()] == [0, 1]
+
+    def test_an_empty_store(self, tmp_path: Path) -> None:
+        with open_writer(tmp_path / "empty.lmdb"):
+            pass
+        assert read_lmdb(str(tmp_path / "empty.lmdb")).take_all() == []
+
+
+# What it refuses, before any task starts
+
+
+def test_a_missing_column_is_named(wide: Path) -> None:
+    with pytest.raises(StoreError, match=r"wide.lmdb has no column 'boxes'; .* image, label, score, name"):
+        read_lmdb(str(wide), columns=["image", "boxes"])
+
+
+def test_what_is_no_lmdb(stores: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"train.parquet is not an LMDB store: use .*ray\.data\.read_parquet"):
+        read_lmdb(str(stores["parquet"]))
+    (tmp_path / "text.lmdb").write_text("not an environment")
+    with pytest.raises(StoreError, match=r"text\.lmdb cannot be opened as LMDB"):
+        read_lmdb(str(tmp_path / "text.lmdb"))
+    with pytest.raises(StoreError, match="does not exist"):
+        read_lmdb(str(tmp_path / "nothing.lmdb"))
+
+
+@pytest.mark.parametrize("parallelism", [0, -2])
+def test_a_parallelism_that_cannot_be(wide: Path, parallelism: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {parallelism}"):
+        read_lmdb(str(wide), parallelism=parallelism)

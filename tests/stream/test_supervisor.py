@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import ray
+
+from raypipe.stream.supervisor import Follower, News, Orders, Supervisor, start_supervisor, start_supervisors
+
+AT = "train-e0000-s000003-m001"
+
+
+def died(supervisor: Supervisor, actor: str = "a") -> bool:
+    return supervisor.arrived(actor, "another process")
+
+
+def test_an_actor_that_is_new_has_not_died() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    assert not supervisor.arrived("a", "process 1")
+    assert supervisor.begins("a", AT) == Orders()
+    assert supervisor.events(0) == []
+
+
+def test_after_a_death_its_micro_batch_is_done_carefully_and_others_are_not() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    supervisor.arrived("a", "process 1 on 10.0.0.1")
+    supervisor.begins("a", AT)
+    assert died(supervisor)
+    assert supervisor.begins("a", AT) == Orders(careful=True)
+    assert supervisor.begins("a", "train-e0000-s000003-m002") == Orders()
+    ((kind, event),) = supervisor.events(0)
+    assert kind == "fault"
+    assert AT in event and "process 1 on 10.0.0.1" in event and "another process" in event
+
+
+def test_a_sample_that_kills_twice_is_bad_and_the_attempts_begin_anew() -> None:
+    supervisor = Supervisor(max_attempts=4)
+    supervisor.arrived("a", "")
+    supervisor.begins("a", AT)
+    died(supervisor)
+    for sample in (5, 7, 5):
+        assert supervisor.begins("a", AT) == Orders(careful=True)
+        supervisor.touches("a", sample)
+        died(supervisor)
+    assert supervisor.begins("a", AT) == Orders(careful=True, bad=(5,))
+    supervisor.touches("a", 7)
+    died(supervisor)
+    assert supervisor.begins("a", AT) == Orders(careful=True, bad=(5, 7))
+
+
+def test_a_bad_sample_is_known_in_every_micro_batch_of_its_split() -> None:
+    supervisor = Supervisor(max_attempts=4)
+    supervisor.arrived("a", "")
+    for careful in (False, True, True):
+        supervisor.begins("a", AT)
+        if careful:
+            supervisor.touches("a", 5)
+        died(supervisor)
+    assert supervisor.begins("b", "train-e0001-s000000-m000") == Orders(bad=(5,))
+    assert supervisor.begins("b", "val-e0001-s000000-m000") == Orders()
+
+
+def test_deaths_without_a_culprit_end_the_run_with_what_to_do() -> None:
+    supervisor = Supervisor(max_attempts=2)
+    supervisor.arrived("a", "")
+    for _ in range(2):
+        assert not supervisor.begins("a", AT).error
+        died(supervisor)
+    error = supervisor.begins("a", AT).error
+    assert AT in error and "2 transform actors have died" in error and "pool.max_attempts" in error
+
+
+def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    supervisor.arrived("a", "")
+    deaths = 0
+    while not (orders := supervisor.begins("a", AT)).error:
+        if orders.careful:
+            supervisor.touches("a", len(orders.bad))
+        died(supervisor)
+        deaths += 1
+    assert (
+        deaths == 1 + 2 * 4 and "4 samples are to blame" in orders.error and f"{deaths} transform" in orders.error
+    )
+
+
+def test_a_micro_batch_that_came_through_costs_nothing_when_its_actor_dies_later() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    supervisor.arrived("a", "")
+    supervisor.begins("a", AT)
+    supervisor.ended("a")
+    died(supervisor)
+    assert supervisor.begins("a", AT) == Orders()
+    assert "between two micro-batches" in supervisor.events(0)[0][1]
+
+
+def test_recycling_is_no_fault() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    supervisor.arrived("a", "")
+    supervisor.begins("a", AT)
+    supervisor.leaves("a")
+    assert died(supervisor)
+    assert supervisor.events(0) == [] and supervisor.begins("a", AT) == Orders()
+
+
+def test_a_reader_that_begins_the_same_share_again_was_restarted_and_is_careful() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    assert [supervisor.reads(task, "x") for task in "aba"] == [Orders(), Orders(), Orders(careful=True)]
+    assert supervisor.events(0) == [("fault", "the reader of x died, and was restarted")]
+    assert supervisor.events(1) == []
+    supervisor.has_read("b")  # and then its rows were lost
+    assert supervisor.reads("b", "x") == Orders()
+
+
+def test_a_reader_that_dies_again_and_again_at_one_place_ends_the_run_there() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    supervisor.reads("a", "all")
+    assert supervisor.reads("a", "all") == Orders(careful=True)
+    for place in (5, 7, 5, 5):
+        supervisor.reading("a", place, f"row group {place} of a.parquet")
+        assert supervisor.reads("a", "all") == Orders(careful=True, place=place)
+    supervisor.reading("a", 4, "row group 4 of a.parquet")
+    supervisor.reading("a", 5, "row group 5 of a.parquet")
+    orders = supervisor.reads("a", "all")
+    assert "died 3 times, the last time while it read row group 5 of a.parquet: " in orders.error
+    assert orders.place == 5 and "pool.max_attempts" in orders.error
+    supervisor.reading("nobody", 1, "x")
+    supervisor.has_read("nobody")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_news_come_once_each_and_are_never_waited_for() -> None:
+    supervisor = start_supervisor(1)
+    news = News(supervisor)
+    ray.get([supervisor.note.remote(text) for text in "ab"])
+    seen: list[tuple[str, str]] = []
+    while seen != [("fault", "a"), ("fault", "b")]:
+        assert len(seen) < 2
+        seen += news.read()
+    # One of several Supervisors tells the chief what it hears.
+    same, *_, other = start_supervisors(1, "", "text", supervisor, executions=5)
+    assert same == supervisor != other
+    other.scaled.remote("c")
+    while seen[2:] != [("scale", "c")]:
+        assert len(seen) == 2
+        seen += news.read()
+    told: list[tuple[str, str]] = []
+    follower = Follower(News(supervisor), lambda *event: told.append(event))
+    while told != seen:
+        assert len(told) < 3
+        time.sleep(0.1)
+    ray.get(supervisor.note.remote("d"))
+    follower.stop()  # which waits for the last ones, as no reading does
+    assert told == [*seen, ("fault", "d")]
+    ray.kill(supervisor, no_restart=True)
+    assert not any(news.read() for _ in range(3))
+    assert News(None).read() == []

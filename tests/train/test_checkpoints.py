@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+import torch
+from full_disk import fill, make_room
+
+from raypipe.errors import ConfigError, CursorError
+from raypipe.plan.cursor import Cursor
+from raypipe.storage.filesystem import open_filesystem
+from raypipe.train.checkpoints import find_newest, has_checkpoints, set_aside, write_checkpoint
+
+PLAN = "0123456789abcdef"
+
+
+def check(cursor: Cursor) -> None:
+    if cursor.fingerprint != PLAN:
+        raise CursorError(f"made under plan {cursor.fingerprint}")
+
+
+def content(cursor: Cursor, size: int = 5000) -> bytes:
+    return random.Random(f"{cursor.epoch} {cursor.step}").randbytes(size)
+
+
+def write(run_uri: str, epoch: int, step: int, plan: str = PLAN, size: int = 5000) -> str:
+    cursor = Cursor(epoch, step, plan)
+    return write_checkpoint(run_uri, cursor, lambda file: file.write(content(cursor, size)), {"steps": step})
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """With two checkpoints."""
+    for step in (3, 6):
+        write(tmp_path.as_uri(), 1, step)
+    return tmp_path
+
+
+def newest(run: Path, before: int = 0) -> Path:
+    return sorted(run.glob("checkpoint_*/"))[-1 - before]
+
+
+def step_of(run: Path | str) -> int | None:
+    found = find_newest(run if isinstance(run, str) else run.as_uri(), check).checkpoint
+    if found is None:
+        return None
+    with found.state() as state:
+        assert state.read_bytes() == content(found.cursor)
+    assert found.metrics == {"steps": found.cursor.step}
+    return found.cursor.step
+
+
+def test_the_newest_is_found_as_it_was_written_and_two_are_kept(run: Path) -> None:
+    assert step_of(run) == 6
+    write(run.as_uri(), 2, 0)
+    assert step_of(run) == 0  # of the next epoch
+    assert [path.name[:23] for path in sorted(run.iterdir())] == [
+        "checkpoint_0001_0000006",
+        "checkpoint_0002_0000000",
+    ]
+    assert not find_newest(run.as_uri(), check).passed_over and has_checkpoints(run.as_uri())
+
+
+def test_a_run_without_a_folder_starts_from_its_beginning(tmp_path: Path) -> None:
+    assert step_of(tmp_path / "none") is None and not has_checkpoints((tmp_path / "none").as_uri())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "state missing": (lambda folder: (folder / "state.pt").unlink(), "its state.pt is missing"),
+    "state empty": (lambda folder: (folder / "state.pt").write_bytes(b""), "state.pt has 0 bytes instead of 5000"),
+    "state cut": (lambda folder: os.truncate(folder / "state.pt", 4096), "state.pt has 4096 bytes"),
+    "state flipped": (lambda folder: flip(folder / "state.pt"), "the content of its state.pt has changed"),
+    "cursor missing": (lambda folder: (folder / "cursor.json").unlink(), "its cursor.json is missing"),
+    "cursor empty": (lambda folder: (folder / "cursor.json").write_bytes(b""), "cursor.json has 0 bytes"),
+    "cursor changed": (lambda folder: flip(folder / "cursor.json"), "the content of its cursor.json has changed"),
+    "manifest empty": (lambda folder: (folder / "checkpoint.json").write_bytes(b""), "checkpoint.json is empty"),
+    "manifest cut": (lambda folder: os.truncate(folder / "checkpoint.json", 40), "checkpoint.json is damaged"),
+    "manifest foreign": (lambda folder: (folder / "checkpoint.json").write_bytes(b"[1]"), "is damaged"),
+    "state of another": (
+        lambda folder: shutil.copy(newest(folder.parent, before=1) / "state.pt", folder),
+        "the content of its state.pt has changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_one_is_passed_over_with_its_reason_and_nothing_is_removed(run: Path, damage: str) -> None:
+    (run / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_resu')  # what Ray Train may leave
+    broken, (harm, reason) = newest(run), DAMAGE[damage]
+    harm(broken)
+    before = tree(run)
+    found = find_newest(run.as_uri(), check)
+    assert found.damaged == [broken.name] == list(found.passed_over) and reason in found.passed_over[broken.name]
+    assert step_of(run) == 3 and tree(run) == before
+    set_aside(run.as_uri(), found)
+    after = tree(run)
+    assert after.pop(f"{broken.name}/damaged.json") == before.pop(f"{broken.name}/checkpoint.json")
+    assert after == before
+    # The run goes on, past the damaged one, which counts as none of the two that are kept.
+    write(run.as_uri(), 1, 5)
+    assert step_of(run) == 5 and step_of_each(run) == {3, 5, 6}
+    write(run.as_uri(), 1, 7)
+    assert step_of(run) == 7 and step_of_each(run) == {5, 6, 7}
+    write(run.as_uri(), 1, 8)
+    assert step_of_each(run) == {7, 8}
+
+
+def step_of_each(run: Path) -> set[int]:
+    return {int(path.name.split("_")[2]) for path in run.glob("checkpoint_*/")}
+
+
+def test_one_that_was_cut_off_is_passed_over_until_two_newer_ones_are_whole(run: Path) -> None:
+    (newest(run) / "checkpoint.json").unlink()
+    found = find_newest(run.as_uri(), check)
+    assert list(found.passed_over.values()) == ["it was cut off while it was written"] and not found.damaged
+    assert step_of(run) == 3
+    for step, left in ((6, {3, 6}), (7, {6, 7}), (8, {7, 8})):
+        write(run.as_uri(), 1, step)
+        assert step_of_each(run) == left
+
+
+def test_a_place_that_is_reached_again_and_again_has_two_checkpoints_at_most(run: Path) -> None:
+    for _ in range(4):  # each resume of a run that has ended validates once more
+        write(run.as_uri(), 1, 6)
+    assert step_of(run) == 6 and len(list(run.glob("checkpoint_*"))) == 2
+
+
+def test_if_none_can_be_read_one_error_has_all_the_reasons(run: Path) -> None:
+    for path in run.glob("checkpoint_*"):
+        (path / "state.pt").unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*0006.*missing; .*0003.*missing\)"):
+        find_newest(run.as_uri(), check)
+
+
+def test_if_all_were_cut_off_the_run_starts_from_its_beginning(run: Path) -> None:
+    for path in run.glob("checkpoint_*"):
+        (path / "checkpoint.json").unlink()
+    found = find_newest(run.as_uri(), check)
+    assert found.checkpoint is None and len(found.passed_over) == 2 and not found.damaged
+
+
+def test_one_of_another_plan_is_passed_over_and_refused_where_there_is_no_other(run: Path) -> None:
+    write(run.as_uri(), 1, 9, plan="f" * 16)
+    found = find_newest(run.as_uri(), check)
+    assert list(found.passed_over.values()) == [f"made under plan {'f' * 16}"] and step_of(run) == 6
+    for path in (newest(run, before=1), *run.glob("checkpoint_0001_0000003_*")):
+        shutil.rmtree(path)
+    with pytest.raises(CursorError, match="made under plan"):
+        find_newest(run.as_uri(), check)
+
+
+def test_a_full_disk_leaves_what_there_is_and_nothing_half(full_disk: Path) -> None:
+    run = full_disk / "run"
+    for step in (1, 2):
+        write(run.as_uri(), 0, step)
+    for leave in (0, 4096, 8192, 12288):  # for the folder, for its first file, …
+        fill(full_disk, leave)
+        before = tree(run)
+        with pytest.raises(ConfigError, match=r"checkpoint .* of .* cannot be written .*No space left on device"):
+            write(run.as_uri(), 0, 3, size=9000)
+        cursor = Cursor(0, 3, PLAN)
+        with pytest.raises(ConfigError, match="No space left on device"):
+            write_checkpoint(run.as_uri(), cursor, lambda file: torch.save(torch.zeros(5000), file), {})
+        assert tree(run) == before and step_of(run) == 2
+        make_room(full_disk)
+    write(run.as_uri(), 0, 3)
+    assert step_of(run) == 3
+
+
+def test_after_each_of_30_kills_while_checkpoints_are_written_the_newest_is_whole(tmp_path: Path) -> None:
+    run, random_moment, step = tmp_path / "run", random.Random(1), 0
+    for _ in range(30):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                for next_step in range(step + 1, step + 10_000):
+                    write(run.as_uri(), 0, next_step)
+                    os.write(writing, b"x")
+            os._exit(1)
+        os.close(writing)
+        done = len(os.read(reading, 1))
+        time.sleep(random_moment.uniform(0, 0.01))  # somewhere in the next ones
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        done += len(os.read(reading, 10_000))
+        os.close(reading)
+        found = step_of(run)
+        assert done and found is not None and found - step in (done, done + 1)
+        step = found
+    assert len(list(run.glob("checkpoint_*"))) <= 2 + 4  # what the last two kills have cut off
+
+
+def test_checkpoints_in_a_bucket_are_found_passed_over_and_set_aside(bucket: str) -> None:
+    run = f"{bucket}/runs/mine"
+    for step in (1, 2, 3):
+        write(run, 0, step)
+    assert step_of(run) == 3
+    filesystem, path = open_filesystem(run)
+    names = [info.base_name for info in filesystem.get_file_info(pyarrow.fs.FileSelector(path))]
+    assert len(names) == 2
+    with filesystem.open_output_stream(f"{path}/{max(names)}/state.pt") as file:
+        file.write(b"")
+    found = find_newest(run, check)
+    assert found.damaged == [max(names)] and step_of(run) == 2
+    set_aside(run, found)
+    left = {info.base_name for info in filesystem.get_file_info(pyarrow.fs.FileSelector(f"{path}/{max(names)}"))}
+    assert left == {"state.pt", "cursor.json", "damaged.json"}
+    manifest = filesystem.open_input_stream(f"{path}/{max(names)}/damaged.json").read()
+    assert json.loads(manifest)["metrics"] == {"steps": 3}

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from full_disk import fill, make_room
+
+from raypipe.commands.cli import _finish, parse_run
+from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.errors import ConfigError, CursorError
+from raypipe.plan.cursor import Cursor
+from raypipe.plan.schedule import PlanConfig
+from raypipe.rayext.cluster import Allocation
+from raypipe.stores import open_store
+from raypipe.stores.bad_list import write_bad_list
+from raypipe.stores.memory import MemoryStore
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.train.checkpoints import write_checkpoint
+from raypipe.train.launch import (
+    _check_run_folder,
+    _leave_traces,
+    as_plain,
+    describe,
+    locate,
+    located,
+    num_classes_of,
+    spec_of,
+    store_config,
+    train,
+)
+
+RUN = RunConfig(
+    store=StoreConfig(train="train.lmdb", val="val.lmdb"),
+    plan=PlanConfig(epochs=1, micro_batch=2),
+    augment=AugmentConfig(mean=(0.1, 0.2, 0.3)),
+    name="mine",
+    resume="runs/other",
+)
+
+
+def store(classes: tuple[str, ...] | None, size: int = 4) -> MemoryStore:
+    return MemoryStore([b""] * size, [0] * size, classes=classes)
+
+
+def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
+    return StreamSpec.of(train, val, plan=RUN.plan)
+
+
+# Credentials
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "store.train",
+        "store.val",
+        "store.leave_out",
+        "store.val_leave_out",
+        "transform.val",
+        "runs",
+        "resume",
+        "plan",
+    ],
+)
+def test_a_run_with_credentials_in_an_address_ends_without_showing_or_keeping_them(
+    setting: str, stores: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"store: {{train: {stores['train']}, val: {stores['val']}}}\nruns: {tmp_path}/runs\n")
+    given = [f"--config={config}", f"--{setting}=s3://AKIA:SE/CRET@bucket/a.yaml"]
+    with pytest.raises(SystemExit):
+        _finish(lambda: train(parse_run(given, None)))
+    shown = "".join(capfd.readouterr())
+    assert "s3://…@bucket/a.yaml" in shown and "CRET@" not in shown
+    assert setting == "plan" or "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment" in shown
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and "CRET@" in path.read_text()]
+    assert not kept
+
+
+# The stored configuration
+
+
+def test_as_plain_is_safe_yaml_without_the_resume() -> None:
+    plain = as_plain(RUN)
+    assert yaml.safe_load(yaml.safe_dump(plain)) == plain
+    assert plain["augment"]["mean"] == [0.1, 0.2, 0.3]
+    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {"resume", "trust"}
+
+
+def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    store_config(RUN, folder.as_uri())
+    assert parse_run([f"--resume={folder}"], None) == dataclasses.replace(RUN, resume=str(folder))
+
+
+def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
+    shown = describe(RUN, spec(store(("a",)), store(("a",), 3)), Allocation(2, True, 1.0, 5), "file:///runs/mine")
+    for part in (
+        "name: mine",
+        "file:///runs/mine",
+        "1 epochs of 2 steps of 1 x 2 = 2 samples",
+        "(4 train, 3 val)",
+    ):
+        assert part in shown
+    assert "trainers   2 x GPU\n" in shown
+    assert "transform  1 to 5 actors" in shown
+
+
+def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
+    allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
+    shown = describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
+    assert "trainers   1 x GPU\nidle GPUs  7 of 8" in shown
+    assert "set plan.per_step=8" in shown and "train.workers=1 if this is meant" in shown
+
+
+def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        write_bad_list(tmp_path / f"{name}.json", open_store(stores[name]), [{"index": 3, "error": "damaged"}])
+    settings = StoreConfig(
+        train=str(stores["train"]),
+        val=str(stores["val"]),
+        leave_out=str(tmp_path / "train.json"),
+        val_leave_out=str(tmp_path / "val.json"),
+    )
+    run = dataclasses.replace(RUN, store=settings)
+    found = spec_of(run, (tmp_path / "run").as_uri())
+    assert (found.plan.num_train, found.plan.num_val) == (99, 21)
+    assert "(99 train, 21 val; 2 left out)" in describe(run, found, Allocation(1, False, 1.0, 1), "file:///run")
+
+
+# The number of classes
+
+
+def test_the_number_of_classes_is_the_stores_unless_it_is_set() -> None:
+    named = spec(store(("a", "b", "c")))
+    assert num_classes_of(RUN, named) == 3
+    assert num_classes_of(dataclasses.replace(RUN, train=TrainConfig(num_classes=9)), named) == 9
+
+
+def test_a_run_trains_classifiers_and_says_so_of_masks_and_boxes() -> None:
+    run = dataclasses.replace(RUN, transform=TransformConfig(boxes_column="objects"))
+    with pytest.raises(ConfigError, match=r"trains a classifier.*docs/targets\.md"):
+        num_classes_of(run, spec(store(("a", "b", "c"))))
+
+
+def test_a_store_without_class_names_asks_for_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lmdb does not name its classes: set train\.num_classes"):
+        num_classes_of(RUN, spec(store(None)))
+
+
+def test_stores_with_other_classes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="or in another order"):
+        num_classes_of(RUN, spec(store(("a", "b")), store(("b", "a"))))
+    assert num_classes_of(RUN, spec(store(("a", "b")), store(("a", "b"), 3))) == 2
+    assert num_classes_of(RUN, spec(store(("a", "b")), store(None))) == 2
+
+
+# The run's folder
+
+
+def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
+    uri = (tmp_path / "mine").as_uri()
+    _check_run_folder(uri, resume=False)
+    with pytest.raises(ConfigError, match=r"no run at .*/mine: expected is the folder"):
+        _check_run_folder(uri, resume=True)
+    store_config(RUN, uri)
+    _check_run_folder(uri, resume=True)
+    with pytest.raises(ConfigError, match=r"a run at .*/mine already: .*--resume, or choose --name"):
+        _check_run_folder(uri, resume=False)
+
+
+def test_a_folder_that_holds_no_run_may_become_one(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    _check_run_folder(tmp_path.as_uri(), resume=False)
+
+
+def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path.as_uri(), Cursor(0, 1, "f" * 16), lambda file: file.write(b"x"), {})
+    _check_run_folder(tmp_path.as_uri(), resume=True)
+    with pytest.raises(ConfigError, match=r"a run at .* already"):
+        _check_run_folder(tmp_path.as_uri(), resume=False)
+
+
+def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_once(tmp_path: Path) -> None:
+    run = RunConfig(runs=str(tmp_path / "runs"))
+    with located(run) as (first, first_uri, _), located(run) as (second, second_uri, _):
+        assert (first_uri != second_uri and first.name in second.name) or first.name < second.name
+        assert all((tmp_path / "runs" / each.name / "lease").is_dir() for each in (first, second))
+        with (
+            pytest.raises(ConfigError, match=rf"{second.name} is in use by process {os.getpid()} of"),
+            located(dataclasses.replace(run, name=second.name)),
+        ):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["train", "search"])
+def test_a_run_in_rays_copy_of_a_jobs_folder_is_refused_at_once(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    with (
+        pytest.raises(ConfigError, match=r"runs leads to .*temporary copy .* set runs to .*s3://bucket/runs"),
+        located(RunConfig(), "tune-" if command == "search" else ""),
+    ):
+        pass
+    assert not list(copy.iterdir())
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_resume_that_is_refused_changes_nothing(stores: dict[str, Path], tmp_path: Path) -> None:
+    run = dataclasses.replace(
+        RUN, store=StoreConfig(str(stores["train"]), str(stores["val"])), runs=str(tmp_path), resume=""
+    )
+    uri = (tmp_path / "mine").as_uri()
+    store_config(run, uri)
+    plan = spec_of(run, uri).plan
+    for step in (1, 2):
+        cursor = Cursor(0, step, plan.fingerprint)
+        write_checkpoint(uri, cursor, lambda file: file.write(b"state"), {})
+    newest = sorted((tmp_path / "mine").glob("checkpoint_*"))[-1]
+    (newest / "state.pt").write_bytes(b"")
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"kind": "train", "step": 3}\n')
+    (tmp_path / "mine" / "stop").touch()
+    before = tree(tmp_path)
+    resumed = dataclasses.replace(run, resume=str(tmp_path / "mine"))
+    with pytest.raises(CursorError, match="made under plan"):
+        train(dataclasses.replace(resumed, plan=dataclasses.replace(run.plan, seed=7)))
+    assert tree(tmp_path) == before
+    for path in (tmp_path / "mine").glob("checkpoint_*"):
+        (path / "state.pt").write_bytes(b"")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read"):
+        train(resumed)
+    assert tree(tmp_path) == before
+
+
+def test_a_report_that_cannot_be_made_hides_neither_result_nor_error(
+    full_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = full_disk.as_uri()
+    store_config(dataclasses.replace(RUN, resume=""), uri)
+    (full_disk / "metrics.jsonl").write_text('{"kind": "train", "step": 3}\n')
+    (full_disk / "stop").touch()
+    fill(full_disk)
+    _leave_traces(uri)
+    assert "No space left on device" in caplog.text and not (full_disk / "stop").exists()
+    make_room(full_disk)
+    (full_disk / "config.yaml").write_text("augment: 3")  # of no version that writes a page
+    record = {"kind": "train", "step": 3, "compute_s": 1, "transfer_s": []}
+    (full_disk / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    _leave_traces(uri)
+    assert "no report: TypeError" in caplog.text
+
+
+# Steps of a transform
+
+STEPS = [{"RandomResizedCrop": {"size": [8, 8], "scale": [1e-05, 1.0]}}, {"HorizontalFlip": None}]
+
+
+def test_steps_come_back_from_the_stored_configuration_as_they_were(tmp_path: Path) -> None:
+    run = dataclasses.replace(RUN, transform=TransformConfig(train=STEPS, val=STEPS[:1]))
+    store_config(run, (tmp_path / "mine").as_uri())
+    again = parse_run([f"--resume={tmp_path / 'mine'}"], None)
+    assert again.transform == run.transform
+    again = parse_run([f"--resume={tmp_path / 'mine'}", "--transform.train=heavy"], None)
+    assert (again.transform.train, again.transform.val) == ("heavy", STEPS[:1])
+
+
+def test_a_run_holds_the_steps_of_a_file_and_need_not_read_it_again(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump(STEPS))
+    given = parse_run(
+        [f"--store.train={stores['train']}", f"--transform.train={file}", f"--runs={tmp_path}", "--name=mine"],
+        None,
+    )
+    run, run_uri = locate(given)
+    assert run.transform == dataclasses.replace(given.transform, train=STEPS)
+    store_config(run, run_uri)
+    file.unlink()
+    resumed, _ = locate(parse_run([f"--resume={tmp_path / 'mine'}"], None))
+    assert resumed.transform == run.transform
+    assert spec_of(resumed, run_uri).transforms["train"] == STEPS
+    with pytest.raises(ConfigError, match=r"policy\.yaml cannot be read"):
+        locate(dataclasses.replace(given, name="other"))
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (
+            [{"OneOf": {"transforms": [{"HorizontalFlipp": None}]}}],
+            "step 1, OneOf step 1: .* did you mean Horizontal",
+        ),
+        ("lihgt", "no transform preset 'lihgt'; did you mean light"),
+    ],
+)
+def test_a_transform_that_cannot_be_is_told_before_ray_starts(
+    stores: dict[str, Path], tmp_path: Path, transform: Any, message: str
+) -> None:
+    for split in ("train", "val"):
+        run = dataclasses.replace(
+            RunConfig(runs=str(tmp_path)),
+            store=StoreConfig(str(stores["train"]), str(stores["val"])),
+            transform=TransformConfig(**{split: transform}),
+        )
+        with pytest.raises(ConfigError, match=message):
+            train(run)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(stores: dict[str, Path], tmp_path: Path) -> None:
+    run = dataclasses.replace(
+        RunConfig(runs=str(tmp_path)),
+        store=StoreConfig(str(stores["train"])),
+        augment=AugmentConfig(ops=[{"op": "RandomErasinggg"}]),
+    )
+    with pytest.raises(ConfigError, match="'RandomErasinggg' is no 2D operation"):
+        train(run)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+import torch
+from ray.train.v2._internal.execution import train_fn_utils
+from small_runs import small_run
+
+from raypipe.commands.trial import _Session
+from raypipe.config import (
+    AugmentConfig,
+    PoolConfig,
+    RunConfig,
+    StrengthConfig,
+)
+from raypipe.errors import ConfigError, CursorError, ResourceError
+from raypipe.metrics.records import SAMPLES, read_records
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.train.launch import spec_of, train
+from raypipe.train.loop import Trainer
+from raypipe.train.runlog import request_stop
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    train_config = {"log_samples": True, "checkpoint_every": 3, "clip_norm": 1.0, "ema_decay": 0.9}
+    plain = small_run(tmp_path_factory.mktemp("runs"), stores["train"], stores["val"], 3, 4, **train_config)
+    strength = StrengthConfig(ramp_up=0.3, ramp_down=0.3)
+    augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=strength)
+    return dataclasses.replace(plain, augment=augment)
+
+
+@pytest.fixture(scope="module")
+def alone(run: RunConfig) -> dict[str, Any]:
+    return train(dataclasses.replace(run, name="alone"))
+
+
+def records(result: dict[str, Any], kind: str, *fields: str) -> list[tuple[Any, ...]]:
+    found = read_records(Path(result["run_dir"]).as_uri())
+    assert found is not None
+    return [tuple(r[f] for f in fields) for r in found.kept if r["kind"] == kind]
+
+
+def sample_log(result: dict[str, Any]) -> list[dict[str, Any]]:
+    found = read_records(Path(result["run_dir"]).as_uri(), SAMPLES)
+    assert found is not None
+    return [record for record in found.kept if "indices" in record]
+
+
+def final_state(result: dict[str, Any]) -> dict[str, Any]:
+    last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
+    state = torch.load(last / "state.pt", weights_only=True)
+    return state["model"] | {f"ema.{name}": value for name, value in state["ema"].items()}
+
+
+def once_it_is_there(path: Path, action: Callable[[], None]) -> threading.Thread:
+    """Does something as soon as a file is there."""
+
+    def wait() -> None:
+        while not path.exists():
+            time.sleep(0.02)
+        action()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[str, Any]) -> None:
+    assert alone["steps"] == 12 and 0 <= alone["val_accuracy"] <= 1 and 0 <= alone["wait_fraction"] <= 1
+    assert alone["images_per_s"] > 0 and alone["first_batch_s"] > 0
+    folder = Path(alone["run_dir"])
+    assert [step for (step,) in records(alone, "train", "step")] == list(range(1, 13))
+    assert records(alone, "val", "step", "samples") == [(4, 22), (8, 22), (12, 22)]
+    assert [value for (value,) in records(alone, "train", "strength")][:5] == pytest.approx(
+        [0, 0.278, 0.556, 0.833, 1], abs=1e-3
+    )
+    assert ["CPU actor" in text for (text,) in records(alone, "diagnosis", "text")] == [True] * 3
+    assert list((folder / "tensorboard").glob("events*"))
+    assert "micro_batch: 6" in (folder / "config.yaml").read_text()
+    assert len(sample_log(alone)) == 12 * 4
+    assert not (folder / "lease").exists() and not (folder / "stop").exists()
+
+
+@pytest.mark.soak  # the run that is killed goes on with two, one and four
+def test_two_workers_see_the_same_samples_and_learn_the_same(run: RunConfig, alone: dict[str, Any]) -> None:
+    two = train(
+        dataclasses.replace(run, name="two", train=dataclasses.replace(run.train, workers=2, cpus_per_worker=0.5))
+    )
+    assert sample_log(two) == sample_log(alone)
+    for (loss,), (expected,) in zip(records(two, "train", "loss"), records(alone, "train", "loss"), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-6)
+    # Gradients and running statistics are summed in one order: only the printed loss has a rounding of its own.
+    for name, value in final_state(alone).items():
+        assert torch.equal(value, final_state(two)[name]), name
+    assert two["val_accuracy"] == pytest.approx(alone["val_accuracy"], abs=1 / 22 + 1e-9)
+
+
+def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
+    """Kill one train worker of this session's cluster once a run has done so many steps."""
+
+    def steps() -> int:
+        try:
+            lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+        except OSError:
+            return 0
+        return max([r["step"] for r in map(json.loads, lines) if r["kind"] == "train"], default=0)
+
+    deadline = time.monotonic() + 300
+    while steps() < step and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            continue
+        if command.startswith("ray::") and "RayTrainWorker" in command and descends_from(int(pid)):
+            killed.append(int(pid))
+            os.kill(int(pid), signal.SIGKILL)
+            return
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_killed_and_damaged_goes_on_with_other_workers_to_the_same_weights(
+    run: RunConfig, alone: dict[str, Any], request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, killed = Path(run.runs) / "killed", list[int]()
+
+    def attempt(workers: int, kill_at: int, max_failures: int = 0, resume: str = "") -> dict[str, Any]:
+        settings = dataclasses.replace(
+            run.train, workers=workers, cpus_per_worker=1 / workers, max_failures=max_failures
+        )
+        # Two trainers have an execution each, in their own processes; four share two.
+        executions = min(2, workers)
+        pool = PoolConfig(executions=executions, max_actors=executions)
+        killer = threading.Thread(target=kill_a_worker_at, args=(folder, kill_at, killed), daemon=True)
+        if kill_at:
+            killer.start()
+        result = train(dataclasses.replace(run, name="killed", train=settings, pool=pool, resume=resume))
+        if kill_at:
+            killer.join()
+        return result
+
+    # After the first kill the run goes on by itself, after each other one as a new job. The third costs a minute.
+    # Then the newest checkpoint is damaged, and the records.
+    times = 3 if request.config.getoption("--soak") else 2
+    first = threading.Thread(target=kill_a_worker_at, args=(folder, 4, killed), daemon=True)
+    first.start()
+    with pytest.raises(ray.train.WorkerGroupError):
+        attempt(workers=2, kill_at=7, max_failures=1)
+    first.join()
+    if times == 3:
+        with pytest.raises(ray.train.WorkerGroupError):
+            attempt(workers=1, kill_at=10, resume=str(folder))
+    newest = max(folder.glob("checkpoint_*/checkpoint.json")).parent
+    (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-1])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'not of this run\n{"kind": "train", "st')
+    result = attempt(workers=4, kill_at=0, resume=str(folder))
+    assert f"not resumed from {newest.name}: its state.pt has" in capsys.readouterr().out
+    told = read_records(folder.as_uri())
+    assert told is not None and told.unreadable == 2
+
+    assert len(killed) == times
+    assert [n for (n,) in records(result, "start", "workers")] == ([2, 2, 1, 4] if times == 3 else [2, 2, 4])
+    assert sample_log(result) == sample_log(alone)
+    for (loss,), (expected,) in zip(
+        records(result, "train", "loss"), records(alone, "train", "loss"), strict=True
+    ):
+        assert loss == pytest.approx(expected, rel=1e-6)
+    for name, value in final_state(alone).items():
+        assert torch.equal(value, final_state(result)[name]), name
+
+
+def descends_from(pid: int, ancestor: int = os.getpid()) -> bool:
+    """Whether a process is of this session's own cluster: no other's is ever killed."""
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+@pytest.mark.soak  # as in a bucket (tests/test_cloud.py), and as a job (tests/test_jobs.py)
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
+    run: RunConfig, alone: dict[str, Any]
+) -> None:
+    folder = Path(run.runs) / "asked"
+    asking = once_it_is_there(folder / "samples.jsonl", lambda: request_stop(folder.as_uri()))
+    stopped = train(dataclasses.replace(run, name="asked"))
+    asking.join()
+    assert stopped["stopped"] and 0 < stopped["steps"] < 12
+    resumed = train(dataclasses.replace(run, resume=stopped["run_dir"]))
+    assert not resumed["stopped"] and resumed["steps"] == 12
+    assert resumed["run_dir"] == stopped["run_dir"] and sample_log(resumed) == sample_log(alone)
+    for name, value in final_state(alone).items():
+        assert torch.equal(value, final_state(resumed)[name]), name
+    other = dataclasses.replace(
+        run,
+        resume=stopped["run_dir"],
+        plan=dataclasses.replace(run.plan, seed=2),
+        train=dataclasses.replace(run.train, max_failures=0),
+    )
+    before = (Path(stopped["run_dir"]) / "config.yaml").read_text()
+    with pytest.raises(CursorError, match="made under plan"):
+        train(other)
+    assert (Path(stopped["run_dir"]) / "config.yaml").read_text() == before
+
+
+def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_else_is(
+    run: RunConfig, tmp_path: Path
+) -> None:
+    def dies(image: Any) -> Any:
+        os._exit(1)
+
+    def trains(spec: StreamSpec) -> None:
+        train_fn_utils._train_fn_utils = _Session()
+        Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").fit()
+
+    spec = spec_of(run, tmp_path.as_uri())
+    spec = dataclasses.replace(
+        spec, transforms={**spec.transforms, "train": dies}, pool=dataclasses.replace(spec.pool, max_attempts=1)
+    )
+    # In a process of its own: with it goes the actor that Ray is about to start again.
+    with pytest.raises(ResourceError, match="transform actors have died in train-e0000-s"):
+        ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
+    recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
+    assert "a transform actor died in train-e0000-s" in recorded[1]["text"]
+
+
+def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(run: RunConfig) -> None:
+    settings = dataclasses.replace(run.train, num_classes=3, max_failures=2)
+    with pytest.raises(ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"):
+        train(dataclasses.replace(run, name="labels", train=settings))
+    assert len(records({"run_dir": f"{run.runs}/labels"}, "start", "step")) == 1
+
+
+@pytest.mark.soak  # the next one stops while it waits for its first batch
+def test_a_run_that_is_asked_to_stop_before_it_trains_does_not_train(run: RunConfig) -> None:
+    folder = Path(run.runs) / "early"
+    asking = once_it_is_there(folder / "config.yaml", lambda: request_stop(folder.as_uri()))
+    settings = dataclasses.replace(run.train, log_every=100, checkpoint_every=0)
+    result = train(dataclasses.replace(run, name="early", train=settings))
+    asking.join()
+    assert result["stopped"] and result["steps"] == 0
+
+
+def test_a_pool_without_room_is_recorded_while_it_has_none_and_goes_on_when_there_is_to_the_stop_asked_for_then(
+    run: RunConfig,
+) -> None:
+    folder, held, seen = Path(run.runs) / "waits", list[Any](), list[str]()
+    metrics = folder / "metrics.jsonl"
+
+    class Job:
+        def ping(self) -> None: ...
+
+    def take_what_is_free() -> None:
+        held.append(ray.remote(num_cpus=3)(Job).remote())
+
+    def give_it_back() -> None:
+        while "no transform actor runs" not in metrics.read_text():
+            time.sleep(0.1)
+        seen.extend(metrics.read_text().splitlines())
+        request_stop(folder.as_uri())
+        ray.kill(held[0])
+
+    helpers = [
+        once_it_is_there(folder / "config.yaml", take_what_is_free),
+        once_it_is_there(metrics, give_it_back),
+    ]
+    settings = dataclasses.replace(run.train, log_every=100, checkpoint_every=0)
+    result = train(dataclasses.replace(run, name="waits", train=settings))
+    for helper in helpers:
+        helper.join()
+    assert [json.loads(line)["kind"] for line in seen] == ["start", "fault"]
+    text = json.loads(seen[1])["text"]
+    assert text.startswith("no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8")
+    assert result["stopped"] and result["steps"] == 1

@@ -1,0 +1,182 @@
+"""The compiled decoder. What needs it is skipped where it is not built, and says so."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+
+from raypipe.errors import SampleError
+from raypipe.transform import jpeg_extension
+from raypipe.transform.decode import decode
+from raypipe.transform.jpeg_extension import decode_all, decode_part, why_no_extension
+
+needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
+RNG = np.random.default_rng(0)
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    """Pixels that use every coefficient."""
+    return RNG.integers(0, 256, (height, width, 3), np.uint8)
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    """Pixels that leave most coefficients 0, so that runs and ends of blocks are common."""
+    return cv2.resize(noise(height // 9 + 2, width // 9 + 2), (width, height))
+
+
+def encode(image: np.ndarray, mode: str = "RGB", **options: Any) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(image).convert(mode).save(out, "JPEG", **options)
+    return out.getvalue()
+
+
+SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
+OPTIONS: list[dict[str, Any]] = [
+    *[{"quality": quality} for quality in (1, 30, 75, 95, 100)],
+    {"quality": 90, "optimize": True},  # tables of the image's own, with codes of all lengths
+    {"quality": 90, "restart_marker_blocks": 1},
+    {"quality": 60, "restart_marker_rows": 1},
+]
+
+
+@needs_extension
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(options: dict[str, Any]) -> None:
+    for make, (height, width) in itertools.product((noise, smooth), [(8, 8), (61, 77), (130, 95)]):
+        image = make(height, width)
+        for mode, subsampling in [("L", None), *(("RGB", subsampling) for subsampling in SUBSAMPLINGS)]:
+            data = encode(image, mode, **options, **({"subsampling": subsampling} if subsampling else {}))
+            whole = simplejpeg.decode_jpeg(data, "RGB")
+            assert np.array_equal(decode_all(data, height, width), whole)
+            top, left, rows, columns = height // 3, width // 4, height // 2, width // 2
+            part = decode_part(data, (top, left, rows, columns))
+            assert np.array_equal(part, whole[top : top + rows, left : left + columns])
+
+
+def mutated(data: bytes, rng: np.random.Generator) -> bytes:
+    """Some bytes changed, lost, put in, or all from one on lost: tables, headers and codes alike."""
+    changed = bytearray(data)
+    for _ in range(int(rng.integers(1, 4))):
+        at = int(rng.integers(2, len(changed) - 1))
+        match int(rng.integers(5)):
+            case 0:
+                changed[at] ^= 1 << int(rng.integers(8))
+            case 1:
+                changed[at] = 0xFF
+            case 2:
+                changed[at:at] = rng.bytes(3)
+            case 3:
+                del changed[at : at + 2]
+            case _ if rng.random() < 0.3:
+                del changed[max(at, 20) :]
+    return bytes(changed)
+
+
+@needs_extension
+def test_of_damaged_bytes_it_accepts_only_what_simplejpeg_does_and_with_its_pixels() -> None:
+    images = [
+        encode(make(40, 52), **options, subsampling=subsampling)
+        for make, options, subsampling in itertools.product((noise, smooth), OPTIONS[2:], SUBSAMPLINGS)
+    ]
+    accepted = refused = 0
+    for number in range(4000):
+        rng = np.random.default_rng(number)
+        data = mutated(images[number % len(images)], rng)
+        try:
+            whole = simplejpeg.decode_jpeg(data, "RGB")
+        except ValueError:
+            whole = None
+        height, width = (40, 52) if whole is None else whole.shape[:2]
+        pixels = decode_all(data, height, width) if height * width < 1e6 else None
+        if pixels is None:
+            refused += 1
+            continue
+        accepted += 1
+        assert whole is not None and np.array_equal(pixels, whole), number
+    assert accepted > 100 and refused > 1000
+
+
+@needs_extension
+def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(smooth(50, 60), quality=90)
+    pixels = decode(data)
+    damaged = data[: len(data) // 2]
+    monkeypatch.setattr("raypipe.transform.decode.decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
+    assert np.array_equal(decode(data), pixels) and pixels.flags.writeable and pixels.flags.c_contiguous
+    monkeypatch.undo()
+    with pytest.raises(SampleError, match="truncated JPEG"):
+        decode(damaged)
+    monkeypatch.setattr(jpeg_extension, "extension", lambda: None)
+    assert np.array_equal(decode(data), pixels)
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *[(5, 5, 0, 4), (5, 5, 4, 0), (0, 0, 65, 4), (0, 0, 4, 65), (64, 0, 1, 1), (0, 64, 1, 1), (61, 61, 4, 4)],
+        *[(2**32 - 1, 0, 4, 4), (0, 0, 2**32 - 1, 1), (0, 0, 1, 2**31), (70_000, 0, 1, 1)],
+    ],
+)
+def test_a_box_outside_of_the_image_is_refused(arguments: tuple[int, int, int, int]) -> None:
+    from _raypipe_jpeg import decode_crop
+
+    data = simplejpeg.encode_jpeg(noise(64, 64), 90, "RGB", "420")
+    for columns in (120, 1, 0):
+        out = np.zeros((arguments[3] if arguments[3] < 1000 else 1, columns, 3), np.uint8)
+        with pytest.raises(ValueError, match=r"crop|out has"):
+            decode_crop(data, *arguments, 8, True, out, columns)
+    with pytest.raises(ValueError, match="no such crop or scale"):
+        decode_crop(data, 0, 0, 4, 4, 9, True, np.zeros((4, 50, 3), np.uint8), 50)
+    with pytest.raises(ValueError, match="too few columns"):
+        decode_crop(data, 30, 0, 4, 4, 8, True, np.zeros((4, 4, 3), np.uint8), 4)
+    with pytest.raises((BufferError, TypeError, ValueError)):
+        decode_crop(data, 0, 0, 4, 4, 8, True, bytes(4 * 50 * 3), 50)
+
+
+def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
+    code = (
+        "import sys; sys.modules['_raypipe_jpeg'] = None\n"
+        "from raypipe.transform.crop_decode import CropDecoder\n"
+        "from raypipe.transform.jpeg_extension import extension, why_no_extension\n"
+        "assert extension() is None and CropDecoder('exact', (8, 8)).open(b'') is None\n"
+        "print(why_no_extension())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("not built, or its libjpeg-turbo is missing"), done.stderr
+
+
+class Other:
+    """An extension that differs in one thing."""
+
+    INTERFACE_VERSION = jpeg_extension._INTERFACE_VERSION
+
+    @staticmethod
+    def decode_crop(data: bytes, *arguments: Any) -> int:
+        arguments[-2][:] = 0
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "its libjpeg-turbo gives other pixels than simplejpeg's"),
+        ({"INTERFACE_VERSION": 0}, "built from another version of raypipe"),
+        ({"decode_crop": lambda *a: (_ for _ in ()).throw(ValueError("no"))}, "it cannot decode: no"),
+    ],
+)
+def test_an_extension_that_disagrees_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str
+) -> None:
+    other = type("Changed", (Other,), {name: staticmethod(v) if callable(v) else v for name, v in change.items()})
+    monkeypatch.setitem(sys.modules, "_raypipe_jpeg", other)  # type: ignore[arg-type]
+    assert why_no_extension.__wrapped__().startswith(reason)

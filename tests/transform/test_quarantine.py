@@ -1,0 +1,117 @@
+"""That bad samples are recorded by their names, and that a run goes on where they cannot be recorded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from full_disk import fill, make_room
+
+from raypipe.config import TransformConfig
+from raypipe.errors import BadSamplesError, SampleError
+from raypipe.plan.schedule import MicroBatchId, PlanConfig
+from raypipe.stream.digest import batch_digest
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.stream.rank_stream import host_batch
+from raypipe.stream.worker import TransformWorker
+from raypipe.transform import quarantine
+from raypipe.transform.quarantine import record_bad
+
+from conftest import picture  # isort: skip
+
+BAD = [{"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7", "substitute": 3, "error": "no value"}]
+
+
+def place(step: int) -> MicroBatchId:
+    return MicroBatchId("train", 0, step, 0)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if not text.startswith("bad sample: ")]
+
+
+def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_record(
+    full_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = full_disk / "quarantine"
+    record_bad(folder.as_uri(), place(0), BAD)
+    fill(full_disk)
+    monkeypatch.setattr(quarantine, "_PAUSE", 0)
+    for step in (1, 2, 3):
+        record_bad(folder.as_uri(), place(step), BAD * 50)
+    assert [path.name for path in folder.iterdir()] == [f"{place(0)}.jsonl"]
+    (warned,) = warnings(caplog)
+    assert str(folder) in warned and "No space left" in warned
+    assert len(caplog.messages) == 1 + 150 + 1  # each is in the log
+    make_room(full_disk)
+    record_bad(folder.as_uri(), place(4), BAD)
+    assert json.loads((folder / f"{place(4)}.jsonl").read_text()) == {**vars(place(4)), **BAD[0]}
+
+
+def test_a_place_that_cannot_be_used_is_left_alone_for_as_long_as_it_cost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in ((tmp_path / "file" / "quarantine").as_uri(), "nowhere://x"):
+        record_bad(folder, place(0), BAD)
+    assert len(warnings(caplog)) == 2
+    monkeypatch.setattr(quarantine, "_PAUSE", 1e9)
+    monkeypatch.setattr(quarantine, "_try_again_at", {})
+    record_bad(f"{tmp_path.as_uri()}/file/x", place(0), BAD)
+    (tmp_path / "file").unlink()
+    record_bad(f"{tmp_path.as_uri()}/file/x", place(1), BAD)
+    assert not (tmp_path / "file").exists() and "bad sample: " in caplog.messages[-1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Class folders of 16 images, of which one is damaged and has a name that would write into a terminal."""
+    root = tmp_path / "images" / "a"
+    root.mkdir(parents=True)
+    for number in range(15):
+        (root / f"{number:02d}.jpg").write_bytes(picture(number))
+    (root / "07\x1b[31m.jpg").write_bytes(b"no image")
+    return root.parent
+
+
+def spec_of(folder: Path, records: Path, **config: Any) -> StreamSpec:
+    return StreamSpec.of(
+        str(folder),
+        str(folder),
+        plan=PlanConfig(epochs=1, micro_batch=4),
+        transform=TransformConfig(train="small", size=16, **config),
+        quarantine=records.as_uri(),
+    )
+
+
+def digests(spec: StreamSpec) -> list[bytes]:
+    worker = TransformWorker(spec)
+    return [batch_digest(host_batch(worker.run(at))) for at in spec.plan.micro_batches(spec.plan.start())]
+
+
+def test_a_stream_with_a_bad_sample_is_the_same_where_the_disk_is_full(
+    folder: Path, full_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = digests(spec_of(folder, tmp_path / "quarantine"))
+    fill(full_disk)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert digests(spec_of(folder, full_disk / "quarantine")) == expected
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_bad_sample_is_named_in_its_record_and_in_errors_without_control_characters(
+    folder: Path, tmp_path: Path
+) -> None:
+    name = f"{folder}/a/07\\x1b[31m.jpg"
+    digests(spec_of(folder, tmp_path / "quarantine"))
+    records = [json.loads(line) for file in (tmp_path / "quarantine").iterdir() for line in file.open()]
+    assert sorted(record["split"] for record in records) == ["train", "val"]
+    assert {(record["index"], record["name"]) for record in records} == {(7, name)}
+    for error, config in ((SampleError, {"on_bad_sample": "raise"}), (BadSamplesError, {"bad_grace": 0})):
+        with pytest.raises(error) as failure:
+            digests(spec_of(folder, tmp_path / "quarantine", **config))
+        assert f"{folder} sample 7 ({name}): not an image" in str(failure.value)

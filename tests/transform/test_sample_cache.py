@@ -1,0 +1,523 @@
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from raypipe.config import Cache, PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.schedule import PlanConfig
+from raypipe.stores import open_store
+from raypipe.stores.folder import FolderStore
+from raypipe.stores.memory import MemoryStore
+from raypipe.stream.digest import batch_digest, combine, stream_digests
+from raypipe.stream.pipeline import StreamSpec
+from raypipe.stream.rank_stream import host_batch
+from raypipe.stream.worker import TransformWorker
+from raypipe.transform import sample_cache
+from raypipe.transform.decode import decode, encode_jpeg
+from raypipe.transform.sample_cache import Decoded, SampleCache, open_caches
+
+from conftest import picture  # isort: skip
+
+PLACES: list[Cache] = ["memory", "disk"]
+LIMIT = 32 << 20
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Both places are empty; memory stays in memory."""
+    memory = Path("/dev/shm") / f"raypipe-test-{os.getpid()}"
+    memory.mkdir()
+    monkeypatch.setattr(sample_cache, "_MEMORY", memory)
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    yield memory
+    subprocess.run(["rm", "-r", str(memory)], check=True)
+
+
+def numbered(num: int, shape: tuple[int, int] = (8, 9)) -> MemoryStore:
+    """Its images need not be decodable: these tests put pixels."""
+    return MemoryStore([b"%d %d %d" % (i, *shape) for i in range(num)], list(range(num)))
+
+
+def pixels_of(index: int, shape: tuple[int, int] = (8, 9)) -> np.ndarray:
+    return np.random.default_rng(index).integers(0, 256, (*shape, 3), np.uint8)
+
+
+def opened(store: Any, place: Cache = "memory", limit: int = LIMIT, **transform: Any) -> SampleCache:
+    return open_caches(PoolConfig(cache=place, cache_bytes=limit), {"train": store}, TransformConfig(**transform))[
+        "train"
+    ]
+
+
+def fill(cache: SampleCache, num: int, shape: tuple[int, int] = (8, 9)) -> None:
+    for index in range(num):
+        cache.put(index, index * 10, pixels_of(index, shape))
+
+
+def check(found: dict[int, Decoded], shape: tuple[int, int] = (8, 9)) -> None:
+    """Whatever was found at position i is sample i."""
+    for index, sample in found.items():
+        assert np.array_equal(sample.pixels, pixels_of(index, shape)) and sample.label == index * 10
+
+
+def folders(place: Cache = "memory") -> set[str]:
+    root = sample_cache._root(place)
+    return {path.name for path in root.iterdir() if path.is_dir()}
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_one_has_put_another_finds_and_cannot_change(place: Cache) -> None:
+    store = numbered(50)
+    one, other = opened(store, place), opened(store, place)
+    fill(one, 30)
+    found = other.find(np.array([3, -1, 40, 29, 3]))
+    assert set(found) == {0, 3, 4}
+    check({3: found[0], 29: found[3]})
+    with pytest.raises(ValueError, match="read-only"):
+        found[0].pixels[:] = 0
+
+
+def test_many_processes_write_and_read_the_same_samples_and_none_reads_another() -> None:
+    store = numbered(300)
+    cache = opened(store)
+    context = multiprocessing.get_context("fork")
+
+    def write_and_read() -> None:
+        own = SampleCache(cache._folder, os.dup(0))
+        for index in range(300):
+            own.put(index, index * 10, pixels_of(index))
+            if index % 10 == 0:
+                check(own.find(np.arange(300)))
+
+    workers = [context.Process(target=write_and_read) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    found = cache.find(np.arange(300))
+    assert len(found) == 300
+    check(found)
+
+
+_WRITE = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from raypipe.transform import sample_cache
+sample_cache._NUM_PARTS = 2
+cache = sample_cache.SampleCache(Path(sys.argv[1]), os.dup(0))
+pixels = np.random.default_rng(1).integers(0, 256, (6000, 9000, 3), np.uint8)
+print("ready", flush=True)
+cache.put(1, 10, pixels)
+cache.put(0, 0, pixels)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = (6000, 9000)  # 162 MB: many milliseconds of writing
+    monkeypatch.setattr(sample_cache, "_NUM_PARTS", 2)
+    cache = opened(numbered(3), limit=400 << 20)
+    folder = cache._folder
+    process = subprocess.Popen([sys.executable, "-c", _WRITE, str(folder)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    part, size = folder / "pixels-0000", 0
+    while size < 1 << 20 and process.poll() is None:
+        size = part.stat().st_blocks * 512 if part.exists() else 0
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert 1 << 20 <= part.stat().st_blocks * 512 < 160_000_000, "it was not in the midst of its writing"
+    assert cache.find(np.arange(3)) == {}
+    cache.put(1, 10, pixels_of(1, shape))
+    found = cache.find(np.arange(3))
+    assert set(found) == {1}
+    check(found, shape)
+
+
+def test_words_and_records_that_no_process_has_written_are_not_read() -> None:
+    cache = opened(numbered(4))
+    fill(cache, 2)
+    word = int(cache._slots[1])
+    cache._slots[3] = word  # the record of another sample
+    cache._slots[4] = word + (1 << 63)  # a part that is not there
+    cache._slots[2] |= np.uint64(sample_cache._MAX_SIDE << 15 | sample_cache._MAX_SIDE)  # beyond the part's end
+    check(cache.find(np.arange(4)))
+    assert set(cache.find(np.arange(4))) == {0}
+
+
+# The limit
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_full_cache_keeps_to_its_limit_and_says_so_once(
+    place: Cache, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    limit = 40_000
+    store = numbered(500)
+    one, other = opened(store, place, limit), opened(store, place, limit)
+    fill(one, 500)
+    fill(other, 500)
+    kept = one.find(np.arange(500))
+    assert one.full and other.full and 100 < len(kept) < 200
+    check(kept)
+    assert sum(path.stat().st_blocks * 512 for path in one._folder.glob("pixels*")) <= limit
+    (record,) = caplog.records
+    assert f"40,000 bytes hold {len(kept)} of 500 samples" in record.message
+    needed = int(record.message.split("pool.cache_bytes=")[1].split()[0])
+    larger = opened(store, place, needed)
+    fill(larger, 500)
+    assert len(larger.find(np.arange(500))) == 500
+
+
+def test_images_larger_than_a_part_are_left_out_and_named_where_the_first_is_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = opened(numbered(3), limit=100_000)
+    cache.put(0, 0, pixels_of(0))
+    cache.put(1, 10, pixels_of(1, (200, 300)))
+    assert set(cache.find(np.arange(3))) == {0} and not cache.full and not caplog.records
+    fresh = opened(numbered(4), limit=100_000)
+    fresh.put(1, 10, pixels_of(1, (200, 300)))
+    assert fresh.full
+    assert "an image of 200x300 takes more than its parts of 98,304 bytes" in caplog.records[0].message
+
+
+def test_a_disk_that_is_full_ends_the_adding_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    cache = opened(numbered(100), "disk")
+    fill(cache, 3)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
+    try:
+        fill(cache, 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert cache.full and set(cache.find(np.arange(100))) == {0, 1, 2}
+    assert "nothing more goes into the cache" in caplog.records[0].message
+
+
+def test_a_limit_over_what_is_free_is_lowered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cache = opened(numbered(3), limit=1 << 50)
+    free = os.statvfs("/dev/shm")
+    assert int(cache._slots[0]) <= 0.9 * free.f_bavail * free.f_frsize * 1.01
+    assert "pool.cache_bytes is 1,125,899,906,842,624" in caplog.records[0].message
+
+
+def test_by_default_it_takes_a_quarter_of_what_is_free() -> None:
+    free = os.statvfs("/dev/shm")
+    limit = int(opened(numbered(3), limit=0)._slots[0])
+    assert limit == pytest.approx(0.25 * free.f_bavail * free.f_frsize, rel=0.05)
+
+
+def test_stores_share_the_limit_by_their_samples_and_one_store_has_one_cache() -> None:
+    train, val = numbered(300), numbered(100)
+    pool = PoolConfig(cache="memory", cache_bytes=4_000_000)
+    caches = open_caches(pool, {"train": train, "val": val}, TransformConfig())
+    assert [int(caches[split]._slots[0]) for split in ("train", "val")] == [3_000_000, 1_000_000]
+    caches = open_caches(pool, {"train": train, "val": numbered(300)}, TransformConfig())
+    assert caches["train"] is caches["val"] and int(caches["val"]._slots[0]) == 4_000_000
+
+
+def test_a_limit_below_the_table_of_its_samples_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"may take 1,000 bytes, .* 500 samples lie takes 4,008: raise pool"):
+        opened(numbered(500), limit=1000)
+
+
+# Which cache it is, and how long it is there
+
+
+def test_another_store_finds_nothing_and_what_nobody_uses_is_removed(tmp_path: Path) -> None:
+    image = tmp_path / "store" / "class" / "a.jpg"
+    image.parent.mkdir(parents=True)
+    image.write_bytes(picture(0))
+    cache = opened(FolderStore(tmp_path / "store"), "disk")
+    cache.put(0, 0, pixels_of(0))
+    before = folders("disk")
+    image.write_bytes(picture(1) + b"longer")
+    other = opened(FolderStore(tmp_path / "store"), "disk")
+    assert other.find(np.array([0])) == {}
+    assert len(folders("disk")) == 2  # the first is still open
+    del cache
+    gc.collect()
+    other = opened(FolderStore(tmp_path / "store"), "disk")
+    assert len(folders("disk")) == 1 and not folders("disk") & before
+
+
+@pytest.mark.parametrize("change", ["min_side", "exif", "limit", "version", "start of the machine", "time"])
+def test_another_setting_version_or_start_of_the_machine_has_another_cache(
+    change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    image = tmp_path / "store" / "class" / "a.jpg"
+    image.parent.mkdir(parents=True)
+    image.write_bytes(picture(0))
+    store = FolderStore(tmp_path / "store")
+    cache = opened(store)
+    cache.put(0, 0, pixels_of(0))
+    assert 0 in opened(store).find(np.array([0]))
+    settings: dict[str, Any] = {}
+    if change == "min_side":
+        settings["decode_min_side"] = 8
+    elif change == "exif":
+        settings["exif"] = True
+    elif change == "limit":
+        settings["limit"] = LIMIT + 1
+    elif change == "version":
+        monkeypatch.setattr(sample_cache, "version_of", lambda package: f"{package} 99")
+    elif change == "start of the machine":
+        monkeypatch.setattr(sample_cache, "boot_id", lambda: "another")
+    else:
+        os.utime(tmp_path / "store", (1, 1))
+    assert opened(store, **settings).find(np.array([0])) == {}
+
+
+def test_the_next_stream_without_a_cache_frees_the_memory_but_not_what_is_used() -> None:
+    disk, kept, left = opened(numbered(1), "disk"), opened(numbered(2)), opened(numbered(3))
+    used = kept._folder.name
+    del disk, left
+    gc.collect()
+    assert open_caches(PoolConfig(), {"train": numbered(1)}, TransformConfig()) == {}
+    assert folders() == {used} and len(folders("disk")) == 1
+
+
+def test_a_cache_that_is_removed_while_it_is_used_ends_in_decoding() -> None:
+    cache = opened(numbered(100))
+    other = opened(numbered(100))
+    fill(cache, 3)
+    subprocess.run(["rm", "-r", str(cache._folder)], check=True)
+    assert other.find(np.arange(100)) == {}
+    fill(other, 100)
+    assert other.full and other.find(np.arange(100)) == {}
+
+
+def test_what_another_user_has_put_into_memory_is_not_used(places: Path) -> None:
+    (places / "elsewhere").mkdir()
+    sample_cache._memory_folder().symlink_to(places / "elsewhere")
+    with pytest.raises(ConfigError, match=r"another user, or is a link: remove it; set pool\.cache=disk or off"):
+        opened(numbered(1))
+    assert open_caches(PoolConfig(), {"train": numbered(1)}, TransformConfig()) == {}
+
+
+def test_a_place_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(
+        ConfigError, match=r"pool\.cache=disk: .*/file/cache cannot be used: .*; set RAYPIPE_CACHE"
+    ):
+        opened(numbered(1), "disk")
+    monkeypatch.setattr(sample_cache, "_MEMORY", tmp_path / "nothing")
+    with pytest.raises(
+        ConfigError, match=r"pool\.cache=memory: .* cannot be used: .*; set pool\.cache=disk or off"
+    ):
+        opened(numbered(1))
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (TransformConfig(train="light", decode="gpu"), "the training device decodes"),
+        (TransformConfig(crop_decode="scaled"), "each crop is decoded at a scale of its own"),
+    ],
+)
+def test_it_is_refused_where_what_is_decoded_is_not_the_same_in_each_epoch(
+    transform: TransformConfig, message: str, stores: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StreamSpec.of(str(stores["train"]), transform=transform, pool=PoolConfig(cache="memory"))
+
+
+# The stream
+
+
+def by_pillow(index: int, kind: str, **options: Any) -> bytes:
+    image = Image.fromarray(cv2.resize(pixels_of(index, (5, 6)), (90 + index, 70)))
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def turned(index: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return by_pillow(index, "JPEG", exif=exif)
+
+
+def mixed() -> MemoryStore:
+    """JPEG, upright and turned, large ones, PNG, GIF, and bad ones of several kinds."""
+    images: list[bytes | None] = [picture(i) for i in range(20)]
+    images += [turned(i) for i in range(6)]
+    images += [by_pillow(i, kind) for i in range(4) for kind in ("PNG", "GIF")]
+    images += [encode_jpeg(cv2.resize(pixels_of(i, (5, 6)), (400, 300))) for i in range(3)]
+    images += [picture(50)[:-200], b"", None]
+    return MemoryStore(images, list(range(len(images))))
+
+
+BAD = {37, 38, 39}
+
+
+def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = LIMIT, **plan: Any) -> StreamSpec:
+    return StreamSpec.of(
+        store,
+        store,
+        plan=PlanConfig(**{"epochs": 2, "micro_batch": 6, "seed": 3} | plan),
+        transform=transform,
+        pool=PoolConfig(cache=place, cache_bytes=limit),
+    )
+
+
+def digests_of(spec: StreamSpec, *workers: TransformWorker, first: int = 0) -> list[bytes]:
+    """Of every micro-batch; workers take turns."""
+    turns = itertools.cycle(workers)
+    places = list(spec.plan.micro_batches(spec.plan.start()))[first:]
+    return [batch_digest(host_batch(next(turns).run(at))) for at in places]
+
+
+def whole_side(image: np.ndarray) -> np.ndarray:
+    image[::2] //= 2  # a transform may write into what it is given
+    return image[:32, :32].copy()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train": "light"},
+        {"train": "heavy", "exif": True},
+        {"train": "light", "crop_decode": "off"},
+        {"train": "light", "decode_min_side": 60, "exif": True},
+        {"train": "flip-crop", "val": "resize"},
+        {"train": f"{__name__}:whole_side_of"},
+    ],
+    ids=str,
+)
+def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(place: Cache, settings: dict[str, Any]) -> None:
+    transform = TransformConfig(**{"val": "center", "size": 32, "max_bad_fraction": 1.0} | settings)
+    store = mixed()
+    without = spec_of(store, "off", transform)
+    spec = spec_of(store, place, transform)
+    one, other = TransformWorker(spec), TransformWorker(spec)
+    expected = digests_of(without, TransformWorker(without))
+    assert digests_of(spec, one, other) == expected
+    found = one._caches["train"].find(np.arange(len(store)))
+    assert set(found) == set(range(len(store))) - BAD
+    for index, sample in found.items():
+        data = store.read(np.array([index]))["image"][0]
+        pixels = decode(data, min_side=transform.decode_min_side or None, exif=transform.exif)
+        assert np.array_equal(sample.pixels, pixels) and sample.label == index
+    # All of it again, by a process that comes late.
+    assert digests_of(spec, TransformWorker(spec)) == expected
+
+
+def whole_side_of(size: int) -> Any:
+    return whole_side
+
+
+def test_without_a_look_at_the_rest_damage_below_the_crop_stays_unseen_with_a_cache_too() -> None:
+    pytest.importorskip("raypipe.transform.jpeg_extension")
+    from raypipe.transform.jpeg_extension import why_no_extension
+
+    if why_no_extension():
+        pytest.skip(f"no JPEG extension: {why_no_extension()}")
+    whole = encode_jpeg(pixels_of(1, (200, 200)))
+    store = MemoryStore([picture(i) for i in range(11)] + [whole[: len(whole) * 3 // 4]], [0] * 12)
+    transform = TransformConfig(size=16, check_whole=False, max_bad_fraction=1.0)
+    streams = [spec_of(store, place, transform, epochs=6) for place in ("off", "memory")]
+    off, on = (digests_of(spec, TransformWorker(spec)) for spec in streams)
+    assert on == off
+
+
+def test_a_limit_that_holds_a_few_changes_no_pixel() -> None:
+    store = MemoryStore([picture(i) for i in range(40)], [0] * 40)
+    transform = TransformConfig(size=16)
+    off = spec_of(store, "off", transform)
+    small = spec_of(store, "memory", transform, limit=30_000)
+    worker = TransformWorker(small)
+    assert digests_of(small, worker) == digests_of(off, TransformWorker(off))
+    assert 0 < len(worker._caches["train"].find(np.arange(40))) < 10 and worker._caches["train"].full
+
+
+class Watched(MemoryStore):
+    """Knows which samples were read."""
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+        self.was_read = [*getattr(self, "was_read", []), *np.asarray(indices).tolist()]
+        return super().read(indices, columns)
+
+
+def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
+    store = Watched([picture(i) for i in range(40)], list(range(40)))
+    transform = TransformConfig(size=16)
+    plan = {"epochs": 3, "val_every": 0, "micro_batch": 8}
+    spec, off = spec_of(store, "memory", transform, **plan), spec_of(store, "off", transform, **plan)
+    whole = digests_of(off, TransformWorker(off))
+    store.was_read = []
+    first = TransformWorker(spec)
+    places = list(spec.plan.micro_batches(spec.plan.start()))
+    begun = [batch_digest(host_batch(first.run(at))) for at in places[:3]]
+    assert len(store.was_read) == 24
+    del first  # the run ends in mid-epoch, and goes on in another process
+    gc.collect()
+    second = TransformWorker(spec)
+    assert begun + digests_of(spec, second, first=3) == whole
+    assert sorted(store.was_read) == list(range(40))
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("name", ["train", "parquet"])
+def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume(
+    name: str, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # actors are processes of the cluster, and know nothing of this test's places
+    limit = (8 << 20) + os.getpid()  # another cache than the last session's
+
+    def digests(place: Cache, actors: int, from_step: int = 0) -> list[bytes]:
+        spec = StreamSpec.of(
+            str(stores[name]),
+            str(stores["val"]),
+            plan=PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5),
+            transform=TransformConfig(size=24),
+            pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, cache=place, cache_bytes=limit),
+        )
+        found, _ = stream_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=1)
+        return found
+
+    # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
+    caches = open_caches(
+        PoolConfig(cache="memory", cache_bytes=limit),
+        {"train": open_store(stores[name]), "val": open_store(stores["val"])},
+        TransformConfig(size=24),
+    )
+    alone = digests("off", 1)
+    assert combine(digests("memory", 1)) == combine(alone)
+    assert combine(digests("disk", 2)) == combine(alone)
+    with_another = digests("memory", 2, from_step=4)
+    assert combine(with_another) == combine(alone[-len(with_another) :])
+    # 96 of 100 in an epoch; which are left out differs.
+    assert len(caches["train"].find(np.arange(100))) >= 96 and len(caches["val"].find(np.arange(22))) == 22
+
+
+def test_only_caches_are_removed_from_the_folder_of_caches(tmp_path: Path) -> None:
+    (tmp_path / "cache" / "samples" / "class").mkdir(parents=True)
+    (tmp_path / "cache" / "samples" / "class" / "image.jpg").write_bytes(b"x")
+    opened(numbered(1), "disk")
+    assert [path.name for path in (tmp_path / "cache" / "samples" / "class").iterdir()] == ["image.jpg"]

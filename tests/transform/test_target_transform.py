@@ -1,0 +1,262 @@
+"""Masks and boxes go where their pixels go, images stay what they are without them, and bad ones are judged."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A  # noqa: N812
+
+from raypipe.config import TransformConfig
+from raypipe.errors import ConfigError, SampleError
+from raypipe.stores.memory import MemoryStore
+from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe.transform.presets import IGNORE, build_transform
+from raypipe.transform.target_transform import TargetMicroBatchTransform, check_targets, micro_batch_transform
+from raypipe.transform.targets import EncodedSample
+
+BOTH = {"mask": "seg", "boxes": "objects"}
+KEYS = np.random.SeedSequence(3).generate_state(80, np.uint64).reshape(40, 2)
+
+
+def scene(index: int, height: int = 192, width: int = 256) -> EncodedSample:
+    """A bright square on black; its mask is 1, the background's 0, and it has the one box, of label `index`."""
+    rng = np.random.default_rng(index)
+    left, top, side = rng.integers([0, 0, 60], [width - 100, height - 100, 100]).tolist()
+    mask = np.zeros((height, width), np.uint8)
+    mask[top : top + side, left : left + side] = 1
+    image = encode_jpeg(np.repeat(mask[:, :, None] * np.uint8(240), 3, axis=2))
+    boxes = [[left, top, left + side, top + side, index]]
+    return EncodedSample(image, cv2.imencode(".png", mask)[1].tobytes(), boxes)
+
+
+SCENES = [scene(index) for index in range(12)]
+
+
+def columns(samples: list[Any]) -> dict[str, Any]:
+    return {"image": samples, "label": np.arange(len(samples)), "index": np.arange(len(samples)) + 20}
+
+
+def both(transform: Any, max_boxes: int = 4, **options: Any) -> TargetMicroBatchTransform:
+    return TargetMicroBatchTransform(transform, BOTH, max_boxes, **options)
+
+
+# Geometry
+
+GEOMETRIC = {
+    "perspective": lambda: [A.Perspective(p=1, fill_mask=IGNORE), A.Resize(128, 128)],
+    "rotate": lambda: [A.Resize(128, 128), A.RandomRotate90(p=1), A.Transpose(p=0.5)],
+    "random sized crop": lambda: [A.RandomSizedCrop((100, 190), (128, 128))],
+    "affine": lambda: [A.Affine(scale=(0.6, 1.2), translate_percent=(-0.2, 0.2), p=1), A.Resize(128, 128)],
+    "one of": lambda: [A.OneOf([A.HorizontalFlip(p=1), A.VerticalFlip(p=1)], p=0.9), A.Resize(128, 128)],
+}
+PRESETS = ["light", "heavy", "center", "resize", "flip-crop", "small"]
+
+
+def pipeline(name: str) -> Any:
+    return A.Compose(GEOMETRIC[name]()) if name in GEOMETRIC else build_transform(name, 128)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC])
+@pytest.mark.parametrize("crop_decode", ["off", "exact", "scaled"])
+def test_mask_and_box_are_where_the_square_is(name: str, crop_decode: Any) -> None:
+    transform, num_seen = both(pipeline(name), crop_decode=crop_decode), 0
+    kernel = np.ones((11, 11), np.uint8)  # 5 pixels: what nearest and blurred edges differ by, enlarged
+    for number, key in enumerate(KEYS.tolist()):
+        image, mask, boxes, _ = transform.one(SCENES[number % 12], tuple(key))
+        assert image.shape == (128, 128, 3) and mask.shape == (128, 128) and mask.dtype == np.uint8
+        assert set(np.unique(mask)) <= {0, 1, IGNORE}
+        square = (image[:, :, 1] > 100).astype(np.uint8)
+        seen = (mask == 1).astype(np.uint8)
+        assert (cv2.erode(square, kernel) <= seen).all() and (seen <= cv2.dilate(square, kernel)).all()
+        rows, cols = np.flatnonzero(seen.any(1)), np.flatnonzero(seen.any(0))
+        if min(len(rows), len(cols)) <= 5:
+            continue
+        num_seen += 1
+        ((x0, y0, x1, y1, label),) = boxes.tolist()
+        assert label == number % 12
+        np.testing.assert_allclose([x0, y0, x1, y1], [cols[0], rows[0], cols[-1] + 1, rows[-1] + 1], atol=5)
+    assert num_seen > 25
+
+
+@pytest.mark.parametrize("name", ["flip-crop", "small"])
+def test_what_a_preset_pads_is_no_class(name: str) -> None:
+    padded = [(both(pipeline(name)).one(SCENES[0], tuple(key)).mask == IGNORE).mean() for key in KEYS.tolist()]
+    assert 0 < max(padded) < 0.5
+
+
+def test_no_transform_leaves_all_as_it_is() -> None:
+    image, mask, boxes, _ = both(None).one(SCENES[3], (1, 2))
+    assert image.shape == (192, 256, 3) and mask.sum() == mask[mask == 1].sum() > 0
+    assert boxes.tolist() == [list(map(float, SCENES[3].boxes[0]))]
+
+
+# The image is the same
+
+OTHERS = {
+    "elastic": lambda: A.ElasticTransform(p=1),
+    "grid distortion": lambda: A.GridDistortion(p=1),
+    "optical distortion": lambda: A.OpticalDistortion(p=1),
+    "coarse dropout": lambda: A.CoarseDropout(p=1),
+    "grid dropout": lambda: A.GridDropout(p=1),
+    "pixel dropout": lambda: A.PixelDropout(p=1, mask_drop_value=0),
+    "crop and pad": lambda: A.CropAndPad(percent=(-0.2, 0.2), p=1),
+    "safe rotate": lambda: A.SafeRotate(p=1),
+    "d4": lambda: A.D4(p=1),
+    "some of": lambda: A.SomeOf([A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5), A.RandomGamma(p=0.5)], n=2),
+    "random order": lambda: A.RandomOrder([A.Affine(shear=(-20, 20), p=0.7), A.MotionBlur(p=0.5)], n=2),
+    "sequential": lambda: A.Sequential([A.Compose([A.VerticalFlip()], p=0.5), A.ISONoise(p=1)], p=0.9),
+}
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC, *OTHERS])
+def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None:
+    made = A.Compose([OTHERS[name](), A.Resize(64, 64)]) if name in OTHERS else pipeline(name)
+    plain, with_both = MicroBatchTransform(made), both(made)
+    with_mask = TargetMicroBatchTransform(made, {"mask": "seg"}, 4, crop_decode="off")
+    with_boxes = TargetMicroBatchTransform(made, {"boxes": "objects"}, 4)
+    for key, sample in zip(KEYS.tolist(), SCENES, strict=False):
+        expected = plain.one(sample.image, tuple(key))
+        for transform in (with_both, with_mask, with_boxes):
+            np.testing.assert_array_equal(transform.one(sample, tuple(key)).image, expected)
+
+
+def test_the_crop_alone_gives_the_targets_that_the_whole_image_gives() -> None:
+    keys = KEYS[:12]
+    off, exact = (
+        both(build_transform("heavy", 64), crop_decode=mode).run(columns(SCENES), keys).image
+        for mode in ("off", "exact")
+    )
+    assert set(off) == {"image", "mask", "boxes"}
+    for name in off:
+        np.testing.assert_array_equal(off[name], exact[name])
+
+
+# Micro-batches
+
+
+def test_a_micro_batch_has_rows_of_all_three_and_padding_has_nothing() -> None:
+    given = columns([*SCENES[:3], EncodedSample(None)])
+    given["index"][3] = -1
+    result = both(pipeline("resize")).run(given, KEYS[:4])
+    image, mask, boxes = (result.image[name] for name in ("image", "mask", "boxes"))
+    assert image.shape == (4, 128, 128, 3) and mask.shape == (4, 128, 128) and boxes.shape == (4, 4, 5)
+    assert (image.dtype, mask.dtype, boxes.dtype) == (np.uint8, np.uint8, np.float32)
+    assert boxes[:3, 0, 4].tolist() == [0, 1, 2] and (boxes[:3, 1:, 4] == -1).all()
+    assert not image[3].any() and (mask[3] == IGNORE).all() and (boxes[3, :, 4] == -1).all()
+
+
+def test_padding_alone_has_the_shape_that_the_others_have() -> None:
+    given = columns([EncodedSample(None)] * 2) | {"index": np.full(2, -1)}
+    result = both(None, probe=lambda: [EncodedSample(b""), SCENES[0]]).run(given, KEYS[:2])
+    assert {name: array.shape for name, array in result.image.items()} == {
+        "image": (2, 192, 256, 3),
+        "mask": (2, 192, 256),
+        "boxes": (2, 4, 5),
+    }
+
+
+BAD = {
+    "image": (SCENES[1]._replace(image=b"bad"), "not an image"),
+    "mask": (SCENES[1]._replace(mask=b"bad"), "the mask is no PNG"),
+    "no mask": (SCENES[1]._replace(mask=None), "the mask has no value"),
+    "size": (SCENES[1]._replace(mask=scene(0, height=191).mask), "the mask has 256x191 pixels"),
+    "boxes": (SCENES[1]._replace(boxes=[[5, 5, 4, 6, 1]]), "is empty"),
+    "no boxes": (SCENES[1]._replace(boxes=None), "the boxes have no value"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("preset", ["light", "resize"])
+def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> None:
+    sample, message = BAD[name]
+    made = build_transform(preset, 128)
+    key = tuple(KEYS[9].tolist())
+    result = both(made).run(columns([SCENES[0], sample]), KEYS[:2], lambda *_: (SCENES[9], 5, 77, key))
+    assert result.index.tolist() == [20, 77] and message in result.bad[0]["error"]
+    alone = both(made).one(SCENES[9], key)
+    np.testing.assert_array_equal(result.image["mask"][1], alone.mask)
+    np.testing.assert_array_equal(result.image["boxes"][1, : len(alone.boxes)], alone.boxes)
+    with pytest.raises(SampleError, match=rf"sample 21: .*{message}"):
+        both(made, on_bad_sample="raise").run(columns([SCENES[0], sample]), KEYS[:2])
+
+
+def test_a_bad_sample_of_a_validation_has_neither_mask_nor_boxes() -> None:
+    result = both(pipeline("resize"), exact=True).run(columns([BAD["mask"][0], SCENES[1]]), KEYS[:2])
+    assert result.weight.tolist() == [0, 1]
+    assert not result.image["image"][0].any() and (result.image["mask"][0] == IGNORE).all()
+    assert (result.image["boxes"][0, :, 4] == -1).all() and result.image["boxes"][1, 0, 4] == 1
+
+
+def test_more_boxes_than_there_is_room_for_end_the_run_whatever_is_seen_of_them() -> None:
+    far = SCENES[0]._replace(boxes=[[0, 0, 3, 3, 1]] * 5)
+    transform = both(A.Compose([A.Crop(50, 50, 100, 100)]), store_address="x.lmdb")
+    with pytest.raises(ConfigError, match=r"x.lmdb sample 21 has 5 boxes, and transform.max_boxes is 4: raise it"):
+        transform.run(columns([SCENES[1], far]), KEYS[:2])
+
+
+def test_a_mask_that_is_none_any_more_is_a_config_error() -> None:
+    def halved(mask: np.ndarray, **_: Any) -> np.ndarray:
+        return mask / 2
+
+    floats = A.Compose([A.Lambda(mask=halved)])
+    with pytest.raises(ConfigError, match="the transform made a mask of float64"):
+        both(floats).run(columns([SCENES[0]]), KEYS[:1])
+
+
+class Mine(A.DualTransform):
+    def apply(self, img: np.ndarray, **_: Any) -> np.ndarray:
+        return img[::-1]
+
+
+def test_a_transform_that_cannot_move_boxes_makes_bad_samples_that_name_it() -> None:
+    with pytest.raises(SampleError, match=r"the transform raised NotImplementedError: BBoxes .* Mine"):
+        both(A.Compose([Mine(p=1)])).one(SCENES[0], (1, 2))
+
+
+def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
+    cut = both(A.Compose([A.RandomGridShuffle((6, 6), p=1)]), max_boxes=1)
+    with pytest.raises(ConfigError, match=r"sample 20 has \d+ boxes, and transform.max_boxes is 1: raise it"):
+        cut.run(columns([SCENES[0]]), KEYS[:1])
+
+
+# Settings
+
+
+def test_without_targets_the_transform_is_the_plain_one() -> None:
+    assert type(micro_batch_transform(None, TransformConfig())) is MicroBatchTransform
+    config = TransformConfig(boxes_column="objects", max_boxes=7)
+    made = micro_batch_transform(None, config)
+    assert isinstance(made, TargetMicroBatchTransform)
+    assert (made.targets, made.max_boxes) == ({"boxes": "objects"}, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decode": "gpu"}, "transform.decode must be 'cpu' with transform.mask_column"),
+        ({"decode_min_side": 256}, "transform.decode_min_side must be 0 with transform.mask_column"),
+        ({"exif": True}, "transform.exif must be False with transform.mask_column"),
+        ({"max_boxes": 0}, "transform.max_boxes must be at least 1"),
+    ],
+)
+def test_settings_that_do_not_go_with_targets(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TransformConfig(mask_column="seg", **changes)
+
+
+def test_stores_and_transforms_are_checked_before_anything_starts() -> None:
+    store = MemoryStore([b""], [0], columns={"seg": [b""]})
+    good = TransformConfig(mask_column="seg")
+    check_targets(good, {"train": "light", "val": None}, {"train": store, "val": store})
+    with pytest.raises(ConfigError, match=r"has no column 'objects' for transform.boxes_column, only: image"):
+        check_targets(TransformConfig(boxes_column="objects"), {"train": "light"}, {"train": store})
+    with pytest.raises(ConfigError, match="the transform is a function"):
+        check_targets(good, {"train": lambda image: image}, {"train": store})
+    check_targets(TransformConfig(), {"train": lambda image: image}, {"train": store})

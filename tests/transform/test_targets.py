@@ -1,0 +1,267 @@
+"""What stores hold of masks and boxes: what is understood, and what each malformed one is said to be."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A  # noqa: N812
+from torchvision.transforms import v2
+
+from raypipe.errors import ConfigError, SampleError
+from raypipe.stores.memory import MemoryStore
+from raypipe.transform.presets import build_transform
+from raypipe.transform.targets import (
+    EncodedSample,
+    as_bytes,
+    decode_boxes,
+    decode_mask,
+    read_encoded,
+    target_pipeline,
+)
+
+CLASSES = np.random.default_rng(0).integers(0, 4, (20, 30), dtype=np.uint8)
+SIZE = (20, 30)
+
+
+def png(pixels: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
+    image = Image.fromarray(pixels) if mode is None else Image.fromarray(pixels).convert(mode)
+    if mode == "P":
+        image = Image.frombytes("P", pixels.shape[::-1], pixels.tobytes())
+        image.putpalette(np.random.default_rng(1).integers(0, 256, 768, dtype=np.uint8).tobytes())
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return file.getvalue()
+
+
+# Masks
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        png(CLASSES),
+        png(CLASSES, "P"),
+        png(CLASSES, "P", bits=2),
+        png(CLASSES, "P", bits=4, transparency=0),
+        cv2.imencode(".png", CLASSES)[1].tobytes(),
+    ],
+    ids=["grey", "palette", "palette of 2 bits", "palette with transparency", "cv2"],
+)
+def test_a_mask_is_the_index_of_each_pixel(data: bytes) -> None:
+    mask = decode_mask(data, SIZE)
+    assert mask.dtype == np.uint8 and mask.flags.writeable
+    np.testing.assert_array_equal(mask, CLASSES)
+
+
+def test_one_bit_is_zero_and_one() -> None:
+    np.testing.assert_array_equal(decode_mask(png((CLASSES > 1) * np.uint8(255), "1"), SIZE), CLASSES > 1)
+
+
+def test_all_256_values_stay_as_they_are() -> None:
+    every = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    np.testing.assert_array_equal(decode_mask(png(every), (8, 32)), every)
+    np.testing.assert_array_equal(decode_mask(png(every, "P"), (8, 32)), every)
+    np.testing.assert_array_equal(decode_mask(png(every, dpi=(72, 72)), (8, 32)), every)
+
+
+def grey_of_bits(bits: int) -> bytes:
+    """A PNG of one row of 8 pixels, greyscale of `bits` bits; Pillow cannot write it."""
+    import struct
+    import zlib
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 1, bits, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" + bytes(bits))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "the mask has no value"),
+        (b"", "the mask has no value"),
+        (b"abc", "no PNG: it starts with 61 62 63"),
+        (7, "no PNG: it is a int"),
+        (cv2.imencode(".jpg", CLASSES)[1].tobytes(), "no PNG: it starts with ff d8 ff"),
+        (png(CLASSES)[:-40], "a damaged PNG"),
+        (png(CLASSES)[:20], "a damaged PNG"),
+        (png(CLASSES[:, :29]), r"the mask has 29x20 pixels \(width x height\), the image 30x20"),
+        (png(np.dstack([CLASSES] * 3)), "PNG of mode 'RGB' with 8 bits"),
+        (png(CLASSES, "LA"), "PNG of mode 'LA' with 8 bits"),
+        (png(CLASSES.astype(np.uint16)), "with 16 bits: expected is one channel of 8"),
+    ],
+)
+def test_a_mask_that_is_none_is_a_bad_sample_with_the_reason(data: Any, message: str) -> None:
+    with pytest.raises(SampleError, match=message):
+        decode_mask(data, SIZE)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_greyscale_of_a_few_bits_has_no_plain_meaning(bits: int) -> None:
+    with pytest.raises(SampleError, match=f"with {bits} bits"):
+        decode_mask(grey_of_bits(bits), (1, 8))
+
+
+@pytest.mark.parametrize("mode", ["P", "L"])
+def test_any_damage_is_a_sample_error_and_no_other(mode: str) -> None:
+    rng, good = np.random.default_rng(5), png(CLASSES, mode)
+    for _ in range(300):
+        data = bytearray(good[: rng.integers(8, len(good) + 1)])
+        for at in rng.integers(8, len(data) + 1, 3):
+            data[min(at, len(data) - 1)] = rng.integers(256)
+        try:
+            assert decode_mask(bytes(data), SIZE).shape == SIZE
+        except SampleError as error:
+            assert "mask" in str(error)
+
+
+# Boxes
+
+BOXES = [[1.5, 2.0, 11.0, 12.25, 3.0], [0.0, 0.0, 30.0, 20.0, 0.0]]
+FLAT = [number for box in BOXES for number in box]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        BOXES,
+        FLAT,
+        np.array(BOXES),
+        np.array(FLAT, np.float32),
+        tuple(map(tuple, BOXES)),
+        json.dumps(BOXES),
+        json.dumps(FLAT),
+        json.dumps(BOXES).encode() + b"\n",
+        np.array(BOXES, "<f4").tobytes(),
+    ],
+    ids=["lists", "flat", "array", "flat array", "tuples", "JSON", "flat JSON", "JSON as bytes", "float32"],
+)
+def test_all_forms_of_boxes_mean_the_same_and_so_do_their_bytes(value: Any) -> None:
+    for form in (value, as_bytes(value)):
+        boxes = decode_boxes(form, SIZE)
+        assert boxes.dtype == np.float32
+        np.testing.assert_array_equal(boxes, np.array(BOXES, np.float32))
+
+
+@pytest.mark.parametrize("value", [[], [[]], b"", "", "[]", b" [] ", np.empty((0, 5)), np.empty(0, np.float32)])
+def test_what_is_empty_is_no_boxes(value: Any) -> None:
+    for form in (value, as_bytes(value)):
+        assert decode_boxes(form, SIZE).shape == (0, 5)
+
+
+def test_a_box_is_cut_at_the_edges_of_the_image() -> None:
+    assert decode_boxes([[-0.5, -1, 31, 20.5, 1]], SIZE).tolist() == [[0, 0, 30, 20, 1]]
+
+
+def box(*corners: float, label: float = 1) -> list[list[float]]:
+    return [[0, 0, 5, 5, 1], [*corners, label]]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "the boxes have no value"),
+        (box(0, 0, np.nan, 5), r"box 1 of 2, \[0.0, 0.0, nan, 5.0, 1.0\], is not finite"),
+        (box(0, 0, 5, 5, label=np.inf), "is not finite"),
+        (json.dumps(box(0, 0, np.nan, 5)), "is not finite"),
+        ([[1, 2, 3, None, 5]], "is not finite"),
+        (box(5, 0, 5, 5), r"box 1 of 2, \[5.0, 0.0, 5.0, 5.0, 1.0\], is empty"),
+        (box(0, 6, 5, 5), "is empty"),
+        (box(-0.9, 0, -0.1, 5), "is empty"),
+        (box(0, 0, 31.5, 5), r"reaches out of the image of 30x20 pixels \(width x height\)"),
+        (box(0, -1.5, 5, 5), "reaches out of the image"),
+        (box(0, 0, 5, 1e300), "reaches out of the image"),
+        (box(0, 0, 5, 5, label=-1), "a label that is no whole number from 0 on"),
+        (box(0, 0, 5, 5, label=0.5), "a label that is no whole number from 0 on"),
+        ([[0, 0, 5, 5]], r"numbers of shape \(1, 4\): expected are five to a box"),
+        ([[0, 0, 5, 5]] * 5, r"numbers of shape \(5, 4\)"),
+        ([0, 0, 5, 5, 1, 2], r"numbers of shape \(6,\)"),
+        ([[[0, 0, 5, 5, 1]]], r"numbers of shape \(1, 1, 5\)"),
+        ("7", r"numbers of shape \(\)"),
+        ([[0, 0, 5, 5, 1], [0, 0]], "the boxes are not numbers"),
+        ('[{"x": 1}]', "the boxes are not numbers"),
+        ("[[1, 2", "the boxes are not numbers"),
+        ("[" * 100_000, "the boxes are not numbers"),
+        (b"[" * 100_000 + b"]", "the boxes are not numbers"),
+        (b"\0\0\0", "the boxes are not numbers"),
+        (b"\0\0\0\0", r"numbers of shape \(1,\)"),
+        (object(), "the boxes are not numbers"),
+    ],
+)
+def test_boxes_that_are_malformed_are_a_bad_sample_with_the_reason(value: Any, message: str) -> None:
+    with pytest.raises(SampleError, match=message):
+        decode_boxes(value, SIZE)
+
+
+# Reading
+
+
+def test_targets_are_read_with_their_images_and_labels_may_be_missing() -> None:
+    columns = {"seg": [b"m0", b"m1"], "objects": [[[0, 0, 1, 1, 2]], []]}
+    store = MemoryStore([b"a", b"b"], None, columns=columns)
+    samples, labels = read_encoded(store, np.array([1, 0]), {"mask": "seg", "boxes": "objects"})
+    assert samples == [EncodedSample(b"b", b"m1", []), EncodedSample(b"a", b"m0", [[0, 0, 1, 1, 2]])]
+    assert labels.tolist() == [0, 0] and labels.dtype == np.int64
+    assert read_encoded(store, np.array([0]), {"mask": "seg"})[0] == [EncodedSample(b"a", b"m0", None)]
+
+
+# Pipelines
+
+
+def test_a_pipeline_takes_boxes_along_and_the_users_is_left_alone() -> None:
+    pipeline = A.Compose([A.HorizontalFlip(p=1)])
+    made = target_pipeline(pipeline, True)
+    assert not pipeline.processors and not pipeline.transforms[0].processors
+    boxes = np.array([[0, 0, 10, 5, 7]], np.float32)
+    result = made(image=np.zeros((20, 30, 3), np.uint8), bboxes=boxes)
+    np.testing.assert_allclose(result["bboxes"], [[20, 0, 30, 5, 7]], atol=1e-4)
+
+
+def test_the_limits_of_the_users_own_parameters_hold() -> None:
+    params = A.BboxParams("pascal_voc", label_fields=["labels"], min_visibility=0.6)
+    pipeline = A.Compose([A.Crop(0, 0, 10, 10)], bbox_params=params)
+    image, boxes = np.zeros((20, 30, 3), np.uint8), np.array([[5, 0, 15, 5, 1], [4, 0, 11, 5, 2]], np.float32)
+    assert target_pipeline(pipeline, True)(image=image, bboxes=boxes)["bboxes"][:, 4].tolist() == [2]
+    assert params.label_fields == ["labels"]
+    assert set(target_pipeline(pipeline, False)(image=image, mask=image[:, :, 0])) == {"image", "mask"}
+
+
+def test_a_box_of_which_less_than_a_pixel_is_left_is_dropped() -> None:
+    made = target_pipeline(A.Compose([A.Crop(0, 0, 10, 10), A.SafeRotate((45, 45), p=1)]), True)
+    boxes = np.array([[9.5, 0, 20, 5, 1], [20, 0, 30, 5, 2]], np.float32)
+    assert len(made(image=np.zeros((20, 30, 3), np.uint8), bboxes=boxes)["bboxes"]) == 0
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [A.HorizontalFlip(), A.ReplayCompose([]), v2.RandomHorizontalFlip(), lambda image: image],
+    ids=["bare", "replay", "torchvision", "function"],
+)
+def test_what_is_no_compose_is_refused_with_what_to_do(transform: Any) -> None:
+    with pytest.raises(ConfigError, match=r"an albumentations.Compose, and the transform is a .*: name a preset"):
+        target_pipeline(transform, False)
+
+
+def test_another_format_of_boxes_is_refused() -> None:
+    pipeline = A.Compose([A.HorizontalFlip()], bbox_params=A.BboxParams("coco"))
+    with pytest.raises(ConfigError, match=r"format='coco'.* set format='pascal_voc'"):
+        target_pipeline(pipeline, True)
+
+
+@pytest.mark.parametrize("name", ["light", "heavy", "center", "resize", "flip-crop", "small"])
+def test_every_preset_will_do(name: str) -> None:
+    assert "bboxes" in target_pipeline(build_transform(name, 8), True).processors
+
+
+def test_none_stays_none() -> None:
+    assert target_pipeline(None, True) is None

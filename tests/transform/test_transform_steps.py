@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A  # noqa: N812
+
+from raypipe.errors import ConfigError
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.transform_steps import brief, build_steps, is_file, read_steps, without_files
+
+RNG = np.random.default_rng(0)
+IMAGE = cv2.resize(RNG.integers(0, 256, (9, 13, 3), np.uint8), (100, 70))
+KEYS = [(number, 3 * number) for number in range(12)]
+
+STEPS: list[dict[str, Any]] = [
+    {"RandomResizedCrop": {"size": [24, 32], "scale": [0.2, 1.0]}},
+    {"HorizontalFlip": {"p": 0.5}},
+    {
+        "OneOf": {
+            "transforms": [{"MotionBlur": {"p": 1}}, {"Sequential": {"transforms": [{"CLAHE": None}]}}],
+            "p": 0.7,
+        }
+    },
+    {"GaussNoise": {"std_range": [1e-05, 0.2]}},
+]
+
+
+def pipeline() -> A.Compose:
+    """The same in Python."""
+    one_of = A.OneOf([A.MotionBlur(p=1), A.Sequential([A.CLAHE()])], p=0.7)
+    return A.Compose(
+        [A.RandomResizedCrop((24, 32), (0.2, 1)), A.HorizontalFlip(p=0.5), one_of, A.GaussNoise((1e-05, 0.2))]
+    )
+
+
+def results(transform: Any) -> list[bytes]:
+    apply = SampleTransform(transform)
+    return [apply(IMAGE.copy(), key).tobytes() for key in KEYS]
+
+
+def build(steps: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return build_steps(steps, A)
+
+
+# What is built
+
+
+def test_steps_make_the_pixels_of_the_same_pipeline_in_python() -> None:
+    assert results(build(STEPS)) == results(pipeline())
+    assert len(set(results(pipeline()))) == len(KEYS)
+
+
+def test_a_step_may_have_no_arguments() -> None:
+    assert (
+        results(build([{"Transpose": None}]))
+        == results(build([{"Transpose": {}}]))
+        == results(A.Compose([A.Transpose()]))
+    )
+
+
+def test_one_compose_is_the_pipeline_itself() -> None:
+    made = build([{"Compose": {"transforms": [{"VerticalFlip": {"p": 1}}], "p": 0.5}}])
+    assert made.p == 0.5 and type(made.transforms[0]) is A.VerticalFlip
+    assert results(made) == results(A.Compose([A.VerticalFlip(p=1)], p=0.5))
+
+
+def test_what_begins_with_a_random_resized_crop_is_decoded_by_its_crop() -> None:
+    assert SampleTransform(build(STEPS)).crop_target == (24, 32)
+    assert SampleTransform(build(STEPS[1:])).crop_target is None
+
+
+# Those that need a size or the like to be made at all.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "CenterCrop": {"height": 9, "width": 9},
+    "RandomCrop": {"height": 9, "width": 9},
+    "AtLeastOneBBoxRandomCrop": {"height": 9, "width": 9},
+    "CropNonEmptyMaskIfExists": {"height": 9, "width": 9},
+    "RandomSizedBBoxSafeCrop": {"height": 9, "width": 9},
+    "RandomSizedCrop": {"min_max_height": [9, 20], "size": [9, 9]},
+    "RandomResizedCrop": {"size": [9, 9]},
+    "Resize": {"height": 9, "width": 9},
+    "LongestMaxSize": {"max_size": 9},
+    "SmallestMaxSize": {"max_size": 9},
+    "CropAndPad": {"px": 3},
+    "Crop": {"x_max": 9, "y_max": 9},
+    "GridElasticDeform": {"num_grid_xy": [4, 4], "magnitude": 5},
+    "Pad3D": {"padding": 3},
+    "PadIfNeeded3D": {"min_zyx": [9, 9, 9]},
+    "RandomCrop3D": {"size": [9, 9, 9]},
+    "CenterCrop3D": {"size": [9, 9, 9]},
+    "TextImage": {"font_path": "font.ttf"},
+    "ConstrainedCoarseDropout": {"mask_indices": [1]},
+}
+COMPOSITIONS = {
+    name for name, kind in vars(A).items() if isinstance(kind, type) and issubclass(kind, A.BaseCompose)
+}
+NAMES = sorted(
+    name
+    for name, kind in vars(A).items()
+    if isinstance(kind, type) and issubclass(kind, A.BasicTransform | A.BaseCompose)
+)
+REFUSED = {
+    *("AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop", "RandomCropNearBBox"),
+    *("ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists", "MaskDropout", "Lambda"),
+    *("FDA", "HistogramMatching", "Mosaic", "OverlayElements", "PixelDistributionAdaptation", "TextImage"),
+    *("CenterCrop3D", "CoarseDropout3D", "CubicSymmetry", "Pad3D", "PadIfNeeded3D", "RandomCrop3D"),
+    *("Normalize", "ToFloat", "FromFloat", "ToTensorV2", "ToTensor3D"),
+    *("BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of those that have better siblings
+@pytest.mark.parametrize("name", NAMES)
+def test_each_transform_of_the_library_works_on_an_image_and_by_its_key_or_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    inner = [{"HorizontalFlip": {"p": 0.5}}, {"RandomBrightnessContrast": {"p": 0.5}}]
+    arguments = {"transforms": inner} if name in COMPOSITIONS else ARGUMENTS.get(name, {}) | {"p": 1}
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match=rf"^transform step 1.*{name}"):
+            build_steps([{name: arguments}], A)
+        return
+    made = build_steps([{name: arguments}], A)
+    apply = SampleTransform(made)
+    forward = [apply(IMAGE.copy(), key).copy() for key in KEYS[:4]]
+    np.random.seed(1)
+    again = SampleTransform(build_steps([{name: arguments}], A))
+    backward = [again(IMAGE.copy(), key).copy() for key in reversed(KEYS[:4])][::-1]
+    assert all(np.array_equal(one, other) for one, other in zip(forward, backward, strict=True))
+    if name != "ToGray":
+        A.save(made, tmp_path / "saved.json")
+        assert results(build_steps(read_steps(str(tmp_path / "saved.json")), A)) == results(made)
+
+
+# Files
+
+
+@pytest.mark.parametrize("data_format", ["json", "yaml"])
+@pytest.mark.parametrize("name", ["policy.json", "policy.yaml", "policy.YML"])
+def test_what_albumentations_saves_is_what_it_loads(tmp_path: Path, data_format: Any, name: str) -> None:
+    A.save(pipeline(), tmp_path / name, data_format=data_format)
+    for address in (str(tmp_path / name), (tmp_path / name).as_uri()):
+        assert is_file(address)
+        steps = read_steps(address)
+        assert [next(iter(step)) for step in steps] == [
+            "RandomResizedCrop",
+            "HorizontalFlip",
+            "OneOf",
+            "GaussNoise",
+        ]
+        assert results(build(steps)) == results(A.load(tmp_path / name, data_format=data_format))
+        assert json.loads(json.dumps(steps)) == yaml.safe_load(yaml.safe_dump(steps)) == steps
+
+
+@pytest.mark.parametrize("made", [A.VerticalFlip(p=0.4), A.OneOf([A.Blur(p=1), A.Transpose(p=1)], p=0.6)])
+def test_what_is_saved_need_be_no_compose(tmp_path: Path, made: Any) -> None:
+    A.save(made, tmp_path / "saved.json")
+    assert results(build(read_steps(str(tmp_path / "saved.json")))) == results(A.Compose([made]))
+
+
+def test_a_compose_that_says_more_is_kept(tmp_path: Path) -> None:
+    A.save(A.Compose([A.VerticalFlip(p=1)], p=0.5), tmp_path / "saved.json")
+    steps = read_steps(str(tmp_path / "saved.json"))
+    assert list(steps[0]) == ["Compose"] and results(build(steps)) == results(
+        A.Compose([A.VerticalFlip(p=1)], p=0.5)
+    )
+
+
+def test_a_file_may_hold_steps_as_they_stand_in_a_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("# mine\n- Blur: {p: 1}\n- Transpose:\n")
+    assert read_steps(str(tmp_path / "mine.yaml")) == [{"Blur": {"p": 1}}, {"Transpose": None}]
+    (tmp_path / "mine.json").write_text(json.dumps(STEPS))
+    assert without_files(str(tmp_path / "mine.json")) == STEPS
+
+
+def test_only_such_names_are_files() -> None:
+    assert is_file("s3://bucket/policy.yaml") and is_file("a/b.YML") and is_file("x.json")
+    others: list[Any] = ["light", "my_package.transforms:train", "none", STEPS, None]
+    assert not any(is_file(other) for other in others)
+    assert all(without_files(other) is other for other in others)
+
+
+def test_steps_in_brief() -> None:
+    assert (brief("light"), brief(STEPS[:2])) == ("light", "RandomResizedCrop+HorizontalFlip")
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no transform"),
+        (b"light", "holds no transform"),
+        (b"{train: light}", "holds no transform"),
+        (b'{"transform": [1]}', "holds no transform"),
+        (b"- {", "neither JSON nor YAML: ParserError"),
+        (b"\xff\xfe\x00", "no text"),
+        (b"- Blur: {p: !!python/object/apply:os.system [true]}", "neither JSON nor YAML: ConstructorError"),
+        (b"- Blur: {p: !!bool x}", "neither JSON nor YAML: KeyError"),
+        (b"- Blur: {p: 2026-01-01}", "is a date, which is no argument"),
+        (b"- Blur: {1: 2}", "expected is a name, got 1"),
+        (b"[" * 2000, "neither JSON nor YAML|nested"),
+        (b"[" * 100 + b"]" * 100, "nested more than 24 deep"),
+        (b"&a [*a]", "nested more than 24 deep"),
+        (BOMB.encode(), "more than 10,000 names and values"),
+        (
+            b"a: &a " + b"x" * 900_000 + b"\nb: [*a, *a]",
+            "more than 10,000 names and values, or 1,048,576 characters",
+        ),
+        (b"a: &a {" + b"x" * 900 + b": 1}\nb: [" + b"*a," * 1500 + b"]", "or 1,048,576 characters"),
+        (b"#" * (1 << 20) + b"\n[]", "cannot be read: it has more than 1,048,576 bytes"),
+        (b'{"transform": {"transforms": []}}', "is no transform that albumentations.save wrote"),
+        (b'{"transform": {"__class_fullname__": "Compose", "transforms": [1]}}', "1 is no transform that"),
+        (b'{"transform": {"__class_fullname__": "Compose", "transforms": 3}}', "is no transform that"),
+    ],
+    ids=range(20),
+)
+def test_a_file_that_holds_no_steps_is_one_error(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "bad.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_steps(str(tmp_path / "bad.yaml"))
+    assert "bad.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+        read_steps(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os.system", "builtins.eval", "mine_xyz.Transform", "A.Blur", "albumentations.core.serialization.from_dict"],
+)
+def test_a_saved_name_of_anybody_else_is_refused_and_never_imported(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_xyz.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    saved = {"__version__": "2.0.8", "transform": {"__class_fullname__": name, "p": 1.0}}
+    (tmp_path / "saved.json").write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match="transform step 1: Albumentations has no transform"):
+        build_steps(read_steps(str(tmp_path / "saved.json")), A)
+
+
+def test_names_of_old_versions_are_understood(tmp_path: Path) -> None:
+    name = "albumentations.augmentations.geometric.transforms.HorizontalFlip"
+    saved = {"__version__": "1.3.0", "transform": {"__class_fullname__": name, "p": 0.5}}
+    (tmp_path / "saved.json").write_text(json.dumps(saved))
+    assert read_steps(str(tmp_path / "saved.json")) == [{"HorizontalFlip": {"p": 0.5}}]
+
+
+def test_a_saved_function_is_refused(tmp_path: Path) -> None:
+    A.save(A.Compose([A.Lambda(image=np.flip, name="mine")]), tmp_path / "saved.json")
+    with pytest.raises(
+        ConfigError, match="Lambda needs a Python function: give the whole pipeline as module:function"
+    ):
+        build_steps(read_steps(str(tmp_path / "saved.json")), A)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([], "transform is an empty list of steps; the preset 'none'"),
+        ([{"Blurr": {}}], "transform step 1: Albumentations has no transform 'Blurr'; did you mean Blur"),
+        ([{"Qqqq": {}}], "has no transform 'Qqqq'; known are AdditiveNoise, .*, ZoomBlur$"),
+        (
+            [STEPS[0], {"Blur": {"blur_limt": 3}}],
+            "step 2, Blur: there is no argument 'blur_limt'; did you mean blur_limit",
+        ),
+        ([{"Blur": {"blur_limt": 3}}], "did you mean blur_limit[?] known are blur_limit, p$"),
+        (
+            [{"Blur": {"always_apply": True}}],
+            "Blur: there is no argument 'always_apply'; known are blur_limit, p$",
+        ),
+        ([{"Blur": {"p": 2}}], "step 1, Blur: p: Input should be less than or equal to 1, got 2; known are"),
+        ([{"Blur": {"blur_limit": "wide"}}], "step 1, Blur: blur_limit: .* got 'wide'"),
+        ([{"RandomResizedCrop": {}}], "step 1, RandomResizedCrop: size is missing; known are size, "),
+        ([{"RandomResizedCrop": {"size": 224}}], "step 1, RandomResizedCrop: size: .* got 224"),
+        ([{"Blur": {"p": 1}, "Transpose": {}}], "step 1: expected is one NAME: {argument: value, …}, got {'Blur"),
+        (["Blur"], "step 1: expected is one NAME"),
+        ([{"Blur": 3}], r"step 1: expected is Blur: \{argument: value, …\}, got 3"),
+        ([{"OneOf": {"transforms": [{"Blur": {}}, {"Blurr": {}}]}}], "step 1, OneOf step 2: .* 'Blurr'"),
+        ([{"OneOf": {"p": 1}}], "step 1, OneOf: transforms are missing"),
+        ([{"OneOf": {"transforms": "Blur"}}], "step 1, OneOf: expected is a list of steps, got 'Blur'"),
+        ([{"OneOf": {"transforms": STEPS, "p": "often"}}], r"OneOf: p must be in \[0, 1\], got 'often'"),
+        ([{"SomeOf": {"transforms": STEPS, "n": 0}}], "SomeOf: n must be a whole number of at least 1, got 0"),
+        ([{"OneOf": {"transforms": [{"Blur": {"p": 0}}]}}], "OneOf: ZeroDivisionError: "),
+        (
+            [{"OneOrOther": {"first": {"Blur": {}}}}],
+            "OneOrOther: there is no argument 'first'; known are transforms, p",
+        ),
+        ([{"Compose": {"transforms": STEPS, "seed": 3}}], "Compose: leave out seed"),
+        ([{"Compose": {"transforms": STEPS, "bbox_params": {"format": "coco"}}}], "leave out bbox_params"),
+        ([{"Normalize": {}}], "Normalize is of floats; leave it out: .* the device normalises them"),
+        ([{"ToTensorV2": {}}], "ToTensorV2 is of floats"),
+        ([{"FDA": {}}], "FDA: it needs fda_metadata, and a step must do with the image alone"),
+        ([{"MaskDropout": {}}], "MaskDropout: it needs mask, and"),
+        ([{"Blur": {"p": {1, 2}}}], "is a set, which is no argument"),
+        ([{"Blur": {"p": "x" * 1000}}], "…'"),
+        ("light", "transform: expected is a list of steps, got 'light'"),
+    ],
+    ids=range(29),
+)
+def test_what_is_wrong_is_one_error_that_names_it(steps: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(steps)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-5, 500) | st.floats(-2, 2) | st.text(max_size=5)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+)
+KINDS = st.sampled_from([name for name in NAMES if name not in REFUSED])
+
+
+@st.composite
+def any_steps(draw: Any) -> Any:
+    def step() -> Any:
+        name = draw(KINDS)
+        known = list(inspect.signature(getattr(A, name).__init__).parameters)[1:]
+        return {name: draw(st.dictionaries(st.sampled_from(known), VALUES, max_size=3))}
+
+    return [step() for _ in range(draw(st.integers(0, 3)))]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(max_examples=200, deadline=None)
+@given(any_steps() | VALUES)
+def test_whatever_is_given_makes_a_pipeline_or_a_config_error(steps: Any) -> None:
+    try:
+        made = build_steps(steps, A)
+    except ConfigError:
+        return
+    assert isinstance(made, A.Compose)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    content=st.binary(max_size=60)
+    | st.text(alphabet="- {}[]:&*!|>%@`'\"#,\nabBlur01.", max_size=60).map(str.encode),
+)
+def test_whatever_a_file_holds_is_steps_or_a_config_error(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_bytes(content)
+    try:
+        assert isinstance(read_steps(str(file)), list)
+    except ConfigError as error:
+        assert "any.yaml" in str(error)

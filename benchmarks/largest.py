@@ -55,11 +55,11 @@ def start(num: int) -> dict[str, float]:
     import cv2
     import ray
 
-    from raypipe.config import PoolConfig, TransformConfig
-    from raypipe.plan.schedule import MicroBatchId, PlanConfig
+    from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+    from raypipe.plan.schedule import MicroBatchId
     from raypipe.rayext.cluster import connect
-    from raypipe.stream.pipeline import StreamSpec
-    from raypipe.stream.rank_stream import host_batches
+    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.rank_stream import host_batches
 
     image = cv2.imencode(".jpg", np.zeros((256, 256, 3), np.uint8))[1].tobytes()
     began = time.perf_counter()

@@ -49,11 +49,10 @@ class DecodeTransform:
 
 
 def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
-    from raypipe.config import PoolConfig, TransformConfig
-    from raypipe.plan.schedule import PlanConfig
+    from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.stream.pipeline import StreamSpec
-    from raypipe.stream.rank_stream import Feed
+    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.rank_stream import Feed
 
     def start() -> Epochs:
         connect()

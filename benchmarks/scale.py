@@ -30,12 +30,11 @@ import psutil
 import ray
 
 from raypipe.commands.resume_bench import RepeatedStore
-from raypipe.config import PoolConfig, TransformConfig
-from raypipe.plan.schedule import PlanConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.rank_stream import host_batches
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.rank_stream import host_batches
 
 from scale_report import draw, median_of, show  # isort: skip
 

@@ -25,35 +25,35 @@ os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 
 if TYPE_CHECKING:
     from raypipe.config import AugmentConfig as AugmentConfig
+    from raypipe.config import PlanConfig as PlanConfig
     from raypipe.config import PoolConfig as PoolConfig
     from raypipe.config import TransformConfig as TransformConfig
     from raypipe.device.prefetcher import prefetch as prefetch
     from raypipe.errors import RaypipeError as RaypipeError
     from raypipe.plan.schedule import Cursor as Cursor
     from raypipe.plan.schedule import Plan as Plan
-    from raypipe.plan.schedule import PlanConfig as PlanConfig
     from raypipe.rayext.cluster import connect as connect
     from raypipe.stores import open_store as open_store
-    from raypipe.stream.handover import feed as feed
-    from raypipe.stream.pipeline import StreamSpec as StreamSpec
-    from raypipe.stream.pipeline import stream as stream
-    from raypipe.stream.source import read_lmdb as read_lmdb
+    from raypipe.streaming.handover import feed as feed
+    from raypipe.streaming.pipeline import StreamSpec as StreamSpec
+    from raypipe.streaming.pipeline import stream as stream
+    from raypipe.streaming.source import read_lmdb as read_lmdb
 
 _HOME = {
     "AugmentConfig": "config",
     "Cursor": "plan.schedule",
     "Plan": "plan.schedule",
-    "PlanConfig": "plan.schedule",
+    "PlanConfig": "config",
     "PoolConfig": "config",
     "RaypipeError": "errors",
-    "StreamSpec": "stream.pipeline",
+    "StreamSpec": "streaming.pipeline",
     "TransformConfig": "config",
     "connect": "rayext.cluster",
-    "feed": "stream.handover",
+    "feed": "streaming.handover",
     "open_store": "stores",
     "prefetch": "device.prefetcher",
-    "read_lmdb": "stream.source",
-    "stream": "stream.pipeline",
+    "read_lmdb": "streaming.source",
+    "stream": "streaming.pipeline",
 }
 
 __all__ = sorted(_HOME)

@@ -1,18 +1,14 @@
-"""Every setting of a run, as frozen dataclasses. `jobs/train.py --help` prints the same tree.
-
-PlanConfig lives beside the plan that it describes, in plan.py.
-"""
+"""Every setting of a run, as frozen dataclasses. `jobs/train.py --help` prints the same tree."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
-from raypipe.plan.schedule import PlanConfig
-from raypipe.transform.transform_steps import without_files
 
+Shuffle = Literal["auto", "global", "window", "off"]
 OnBadSample = Literal["substitute", "raise"]
 Read = Literal["auto", "actor", "stage"]
 Cache = Literal["off", "memory", "disk"]
@@ -62,6 +58,45 @@ class StoreConfig:
     layout: str = "auto"
     leave_out: str = ""
     val_leave_out: str = ""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The order of a run.
+
+    Attributes:
+        epochs: passes over the training store.
+        micro_batch: B, samples in a micro-batch: one forward and backward.
+        per_step: M, micro-batches in an optimizer step. The global batch is M·B for any number of
+            workers W; W must divide M.
+        seed: the run's seed, ≥ 0.
+        shuffle: "global", "window" (for stores that are read in groups), "off", or "auto": window
+            where the store has groups, else global.
+        window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
+        val_every: validate after every so many epochs and after the last one; 0 = never.
+    """
+
+    epochs: int = 10
+    micro_batch: int = 64
+    per_step: int = 1
+    seed: int = 0
+    shuffle: Shuffle = "auto"
+    window_groups: int = 0
+    val_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("epochs", 1),
+            ("micro_batch", 1),
+            ("per_step", 1),
+            ("seed", 0),
+            ("window_groups", 0),
+            ("val_every", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.shuffle not in get_args(Shuffle):
+            raise ConfigError(f"plan.shuffle must be one of {get_args(Shuffle)}, got {self.shuffle!r}")
 
 
 @dataclass(frozen=True)
@@ -137,14 +172,6 @@ class TransformConfig:
         """Store columns of what goes with the image through its transform, by "mask" and "boxes"; mostly empty."""
         named = {"mask": self.mask_column, "boxes": self.boxes_column}
         return {name: column for name, column in named.items() if column}
-
-    def without_files(self) -> TransformConfig:
-        """The same with the steps in place of the files that hold them, so that nobody need read these again.
-
-        Raises:
-            ConfigError: see `raypipe.transform.transform_steps.read_steps`.
-        """
-        return replace(self, train=without_files(self.train), val=without_files(self.val))
 
 
 @dataclass(frozen=True)

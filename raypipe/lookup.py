@@ -1,9 +1,10 @@
-"""User code by name."""
+"""User code, and installed packages, by name."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,11 @@ def import_name(address: str, setting: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{setting} {address!r} cannot be imported: {type(error).__name__}: {error}") from error
     return found
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

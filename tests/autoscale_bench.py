@@ -78,11 +78,10 @@ def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
     """Run the phases on the connected cluster."""
     import ray
 
-    from raypipe.config import PoolConfig
-    from raypipe.plan.schedule import PlanConfig
-    from raypipe.stream.pipeline import StreamSpec
-    from raypipe.stream.rank_stream import host_batches
-    from raypipe.stream.supervisor import start_supervisor
+    from raypipe.config import PlanConfig, PoolConfig
+    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.supervisor import start_supervisor
 
     spec = StreamSpec.of(
         str(store),

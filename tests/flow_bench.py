@@ -24,11 +24,10 @@ import psutil
 import ray
 
 from raypipe.commands.memory_watch import MemoryWatch
-from raypipe.config import PoolConfig, TransformConfig
-from raypipe.plan.schedule import PlanConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.rank_stream import host_batches
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.rank_stream import host_batches
 
 STORE_BYTES = 80 << 20
 MICRO_BATCH, SIDE, CROP = 8, 256, 160

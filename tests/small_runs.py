@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from raypipe.config import PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
-from raypipe.plan.schedule import PlanConfig
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 
 
 def small_run(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import inspect
 import pickle
@@ -22,142 +23,31 @@ MODULES = sorted(
     if path != ROOT / "__init__.py"
 )
 
-# A module imports from earlier lines only.
-LAYERS = [
-    {"errors", "order", "console", "logs", "jpeg_extension", "local_file"},
-    {"admission", "failures", "interrupts"},
-    {"cursor", "filesystem", "file_lock", "rank_group", "stores.hdf5_reader"},
-    {
-        "lookup",
-        "stores.base",
-        "stores.checks",
-        "stores.record",
-        "stores.splits",
-        "whole_file",
-        "remote_file",
-        "owner",
-    },
-    {"stores.metadata", "stores.plain_pickle", "stores.wire", "stores.tfrecord_index", "stores.hdf5"},
-    {"digest_file", "shard_folder", "stores.remote", "stores.members", "stores.example", "transform_steps"},
-    {"stores.webdataset", "stores.zip_index", "stores.file_list", "stores.parquet_pages"},
-    {"stores.tar_index", "stores.tar_writer"},
-    {"download"},
-    {"local_cache", "stores.lmdb_pages"},
-    {
-        "stores.lmdb_shard",
-        "stores.lmdb_entries",
-        "stores.parquet_files",
-        "stores.parquet_writer",
-        "stores.archive",
-    },
-    {"stores.lmdb_layouts"},
-    {"stores.lmdb_foreign"},
-    {"stores.lmdb_remote"},
-    {
-        "stores.folder",
-        "stores.lmdb",
-        "stores.memory",
-        "stores.parquet",
-        "stores.tar",
-        "stores.tfrecord",
-        "stores.zip",
-    },
-    {"stores"},
-    {"stores.atomic", "stores.upload"},
-    {"image_header"},
-    {"plan", "decode", "picture", "page", "pool_size", "presets", "crop_first", "completion"},
-    {"config", "sample_transform", "targets"},
-    {"crop_decode", "sample_cache", "records", "encoded", "quarantine", "checkpoints", "lease", "submit"},
-    {"transform"},
-    {"encoded_transform", "target_transform", "tasks"},
-    {"bad_list", "measured", "report", "runlog"},
-    {"capacity"},
-    {"metrics", "mixing", "kornia_ops", "node_limits", "telemetry", "memory_watch", "streams"},
-    {"augment", "device_decode", "ordered_sum", "models", "ring", "policies"},
-    {"prefetcher"},
-    {
-        "digits",
-        "cluster",
-        "pool_watch",
-        "autoscaler",
-        "inline_metadata",
-        "supervisor",
-        "shard_copy",
-        "sample_check",
-    },
-    {"ingest", "inspection", "store_page", "backpressure", "guard", "lean", "source"},
-    {"worker", "rank_stream"},
-    {"pipeline", "handover"},
-    {"digest", "train", "trainer", "preview"},
-    {"launch", "bench", "resume_bench", "doctor"},
-    {"trial"},
-    {"trial_queue"},
-    {"tune"},
-    {"cli_audit", "cli_bench", "cli_capacity", "cli_cluster"},
-    {"cli"},
-]
-LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
-
-NEITHER_RAY_NOR_TORCH = {
-    "completion",
-    "cursor",
-    "filesystem",
-    "rank_group",
-    "bad_list",
-    "capacity",
-    "measured",
-    "digest_file",
-    "download",
-    "whole_file",
-    "logs",
-    "file_lock",
-    "local_file",
-    "local_cache",
-    "pool_size",
-    "remote_file",
-    "shard_folder",
+# Each imports only from those before it, and within a package no modules import one another in a circle.
+PACKAGES = [
     "errors",
-    "jpeg_extension",
-    "page",
-    "report",
-    "store_page",
-    "order",
+    "console",
     "lookup",
-    "plan",
-    "policies",
+    "logs",
+    "failures",
+    "interrupts",
     "config",
-    "decode",
-    "image_header",
-    "crop_first",
-    "crop_decode",
-    "presets",
-    "sample_cache",
-    "sample_check",
-    "sample_transform",
-    "encoded",
-    "encoded_transform",
-    "quarantine",
-    "shard_copy",
-    "target_transform",
-    "targets",
+    "storage",
+    "stores",
+    "plan",
     "transform",
-    "transform_steps",
-    *(module for module in MODULES if module.split(".")[0] == "stores"),
-}
-TORCH_BUT_NOT_RAY = {
     "metrics",
-    "mixing",
-    "kornia_ops",
-    "preview",
-    "augment",
-    "device_decode",
-    "ordered_sum",
-    "models",
-    "ring",
-    "prefetcher",
-    "streams",
-}
-BOTH = {"handover", "train"}
+    "device",
+    "rayext",
+    "streaming",
+    "pages",
+    "train",
+    "commands",
+]
+WITHOUT_RAY_AND_TORCH = {"storage", "stores", "plan", "transform", "pages", "errors", "config", "logs"}
+
+
+LIGHT_MODULES = [module for module in MODULES if module.split(".")[0] in WITHOUT_RAY_AND_TORCH]
 
 
 def fresh(code: str) -> str:
@@ -166,28 +56,31 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-def imports(module: str, lazy: bool) -> set[str]:
-    """Modules that a module of raypipe imports: at its top level, or, lazy, anywhere; types apart."""
+def imports(module: str, lazy: bool = True) -> set[str]:
+    """What a module of raypipe imports: anywhere, annotations included, or, not lazy, when it is imported."""
     path = ROOT.joinpath(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
     def walk(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-                continue
-            if isinstance(child, ast.FunctionDef) and not lazy:
-                continue
-            if isinstance(child, ast.Import):
+            if isinstance(child, ast.ImportFrom):
+                assert child.level == 0 and child.module is not None, f"{module} has a relative import"
+                inside = {f"{child.module}.{alias.name}".removeprefix("raypipe.") for alias in child.names}
+                yield from (
+                    (f"raypipe.{name}" for name in inside & set(MODULES))
+                    if inside & set(MODULES)
+                    else (child.module,)
+                )
+            elif isinstance(child, ast.Import):
                 yield from (alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"{module} has a relative import"
-                assert child.module is not None
-                within = child.module == "raypipe"
-                yield from (f"raypipe.{alias.name}" for alias in child.names) if within else (child.module,)
-            else:
+            elif lazy or (not isinstance(child, ast.FunctionDef) and not _is_for_types(child)):
                 yield from walk(child)
 
     return set(walk(ast.parse(source.read_text())))
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def roots(module: str, lazy: bool = False) -> set[str]:
@@ -234,7 +127,7 @@ def test_a_wrong_name_is_an_attribute_error() -> None:
     [
         "import raypipe",
         "import raypipe; raypipe.PlanConfig(), raypipe.PoolConfig(), raypipe.open_store, raypipe.Plan",
-        "import " + ", ".join(f"raypipe.{module}" for module in sorted(NEITHER_RAY_NOR_TORCH)),
+        "import " + ", ".join(f"raypipe.{module}" for module in LIGHT_MODULES),
     ],
     ids=["import raypipe", "the plan's names", "plan, stores, transform"],
 )
@@ -246,26 +139,28 @@ def test_heavy_imports_stay_unimported_until_used(code: str) -> None:
 # The direction of imports
 
 
-def test_every_module_has_its_layer() -> None:
-    assert set(LAYER_OF) == set(MODULES)
+def test_each_package_imports_only_from_those_before_it_annotations_included() -> None:
+    place = {package: number for number, package in enumerate(PACKAGES)}
+    for module in MODULES:
+        for name in imports(module):
+            if name.startswith("raypipe."):
+                imported = name.split(".")[1]
+                assert place[imported] <= place[module.split(".")[0]], f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_upward_only(module: str) -> None:
-    for name in imports(module, lazy=True):
-        if name.split(".")[0] != "raypipe":
-            continue
-        imported = name.removeprefix("raypipe.")
-        assert LAYER_OF[imported] < LAYER_OF[module], f"{module} imports {imported}, which is not above it"
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    graph = {m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")} for m in MODULES}
+    assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_each_side_knows_only_its_own_framework() -> None:
-    for module in NEITHER_RAY_NOR_TORCH:
-        assert not roots(module) & {"ray", "torch", "torchvision"}, module
-        assert "ray" not in roots(module, lazy=True), module
-    for module in TORCH_BUT_NOT_RAY:
-        assert "torch" in roots(module) and "ray" not in roots(module, lazy=True), module
-    assert {module for module in MODULES if {"ray", "torch"} <= roots(module)} == BOTH
+    for module in MODULES:
+        package = module.split(".")[0]
+        if package in WITHOUT_RAY_AND_TORCH:
+            assert not roots(module) & {"ray", "torch", "torchvision"}, module
+            assert "ray" not in roots(module, lazy=True), module
+        if package == "device":
+            assert "ray" not in roots(module, lazy=True), module
 
 
 # The error tree
@@ -283,7 +178,7 @@ def test_every_error_is_in_the_tree_and_survives_pickling() -> None:
 
 
 def test_public_modules_import_by_name() -> None:
-    for module in sorted(NEITHER_RAY_NOR_TORCH):
+    for module in LIGHT_MODULES:
         assert importlib.import_module(f"raypipe.{module}").__doc__
 
 

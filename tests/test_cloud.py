@@ -34,7 +34,7 @@ from raypipe.rayext.cluster import connect
 from raypipe.config import *
 from raypipe.train.checkpoints import has_checkpoints
 from raypipe.train.launch import train
-from raypipe.plan.schedule import PlanConfig
+from raypipe.config import PlanConfig
 from raypipe.train.runlog import request_stop
 
 local, remote, results = sys.argv[1:]

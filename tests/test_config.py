@@ -7,6 +7,7 @@ import pytest
 
 from raypipe.config import (
     AugmentConfig,
+    PlanConfig,
     PoolConfig,
     RunConfig,
     StoreConfig,
@@ -14,7 +15,6 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import PlanConfig
 
 SECTIONS = (StoreConfig, PlanConfig, TransformConfig, PoolConfig, AugmentConfig, TrainConfig, RunConfig)
 

@@ -24,7 +24,7 @@ from raypipe.commands.policies import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.stores import Store
 from raypipe.stores.atomic import write_atomically
-from raypipe.stream.worker import TransformWorker
+from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.presets import PRESETS, check_transform
 
 from conftest import CLASSES, samples  # isort: skip

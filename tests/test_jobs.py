@@ -47,7 +47,7 @@ def test_train_without_a_store_learns_the_digits(digits_run: dict[str, Any]) -> 
     assert {"images_per_s", "wait_fraction"} <= digits_run.keys()
 
 
-@pytest.mark.soak  # tests/stream/test_digest.py has ranges, in the shared cluster
+@pytest.mark.soak  # tests/streaming/test_digest.py has ranges, in the shared cluster
 def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(stores: dict[str, Path]) -> None:
     command = [
         "-m",

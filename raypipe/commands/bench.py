@@ -28,8 +28,9 @@ import numpy as np
 
 from raypipe.config import Cache, TransformConfig
 from raypipe.errors import ConfigError, ResourceError
+from raypipe.lookup import version_of
 from raypipe.stores import Store
-from raypipe.stream.digest_file import PACKAGES, version_of
+from raypipe.streaming.digest_file import PACKAGES
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
@@ -143,7 +144,7 @@ def _ceiling_actors(store: Store, transform: TransformConfig, num: int, seconds:
 
     from raypipe.config import PoolConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.stream.pipeline import placement
+    from raypipe.streaming.pipeline import placement
 
     connect()
     actor: Any = ray.remote(CeilingWorker).options(num_cpus=1, **placement(PoolConfig().prefer_nodes))
@@ -215,12 +216,11 @@ def stream_once(
     import ray
 
     from raypipe.commands.memory_watch import MemoryWatch, object_store_bound
-    from raypipe.config import PoolConfig
+    from raypipe.config import PlanConfig, PoolConfig
     from raypipe.plan.rank_group import EVERY_RANK
-    from raypipe.plan.schedule import PlanConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.stream.pipeline import StreamSpec
-    from raypipe.stream.rank_stream import host_batches
+    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.rank_stream import host_batches
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)

@@ -18,10 +18,9 @@ from typing import Any, Literal, NoReturn
 from jsonargparse import ArgumentParser, auto_cli, auto_parser
 
 from raypipe.commands import cli_audit, cli_bench, cli_capacity, cli_cluster
-from raypipe.config import AugmentConfig, RunConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
 from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
-from raypipe.plan.schedule import PlanConfig
 from raypipe.storage.owner import check_owner
 
 
@@ -113,6 +112,7 @@ def preview(
     """
     from raypipe.commands import preview as preview_module
     from raypipe.stores import open_store, store_options
+    from raypipe.transform.transform_steps import config_without_files
 
     try:
         chosen = [int(index) for index in indices.split(",")] if indices else None
@@ -122,9 +122,9 @@ def preview(
         open_store(store, **store_options(image_column, label_column, layout)),
         output,
         plan=PlanConfig(of_epochs or epochs, micro_batch, per_step, seed, shuffle),
-        transform=TransformConfig(
-            train=transform, size=size, mask_column=mask_column, boxes_column=boxes_column
-        ).without_files(),
+        transform=config_without_files(
+            TransformConfig(train=transform, size=size, mask_column=mask_column, boxes_column=boxes_column)
+        ),
         augment=augment,
         epochs=epochs,
         samples=samples,

@@ -10,11 +10,10 @@ import dataclasses
 import os
 from typing import Any, Literal
 
-from raypipe.config import PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.console import shown, table
 from raypipe.errors import ConfigError
 from raypipe.plan.rank_group import rank_groups
-from raypipe.plan.schedule import PlanConfig
 
 
 def inspect(
@@ -147,9 +146,9 @@ def digest(
     from raypipe.rayext.cluster import connect, preflight
     from raypipe.storage.whole_file import check_place
     from raypipe.stores import open_store, store_options
-    from raypipe.stream import digest as digest_module
-    from raypipe.stream.digest_file import Comparison, DigestFile, settings_of
-    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.streaming import digest as digest_module
+    from raypipe.streaming.digest_file import Comparison, DigestFile, settings_of
+    from raypipe.streaming.pipeline import StreamSpec
 
     options = store_options(image_column, label_column, layout)
     spec = StreamSpec.of(
@@ -219,7 +218,7 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
         first: a file of digests.
         second: another one.
     """
-    from raypipe.stream.digest_file import DigestFile, compare
+    from raypipe.streaming.digest_file import DigestFile, compare
 
     found = compare(DigestFile.read(first), DigestFile.read(second))
     table(f"{first}, {second}", _rows_of(found))
@@ -253,7 +252,7 @@ def report(run: str, *, against: str = "", output: str = "") -> dict[str, Any]:
 
 
 def _rows_of(compared: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `raypipe.stream.digest_file.Comparison` found, for people."""
+    """What `raypipe.streaming.digest_file.Comparison` found, for people."""
     num = compared["compared"]
     if compared["equal"]:
         rows = [("comparison", f"equal over {num:,} micro-batches")]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from raypipe.config import TransformConfig
 from raypipe.console import table
-from raypipe.transform.transform_steps import brief
+from raypipe.transform.transform_steps import brief, config_without_files
 
 
 def bench(
@@ -54,7 +54,7 @@ def bench(
         check_place(output)
     opened = open_store(store, **store_options(image_column, label_column, layout))
     actors = actors or _cpus_here()
-    config = TransformConfig(train=transform, size=size).without_files()
+    config = config_without_files(TransformConfig(train=transform, size=size))
     if resume:
         from raypipe.commands import resume_bench
 

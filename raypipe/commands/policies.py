@@ -57,7 +57,7 @@ class TuneConfig:
             raise ConfigError(f"tune.keep must be in (0, 1), got {self.keep}")
 
     def without_files(self) -> TuneConfig:
-        """The same with the steps in place of the files that hold them, see `TransformConfig.without_files`."""
+        """The same with the steps in place of the files that hold them, see `config_without_files`."""
         return replace(self, transforms=[without_files(transform) for transform in self.transforms])
 
 

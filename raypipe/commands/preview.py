@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypipe.config import AugmentConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed
 from raypipe.errors import ConfigError, SampleError
 from raypipe.pages.picture import Tile, draw
 from raypipe.plan.order import positions_of
-from raypipe.plan.schedule import MicroBatchId, Plan, PlanConfig
+from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.stores.base import Store, name_of
 from raypipe.transform.decode import decode
 from raypipe.transform.micro_batch import MicroBatchResult

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypipe.config import PoolConfig, TransformConfig
-from raypipe.plan.schedule import PlanConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.base import Columns, Store
 
 if TYPE_CHECKING:
-    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import StreamSpec
 
 NUM_SAMPLES = 1_281_167  # ImageNet's
 
@@ -47,7 +46,7 @@ def measure(
         `resume_start_s` and `resume_end_s`, medians; `resume_ratio`, the one over the other.
     """
     from raypipe.rayext.cluster import connect
-    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import StreamSpec
 
     spec = StreamSpec.of(
         RepeatedStore(store, NUM_SAMPLES),
@@ -67,7 +66,7 @@ def measure(
 
 
 def _resume(spec: StreamSpec, step: int, actors: int) -> float:
-    from raypipe.stream.rank_stream import host_batches
+    from raypipe.streaming.rank_stream import host_batches
 
     began = time.perf_counter()
     batches = host_batches(spec.splits(spec.plan.cursor_at(step), max_actors=actors)[0])

@@ -15,11 +15,12 @@ from typing import Any, get_args
 import numpy as np
 
 from raypipe.commands.sample_check import READ, read_each, spread
+from raypipe.config import PlanConfig, Shuffle
 from raypipe.console import shown
 from raypipe.errors import ConfigError, RaypipeError, SampleError
 from raypipe.pages import page
 from raypipe.pages.page import Series
-from raypipe.plan.schedule import MicroBatchId, Plan, PlanConfig, Shuffle
+from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.storage.filesystem import as_uri
 from raypipe.storage.whole_file import write_text
 from raypipe.stores.base import Store

@@ -17,10 +17,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
+from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import (
@@ -38,52 +39,12 @@ from raypipe.plan.rank_group import EVERY_RANK, RankGroup
 from raypipe.stores.base import Store
 
 Split = Literal["train", "val"]
-Shuffle = Literal["auto", "global", "window", "off"]
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
 # Domains keep the keys of different uses apart; order.py has 1 and 2.
 _DOMAIN_SAMPLE, _DOMAIN_MICRO_BATCH, _DOMAIN_SUBSTITUTE = 3, 4, 5
 _SPLIT_CODE = {"train": 0, "val": 1}
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """The order of a run.
-
-    Attributes:
-        epochs: passes over the training store.
-        micro_batch: B, samples in a micro-batch: one forward and backward.
-        per_step: M, micro-batches in an optimizer step. The global batch is M·B for any number of
-            workers W; W must divide M.
-        seed: the run's seed, ≥ 0.
-        shuffle: "global", "window" (for stores that are read in groups), "off", or "auto": window
-            where the store has groups, else global.
-        window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
-        val_every: validate after every so many epochs and after the last one; 0 = never.
-    """
-
-    epochs: int = 10
-    micro_batch: int = 64
-    per_step: int = 1
-    seed: int = 0
-    shuffle: Shuffle = "auto"
-    window_groups: int = 0
-    val_every: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("epochs", 1),
-            ("micro_batch", 1),
-            ("per_step", 1),
-            ("seed", 0),
-            ("window_groups", 0),
-            ("val_every", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
-        if self.shuffle not in get_args(Shuffle):
-            raise ConfigError(f"plan.shuffle must be one of {get_args(Shuffle)}, got {self.shuffle!r}")
 
 
 @dataclass(frozen=True)

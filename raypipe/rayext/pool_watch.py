@@ -21,7 +21,7 @@ from raypipe.rayext.admission import holders, waited_for
 if TYPE_CHECKING:
     from ray.data import DataContext
 
-_SUPERVISOR_KEY, _TIMEOUT_KEY = "raypipe.stream.supervisor", "raypipe.stall_timeout_s"
+_SUPERVISOR_KEY, _TIMEOUT_KEY = "raypipe.streaming.supervisor", "raypipe.stall_timeout_s"
 _PERIOD_S = 1.0
 # A restart takes a process's start, some seconds; one that has not begun after so long has no CPUs.
 _PATIENCE_S = 5.0

@@ -75,8 +75,8 @@ class _RemoteArchive:
 class ArchiveStore(ABC, Generic[S]):
     """A store in archives, `NAME-{0000..0099}.SUFFIX`, one file, or a folder of them, local or remote.
 
-    Remote archives are read through the node's cache, see `raypipe.storage.local_cache`. Each node fetches and scans all
-    of them once; what was found stays in its cache, as it does of local ones that are not small.
+    Remote archives are read through the node's cache, see `storage.local_cache`. Each node fetches and scans
+    all of them once; what was found stays in its cache, as it does of local ones that are not small.
 
     Args:
         address: see above, or a URI; a relative path is made absolute, since other processes have other folders.

@@ -35,9 +35,10 @@ from raypipe.storage.owner import check_owner
 from raypipe.storage.whole_file import write_text
 from raypipe.stores import open_store, store_options
 from raypipe.stores.digits import digits_stores
-from raypipe.stream.pipeline import StreamSpec
+from raypipe.streaming.pipeline import StreamSpec
 from raypipe.train.checkpoints import find_newest, has_checkpoints, set_aside
 from raypipe.train.runlog import remove_stop, request_stop, stop_requested
+from raypipe.transform.transform_steps import config_without_files
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def locate(run: RunConfig) -> tuple[RunConfig, str]:
         train_address, val_address = digits_stores()
         store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
         run = dataclasses.replace(run, store=store)
-    return dataclasses.replace(run, transform=run.transform.without_files()), run_uri
+    return dataclasses.replace(run, transform=config_without_files(run.transform)), run_uri
 
 
 def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:

@@ -32,9 +32,9 @@ from raypipe.logs import progress
 from raypipe.metrics.timing import StageTimes, diagnose
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.storage.lease import is_held
-from raypipe.stream.handover import feed
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.rank_stream import Feed, SegmentFeed
+from raypipe.streaming.handover import feed
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.rank_stream import Feed, SegmentFeed
 from raypipe.train.checkpoints import Checkpoint, find_newest, write_checkpoint
 from raypipe.train.models import Ema, build_model, build_optimizer, learning_rate, restore_optimizer
 from raypipe.train.ordered_sum import OrderedGradients, StepBatchNorm

@@ -1,1 +1,1 @@
-"""Encoded bytes → the arrays of a micro-batch: decoding, crops, presets, steps, masks and boxes. Neither Ray nor torch."""
+"""Encoded bytes → the arrays of a micro-batch: decoding, crops, presets, steps, targets. Neither Ray nor torch."""

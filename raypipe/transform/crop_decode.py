@@ -6,7 +6,7 @@
     scaled    the same, at 1/2, 1/4 or 1/8 where the crop stays at      others: less aliased; the same with and
               least as large as what it is resized to                   without the extension, to the bit
 
-So a mode fixes the pixels, and which samples are bad; the extension (`raypipe.transform.jpeg_extension`) only fixes the
+So a mode fixes the pixels, and which samples are bad; the extension (`jpeg_extension`) only fixes the
 speed, and nodes with and without it can make one run together. Whatever it refuses, and whatever is not a JPEG, is
 decoded whole by `raypipe.transform.decode.decode`.
 

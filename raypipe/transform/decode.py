@@ -12,7 +12,7 @@ the file holds there. 16-bit channels keep their high byte. An animation gives i
 as stored, without the EXIF orientation, as torchvision and everybody's ImageNet numbers have them;
 `exif=True` turns them upright. (TIFF comes upright in any case: Pillow applies its orientation on loading.)
 
-Nothing here runs code that is in the bytes. What is above a limit of `raypipe.transform.image_header` is refused by its
+Nothing here runs code that is in the bytes. What is above a limit of `image_header` is refused by its
 header, before anything of its size is allocated.
 """
 

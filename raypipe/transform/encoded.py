@@ -105,8 +105,8 @@ class EncodedTransform:
             The box and whether it is flipped.
 
         Raises:
-            SampleError: as `raypipe.transform.decode.decode` does, for no image, a header that cannot be read, a JPEG that
-                is cut short, or what is over a limit of `raypipe.transform.image_header`. Damage further in is found by
+            SampleError: as `decode.decode` does, for no image, a header that cannot be read, a JPEG that
+                is cut short, or what is over a limit of `image_header`. Damage further in is found by
                 nobody before the device.
         """
         height, width = image_size(data, exif=self.exif)

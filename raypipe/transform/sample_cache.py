@@ -40,13 +40,13 @@ import numpy as np
 
 from raypipe.config import Cache, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.lookup import version_of
 from raypipe.plan.schedule import Split
 from raypipe.storage.file_lock import locked, open_lock, try_lock, wait_for_lock
 from raypipe.storage.local_cache import cache_folder, make_cache_folder
 from raypipe.storage.local_file import is_own_folder, make_own_folder
 from raypipe.storage.shard_folder import boot_id
 from raypipe.stores.base import Store
-from raypipe.stream.digest_file import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Decoded:
     """A sample that needs no decoding.
 
     Attributes:
-        pixels: uint8 RGB (H, W, 3), as `raypipe.transform.decode.decode` gives them; where they lie in a cache, read-only.
+        pixels: uint8 RGB (H, W, 3), as `decode.decode` gives them; where they lie in a cache, read-only.
         label: of the sample.
     """
 

@@ -19,10 +19,12 @@ import inspect
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import yaml
 
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.storage.whole_file import read_text
 
@@ -61,6 +63,15 @@ def is_file(transform: object) -> bool:
 def without_files(transform: T) -> T | Steps:
     """A transform, with the steps in place of the address of a file that holds them; see `read_steps`."""
     return read_steps(transform) if isinstance(transform, str) and is_file(transform) else transform
+
+
+def config_without_files(config: TransformConfig) -> TransformConfig:
+    """The same with the steps in place of the files that hold them, so that nobody need read these again.
+
+    Raises:
+        ConfigError: see `read_steps`.
+    """
+    return replace(config, train=without_files(config.train), val=without_files(config.val))
 
 
 def brief(transform: str | Steps) -> str:

@@ -12,12 +12,12 @@ import pytest
 
 from raypipe.commands import cli
 from raypipe.commands.inspection import _bounds, _reasons, describe, verify
+from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, StoreError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.stores import open_store
 from raypipe.stores.atomic import write_atomically
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.pipeline import StreamSpec
+from raypipe.streaming.pipeline import StreamSpec
 
 from conftest import CLASSES, picture  # isort: skip
 

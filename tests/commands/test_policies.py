@@ -10,9 +10,8 @@ import yaml
 
 from raypipe.commands.cli import parse_job, parse_run
 from raypipe.commands.policies import Policy, TuneConfig, judge, policies, seeds
-from raypipe.config import AugmentConfig, RunConfig, StrengthConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, RunConfig, StrengthConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.train.launch import as_plain, check_augment
 
 RUN = parse_run([], None)  # of the digits

@@ -16,12 +16,12 @@ from PIL import Image, ImageFont
 
 from raypipe.commands.cli import main
 from raypipe.commands.preview import Preview, preview
-from raypipe.config import AugmentConfig, StrengthConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.pages.picture import Tile, draw, wrap
 from raypipe.plan.order import GlobalOrder, StoredOrder, WindowOrder, positions_of
-from raypipe.plan.schedule import Plan, PlanConfig
+from raypipe.plan.schedule import Plan
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform

@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from raypipe.commands.trial import Progress, Trial
-from raypipe.config import AugmentConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import (
+    AugmentConfig,
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TrainConfig,
+    TransformConfig,
+)
 from raypipe.metrics.records import read_records
-from raypipe.plan.schedule import PlanConfig
 
 
 class Alone(Trial):

@@ -7,9 +7,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from raypipe.commands.trial_queue import Share, _outcome, share_out
-from raypipe.config import PoolConfig, RunConfig, TrainConfig
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, TrainConfig
 from raypipe.errors import ResourceError, StoreError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.rayext.cluster import Resources
 
 

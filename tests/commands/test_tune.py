@@ -15,10 +15,17 @@ from raypipe.commands.cli import parse_job, parse_run
 from raypipe.commands.policies import Policy, TuneConfig, policies, seeds
 from raypipe.commands.trial_queue import Outcome
 from raypipe.commands.tune import _anywhere, best_of, final_runs, milestones, search, search_runs
-from raypipe.config import AugmentConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import (
+    AugmentConfig,
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TrainConfig,
+    TransformConfig,
+)
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
 from raypipe.metrics.records import read_records
-from raypipe.plan.schedule import PlanConfig
 from raypipe.rayext.cluster import Resources
 
 TUNE = TuneConfig(trials=3, epochs=2, repeats=2, final_epochs=1, seed=1, max_concurrent=1)

@@ -30,14 +30,14 @@ import ray.train
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.config import PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch, HostBatch
 from raypipe.plan.cursor import CURSOR_FILE
-from raypipe.plan.schedule import PlanConfig, rank_of
+from raypipe.plan.schedule import rank_of
 from raypipe.stores.atomic import write_atomically
-from raypipe.stream.digest import batch_digest, combine
-from raypipe.stream.handover import feed
-from raypipe.stream.pipeline import StreamSpec
+from raypipe.streaming.digest import batch_digest, combine
+from raypipe.streaming.handover import feed
+from raypipe.streaming.pipeline import StreamSpec
 from raypipe.train.trainer import RunTrainer
 
 NUM_SAMPLES, SIDE = 320, 16

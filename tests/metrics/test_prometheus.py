@@ -17,15 +17,14 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
-from raypipe.config import AugmentConfig, PoolConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import METRICS
-from raypipe.plan.schedule import PlanConfig
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.handover import feed
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.rank_stream import Feed
-from raypipe.stream.supervisor import start_supervisor
+from raypipe.streaming.handover import feed
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.supervisor import start_supervisor
 
 from conftest import CLASSES, picture  # isort: skip
 
@@ -199,7 +198,7 @@ def test_log_lines_of_actors_and_of_the_supervisor_are_json_with_their_place(end
     bad = {(x["split"], x["epoch"], x["step"]) for x in lines if x["logger"] == "raypipe.transform.quarantine"}
     assert {(split, epoch) for split, epoch, _ in bad} == {(s, e) for s in ("train", "val") for e in (0, 1)}
     assert all(epoch * 4 <= step < epoch * 4 + 4 for split, epoch, step in bad if split == "train")
-    (fault, _) = (line for line in lines if line["logger"] == "raypipe.stream.supervisor")
+    (fault, _) = (line for line in lines if line["logger"] == "raypipe.streaming.supervisor")
     assert (fault["level"], fault["message"], fault["fault"]) == ("WARNING", "one died", "actor_died")
 
 

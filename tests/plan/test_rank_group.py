@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.rank_group import rank_groups
-from raypipe.plan.schedule import Plan, PlanConfig, rank_of
+from raypipe.plan.schedule import Plan, rank_of
 from raypipe.stores.memory import MemoryStore
 
 M = 12

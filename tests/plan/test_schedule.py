@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
+from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import WindowOrder
-from raypipe.plan.schedule import PADDING, Cursor, MicroBatchId, Plan, PlanConfig, Segment, Split, rank_of
+from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Segment, Split, rank_of
 from raypipe.stores.memory import MemoryStore
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import ray
 
-from raypipe.config import PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.rayext import pool_watch
 from raypipe.rayext.pool_watch import PoolWatch
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.rank_stream import host_batches
-from raypipe.stream.supervisor import start_supervisor
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.supervisor import start_supervisor
 
 
 @pytest.mark.cluster
@@ -67,7 +66,7 @@ class Watch(PoolWatch):
     def __init__(self, pool: Pool) -> None:
         self.notes: list[str] = []
         settings = {
-            "raypipe.stream.supervisor": SimpleNamespace(
+            "raypipe.streaming.supervisor": SimpleNamespace(
                 note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text))
             ),
             "raypipe.stall_timeout_s": 60.0,

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.stores.bad_list import read_bad_list, write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.pipeline import StreamSpec
+from raypipe.streaming.pipeline import StreamSpec
 
 from conftest import picture  # isort: skip
 
@@ -123,7 +123,7 @@ def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
 
 def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_out(tmp_path: Path) -> None:
     from raypipe.plan.schedule import MicroBatchId
-    from raypipe.stream.worker import TransformWorker
+    from raypipe.streaming.worker import TransformWorker
 
     class Broken(MemoryStore):
         def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:

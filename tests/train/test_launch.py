@@ -11,15 +11,14 @@ import yaml
 from full_disk import fill, make_room
 
 from raypipe.commands.cli import _finish, parse_run
-from raypipe.config import AugmentConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import PlanConfig
 from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.pipeline import StreamSpec
+from raypipe.streaming.pipeline import StreamSpec
 from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.launch import (
     _check_run_folder,

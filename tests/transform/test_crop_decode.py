@@ -14,12 +14,12 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from raypipe.config import TransformConfig
+from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.schedule import MicroBatchId, PlanConfig
+from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.worker import TransformWorker
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import crop_decode, jpeg_extension
 from raypipe.transform.crop_decode import CropDecoder, decode_box
 from raypipe.transform.decode import decode, decode_jpeg_at

@@ -186,7 +186,8 @@ def test_opencv_is_single_threaded_where_transforms_run() -> None:
 
 
 def test_import_brings_neither_torch_nor_ray_nor_albumentations() -> None:
-    code = "import sys, raypipe.transform.micro_batch; print({'torch', 'ray', 'albumentations', 'scipy'} & set(sys.modules))"
+    code = "import sys, raypipe.transform.micro_batch"
+    code += "\nprint({'torch', 'ray', 'albumentations', 'scipy'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from full_disk import fill, make_room
 
-from raypipe.config import TransformConfig
+from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError
-from raypipe.plan.schedule import MicroBatchId, PlanConfig
-from raypipe.stream.digest import batch_digest
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.rank_stream import host_batch
-from raypipe.stream.worker import TransformWorker
+from raypipe.plan.schedule import MicroBatchId
+from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.rank_stream import host_batch
+from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import quarantine
 from raypipe.transform.quarantine import record_bad
 

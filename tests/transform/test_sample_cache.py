@@ -18,16 +18,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raypipe.config import Cache, PoolConfig, TransformConfig
+from raypipe.config import Cache, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.stores import open_store
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.digest import batch_digest, combine, stream_digests
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.rank_stream import host_batch
-from raypipe.stream.worker import TransformWorker
+from raypipe.streaming.digest import batch_digest, combine, stream_digests
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.rank_stream import host_batch
+from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import sample_cache
 from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.sample_cache import Decoded, SampleCache, open_caches

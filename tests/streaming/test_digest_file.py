@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from raypipe.commands import cli
-from raypipe.config import TransformConfig
+from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import PlanConfig
-from raypipe.stream.digest_file import Comparison, DigestFile, compare, settings_of
-from raypipe.stream.pipeline import StreamSpec
+from raypipe.streaming.digest_file import Comparison, DigestFile, compare, settings_of
+from raypipe.streaming.pipeline import StreamSpec
 
 STREAM = {"train-e0000-s000000-m000": "aa", "train-e0000-s000001-m000": "bb", "val-e0000-s000000-m000": "cc"}
 SETTINGS = {"plan": "1234", "workers": 1, "version.numpy": "2.4"}

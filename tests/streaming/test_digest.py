@@ -12,14 +12,14 @@ import pytest
 
 from raypipe.commands import cli
 from raypipe.commands.inspection import verify
-from raypipe.config import PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import HostBatch
 from raypipe.errors import RaypipeError
-from raypipe.plan.schedule import MicroBatchId, PlanConfig
+from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores import open_store
 from raypipe.stores.atomic import write_atomically
-from raypipe.stream.digest import Combiner, batch_digest, combine, iterate_digests
-from raypipe.stream.pipeline import StreamSpec
+from raypipe.streaming.digest import Combiner, batch_digest, combine, iterate_digests
+from raypipe.streaming.pipeline import StreamSpec
 
 from conftest import CLASSES, samples  # isort: skip
 

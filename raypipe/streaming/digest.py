@@ -15,13 +15,14 @@ import ray
 
 from raypipe.device.prefetcher import HostBatch
 from raypipe.errors import RaypipeError
-from raypipe.plan.schedule import Cursor, rank_of
-from raypipe.stream.rank_stream import host_batches
+from raypipe.plan.cursor import Cursor
+from raypipe.plan.schedule import rank_of
+from raypipe.streaming.rank_stream import host_batches
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import StreamSpec
 
 
 def batch_digest(batch: HostBatch) -> bytes:

@@ -24,11 +24,12 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.plan.cursor import Cursor
 from raypipe.plan.rank_group import EVERY_RANK, RankGroup
-from raypipe.plan.schedule import PADDING, Cursor, MicroBatchId, Plan, Split
+from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
-from raypipe.stream.supervisor import Orders
+from raypipe.streaming.supervisor import Orders
 from raypipe.transform.targets import EncodedSample, as_bytes, read_encoded
 
 if TYPE_CHECKING:

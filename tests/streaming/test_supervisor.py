@@ -5,7 +5,7 @@ import time
 import pytest
 import ray
 
-from raypipe.stream.supervisor import Follower, News, Orders, Supervisor, start_supervisor, start_supervisors
+from raypipe.streaming.supervisor import Follower, News, Orders, Supervisor, start_supervisor, start_supervisors
 
 AT = "train-e0000-s000003-m001"
 

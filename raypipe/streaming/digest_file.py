@@ -12,15 +12,15 @@ from __future__ import annotations
 import dataclasses
 import platform
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import ConfigError
+from raypipe.lookup import version_of
 from raypipe.storage.whole_file import read_json, write_json
 
 if TYPE_CHECKING:
-    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import StreamSpec
 
 # Whatever reads, decodes, transforms or draws at random on the CPU.
 PACKAGES = (
@@ -155,11 +155,3 @@ def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, 
     settings |= {"from_step": from_step, "to_step": to_step}
     settings |= {f"version.{name}": version_of(name) for name in PACKAGES}
     return settings | {"version.python": platform.python_version(), "machine": platform.machine()}
-
-
-def version_of(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

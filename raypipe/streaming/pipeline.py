@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from raypipe.config import PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.metrics import prometheus as telemetry
+from raypipe.plan.cursor import Cursor
 from raypipe.plan.rank_group import RankGroup, rank_groups
-from raypipe.plan.schedule import Cursor, Plan, PlanConfig, Split
+from raypipe.plan.schedule import Plan, Split
 from raypipe.rayext import autoscaler, backpressure, inline_metadata, lean, pool_watch
 from raypipe.rayext.admission import free_cpus
 from raypipe.rayext.cluster import check_object_store, connect, preflight
@@ -28,14 +29,14 @@ from raypipe.rayext.pool_size import SizeRules
 from raypipe.stores import open_store
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store
-from raypipe.stream.source import MicroBatchSource
-from raypipe.stream.supervisor import start_supervisor, start_supervisors
-from raypipe.stream.worker import TransformWorker
+from raypipe.streaming.source import MicroBatchSource
+from raypipe.streaming.supervisor import start_supervisor, start_supervisors
+from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.encoded_transform import encoded_transform
 from raypipe.transform.presets import check_transform, is_preset
 from raypipe.transform.sample_cache import check_cache
 from raypipe.transform.target_transform import check_targets
-from raypipe.transform.transform_steps import Steps, without_files
+from raypipe.transform.transform_steps import Steps, config_without_files, without_files
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -115,7 +116,7 @@ class StreamSpec:
         Raises:
             StoreError, ConfigError: a store or a setting is wrong.
         """
-        transform = (transform or TransformConfig()).without_files()
+        transform = config_without_files(transform or TransformConfig())
         plan_config, pool = plan or PlanConfig(), pool or PoolConfig()
         check_cache(pool, transform)
         train_store = open_store(train) if isinstance(train, str | Path) else train

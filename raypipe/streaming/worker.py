@@ -23,8 +23,8 @@ from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import ActorMetrics
 from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
 from raypipe.stores.base import Store, name_of
-from raypipe.stream.guard import Guard
-from raypipe.stream.source import SPLITS, place_of, read_samples
+from raypipe.streaming.guard import Guard
+from raypipe.streaming.source import SPLITS, place_of, read_samples
 from raypipe.transform.encoded_transform import EncodedMicroBatchTransform, encoded_transform
 from raypipe.transform.micro_batch import (
     FIRST_ATTEMPT,
@@ -41,7 +41,7 @@ from raypipe.transform.target_transform import micro_batch_transform
 from raypipe.transform.targets import EncodedSample, read_encoded
 
 if TYPE_CHECKING:
-    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import StreamSpec
 
 
 class TransformWorker:

@@ -14,16 +14,17 @@ import ray
 from ray import cloudpickle
 
 import raypipe
-from raypipe.config import PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, ResourceError, StoreError
-from raypipe.plan.schedule import PADDING, Cursor, Plan, PlanConfig, Split
+from raypipe.plan.cursor import Cursor
+from raypipe.plan.schedule import PADDING, Plan, Split
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
-from raypipe.stream.handover import feed
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.source import (
+from raypipe.streaming.handover import feed
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.source import (
     ENCODED_SCHEMA,
     PLACE_SCHEMA,
     MicroBatchSource,

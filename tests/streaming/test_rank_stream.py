@@ -17,17 +17,16 @@ import pytest
 import torch
 from conftest import CLASSES, samples
 
-from raypipe.config import AugmentConfig, StrengthConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.stores.atomic import write_atomically
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.rank_stream import Feed
-from raypipe.stream.worker import TransformWorker
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.worker import TransformWorker
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(

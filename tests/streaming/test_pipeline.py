@@ -11,18 +11,17 @@ import cv2
 import numpy as np
 import pytest
 
-from raypipe.config import PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetWriter
-from raypipe.stream.digest import batch_digest, combine, stream_digests
-from raypipe.stream.handover import feed
-from raypipe.stream.pipeline import StreamSpec, stream
-from raypipe.stream.rank_stream import Feed, host_batch, host_batches
-from raypipe.stream.worker import TransformWorker
+from raypipe.streaming.digest import batch_digest, combine, stream_digests
+from raypipe.streaming.handover import feed
+from raypipe.streaming.pipeline import StreamSpec, stream
+from raypipe.streaming.rank_stream import Feed, host_batch, host_batches
+from raypipe.streaming.worker import TransformWorker
 
 from conftest import CLASSES, picture, samples  # isort: skip
 

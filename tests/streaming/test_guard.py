@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from raypipe.config import PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError, SampleError
-from raypipe.plan.schedule import PlanConfig
 from raypipe.storage.file_lock import progress
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.handover import feed
-from raypipe.stream.pipeline import StreamSpec
+from raypipe.streaming.handover import feed
+from raypipe.streaming.pipeline import StreamSpec
 
 from conftest import CLASSES, picture  # isort: skip
 

@@ -22,13 +22,13 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.rayext.cluster import largest_divisor, preflight
-from raypipe.stream.rank_stream import Feed
-from raypipe.stream.supervisor import start_supervisor
+from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.supervisor import start_supervisor
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import StreamSpec
 
 logger = logging.getLogger(__name__)
 

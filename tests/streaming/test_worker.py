@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.config import TransformConfig
-from raypipe.plan.schedule import MicroBatchId, PlanConfig
+from raypipe.config import PlanConfig, TransformConfig
+from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
-from raypipe.stream.pipeline import StreamSpec
-from raypipe.stream.worker import TransformWorker
+from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.micro_batch import Attempt
 
 from conftest import CLASSES, picture  # isort: skip

@@ -27,10 +27,11 @@ from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.timing import StageClock, StageTimes, mark
-from raypipe.plan.schedule import Cursor, MicroBatchId, Segment, Split
+from raypipe.plan.cursor import Cursor
+from raypipe.plan.schedule import MicroBatchId, Segment, Split
 from raypipe.stores.base import name_of, title_of
-from raypipe.stream.source import place_of
-from raypipe.stream.supervisor import Follower, News
+from raypipe.streaming.source import place_of
+from raypipe.streaming.supervisor import Follower, News
 from raypipe.transform.encoded import EncodedMicroBatch
 from raypipe.transform.micro_batch import BadSampleBudget
 from raypipe.transform.quarantine import record_bad
@@ -38,7 +39,7 @@ from raypipe.transform.quarantine import record_bad
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-    from raypipe.stream.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import StreamSpec
 
 _RAY_DATA_THREAD = "iter_threaded"
 _THREAD_S = 5.0  # for a call to Ray that it is in

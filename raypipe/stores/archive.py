@@ -20,8 +20,7 @@ from raypipe.storage.local_cache import make_cache_folder, shared_cache
 from raypipe.storage.local_file import locked, open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import check_columns, check_indices, part_of
+from raypipe.stores.base import Columns, check_columns, check_indices, part_of
 from raypipe.stores.members import Index
 from raypipe.stores.remote import expand, list_shards
 from raypipe.stores.splits import check_one_split

@@ -22,8 +22,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import check_columns, check_indices, image_and_label_first, part_of
+from raypipe.stores.base import Columns, check_columns, check_indices, image_and_label_first, part_of
 from raypipe.stores.lmdb_foreign import ForeignShard
 from raypipe.stores.lmdb_remote import RemoteShard, open_shards
 from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, Shard, open_shard

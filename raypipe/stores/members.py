@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.stores.checks import IMAGE_SUFFIXES
+from raypipe.stores.base import IMAGE_SUFFIXES
 
 Members = dict[str, tuple[float, ...]]
 """Name → (position, num_bytes, and what else tells its content from another's: time, checksum, …)."""

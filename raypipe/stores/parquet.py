@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import open_input
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices, part_of
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, check_columns, check_indices, part_of
 from raypipe.stores.parquet_files import Dataset, open_dataset
 from raypipe.stores.parquet_pages import bounded
 from raypipe.stores.parquet_writer import ParquetWriter

@@ -14,7 +14,7 @@ from typing import Any
 from raypipe.errors import StoreError
 from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, OpenFile
-from raypipe.stores.checks import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.members import Index, Members, index_class_folders
 from raypipe.stores.tar_index import member_at, scan
 from raypipe.stores.tar_writer import TarWriter

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.stores.checks import IMAGE_SUFFIXES
+from raypipe.stores.base import IMAGE_SUFFIXES
 from raypipe.stores.metadata import NAME, Metadata
 from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
 from raypipe.stores.webdataset import LABEL_SUFFIX

@@ -19,8 +19,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices, part_of
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, check_columns, check_indices, part_of
 from raypipe.stores.example import features_of, kind_of, only_bytes, only_int
 from raypipe.stores.file_list import list_files
 from raypipe.stores.splits import PART_OF

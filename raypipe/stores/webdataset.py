@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.stores.checks import IMAGE_SUFFIXES, image_and_label_first
+from raypipe.stores.base import IMAGE_SUFFIXES, image_and_label_first
 from raypipe.stores.members import Index, is_visible, join_digests
 from raypipe.stores.metadata import NAME, Metadata
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.stores.checks import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.members import Members, is_image
 
 # Of two million files; `zipfile` takes some 700 bytes for each while it reads.

@@ -121,7 +121,7 @@ def open_writer(
     """
     suffix = Path(path).suffix
     if suffix == ".lmdb":
-        from raypipe.stores.lmdb import LMDBWriter
+        from raypipe.stores.lmdb_shard import LMDBWriter
 
         return LMDBWriter(path, columns, classes, **options)
     if suffix == ".parquet":

@@ -29,8 +29,26 @@ has the image None. It is the size of 179 million pixels, the decoder's limit, a
 joins such a value holds it twice."""
 
 
+class Contents(Protocol):
+    """What is known of a store's samples; see `Store`."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def classes(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def groups(self) -> np.ndarray | None: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+
 @runtime_checkable
-class Store(Protocol):
+class Store(Contents, Protocol):
     """An indexed, read-only collection of encoded samples.
 
     A store may have one method more, `sample_name(index: int) -> str`: what a sample is called where it comes
@@ -46,20 +64,6 @@ class Store(Protocol):
     """
 
     address: str
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def classes(self) -> tuple[str, ...] | None: ...
-
-    @property
-    def groups(self) -> np.ndarray | None: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples by index, in the order asked for, duplicates included.
@@ -84,22 +88,8 @@ class Store(Protocol):
         ...
 
 
-class Content(Protocol):
-    """What a `FileStore` holds while it is open; all as in `Store`, and as cheap as an attribute."""
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def classes(self) -> tuple[str, ...] | None: ...
-
-    @property
-    def groups(self) -> np.ndarray | None: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def __len__(self) -> int: ...
+class OpenContents(Contents, Protocol):
+    """What a `FileStore` holds while it is open."""
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         """`Store.read`, of indices and columns that are there."""
@@ -108,11 +98,11 @@ class Content(Protocol):
     def sample_name(self, index: int) -> str: ...
 
 
-C = TypeVar("C", bound=Content)
+C = TypeVar("C", bound=OpenContents)
 
 
 class FileStore(ABC, Generic[C]):
-    """A `Store` at an address: it pickles as its address and options, and `_open` makes its content at first use.
+    """A `Store` at an address: it pickles as its address and options, and `_open` makes its contents at first use.
 
     Args:
         address: a path or URI; a relative path is made absolute, since other processes have other folders.
@@ -132,39 +122,39 @@ class FileStore(ABC, Generic[C]):
         """Find out what is at the address; raises StoreError."""
 
     @property
-    def _content(self) -> C:
+    def _contents(self) -> C:
         if self._opened is None:
             self._opened = self._open()
         return self._opened
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self._content.columns
+        return self._contents.columns
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        return self._content.classes
+        return self._contents.classes
 
     @property
     def groups(self) -> np.ndarray | None:
-        return self._content.groups
+        return self._contents.groups
 
     @property
     def fingerprint(self) -> str:
-        return self._content.fingerprint
+        return self._contents.fingerprint
 
     def __len__(self) -> int:
-        return len(self._content)
+        return len(self._contents)
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`."""
         wanted = check_indices(indices, len(self), self.address)
         check_columns(columns, self.columns, self.address)
-        return self._content.read(wanted, columns)
+        return self._contents.read(wanted, columns)
 
     def sample_name(self, index: int) -> str:
         """A sample's file, and its place in it."""
-        return self._content.sample_name(index)
+        return self._contents.sample_name(index)
 
     def close(self) -> None:
         self._opened = None

@@ -217,7 +217,7 @@ def stream_once(
 
     from raypipe.commands.memory_watch import MemoryWatch, object_store_bound
     from raypipe.config import PlanConfig, PoolConfig
-    from raypipe.plan.rank_group import EVERY_RANK
+    from raypipe.plan.schedule import EVERY_RANK
     from raypipe.rayext.cluster import connect
     from raypipe.streaming.pipeline import StreamSpec
     from raypipe.streaming.rank_stream import host_batches

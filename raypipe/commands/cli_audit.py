@@ -13,7 +13,7 @@ from typing import Any, Literal
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.console import shown, table
 from raypipe.errors import ConfigError
-from raypipe.plan.rank_group import rank_groups
+from raypipe.plan.schedule import rank_groups
 
 
 def inspect(

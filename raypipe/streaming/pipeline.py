@@ -20,8 +20,7 @@ from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.metrics import prometheus as telemetry
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.rank_group import RankGroup, rank_groups
-from raypipe.plan.schedule import Plan, Split
+from raypipe.plan.schedule import Plan, RankGroup, Split, rank_groups
 from raypipe.rayext import autoscaler, backpressure, inline_metadata, lean, pool_watch
 from raypipe.rayext.admission import free_cpus
 from raypipe.rayext.cluster import check_object_store, connect, preflight

@@ -25,8 +25,7 @@ from ray.data.datasource import ReadTask
 
 from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.rank_group import EVERY_RANK, RankGroup
-from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
+from raypipe.plan.schedule import EVERY_RANK, PADDING, MicroBatchId, Plan, RankGroup, Split
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.supervisor import Orders

@@ -58,8 +58,9 @@ def start(num: int) -> dict[str, float]:
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.plan.schedule import MicroBatchId
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import splits
     from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.spec import StreamSpec
 
     image = cv2.imencode(".jpg", np.zeros((256, 256, 3), np.uint8))[1].tobytes()
     began = time.perf_counter()
@@ -74,7 +75,7 @@ def start(num: int) -> dict[str, float]:
     plan_s = time.perf_counter() - began
     connecting = time.perf_counter()
     connect(object_store_bytes=1 << 30)
-    (iterator,) = spec.splits(spec.plan.start(), max_actors=1)
+    (iterator,) = splits(spec, spec.plan.start(), max_actors=1)
     batches = host_batches(iterator)
     next(batches)
     first_batch_s = time.perf_counter() - connecting

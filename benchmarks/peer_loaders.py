@@ -51,8 +51,9 @@ class DecodeTransform:
 def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import splits
     from raypipe.streaming.rank_stream import Feed
+    from raypipe.streaming.spec import StreamSpec
 
     def start() -> Epochs:
         connect()
@@ -62,7 +63,7 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
             transform=TransformConfig(train=work.transform, size=SIZE, crop_decode=crop_decode),
             pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
         )
-        (iterator,) = spec.splits(spec.plan.start(), max_actors=work.workers)
+        (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
         for segment in Feed(spec, iterator, spec.plan.start()):
             yield ((batch.image, batch.target) for step in segment for batch in step)
 

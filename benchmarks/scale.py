@@ -33,8 +33,9 @@ from raypipe.commands.resume_bench import RepeatedStore
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.spec import StreamSpec
 
 from scale_report import draw, median_of, show  # isort: skip
 
@@ -164,10 +165,10 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
         rank has an execution, that is part of its consumer.
     """
     spec = spec_of(case)
-    splits = spec.splits(spec.plan.start(), max_actors=case.actors, world_size=case.ranks)
+    iterators = splits(spec, spec.plan.start(), max_actors=case.actors, world_size=case.ranks)
     num = min(_MAX_CONSUMERS, case.ranks) if case.apart else case.ranks
     consumers = [Consumer.options(max_concurrency=case.ranks + 2).remote() for _ in range(num)]
-    reads = [consumers[rank % num].read.remote(rank, split) for rank, split in enumerate(splits)]
+    reads = [consumers[rank % num].read.remote(rank, iterator) for rank, iterator in enumerate(iterators)]
 
     def counted(stop: bool = False) -> int:
         if failed := ray.wait(reads, timeout=0)[0]:

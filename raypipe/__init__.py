@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from raypipe.rayext.cluster import connect as connect
     from raypipe.stores import open_store as open_store
     from raypipe.streaming.handover import feed as feed
-    from raypipe.streaming.pipeline import StreamSpec as StreamSpec
     from raypipe.streaming.pipeline import stream as stream
     from raypipe.streaming.source import read_lmdb as read_lmdb
+    from raypipe.streaming.spec import StreamSpec as StreamSpec
 
 _HOME = {
     "AugmentConfig": "config",
@@ -46,7 +46,7 @@ _HOME = {
     "PlanConfig": "config",
     "PoolConfig": "config",
     "RaypipeError": "errors",
-    "StreamSpec": "streaming.pipeline",
+    "StreamSpec": "streaming.spec",
     "TransformConfig": "config",
     "connect": "rayext.cluster",
     "feed": "streaming.handover",

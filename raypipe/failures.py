@@ -8,8 +8,9 @@ and the collectives of the ranks that waited for one of these.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from raypipe.errors import RaypipeError
+from raypipe.errors import RaypipeError, ResourceError
 
 # A rank whose peer has died gets a bare RuntimeError from Gloo, which names its source file, or from a socket.
 _OF_PEERS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -37,6 +38,25 @@ def cause_of(error: BaseException) -> BaseException:
     # A task's error is of Ray's class and of its cause's at once.
     ours = (found for found in _beneath(error) if isinstance(found, RaypipeError) and not _wrapped(found))
     return next(ours, error)
+
+
+def get(refs: Any) -> Any:
+    """ray.get, with a task's own error instead of Ray's wrapper around it.
+
+    Raises:
+        ResourceError: the task's process died.
+    """
+    import ray
+
+    try:
+        return ray.get(refs)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise ResourceError(
+            f"a process of this command died ({type(error).__name__}), maybe of too little memory: "
+            "try again, or with fewer CPUs for Ray"
+        ) from error
 
 
 def is_final(failures: Iterable[BaseException]) -> bool:

@@ -79,8 +79,9 @@ def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
     import ray
 
     from raypipe.config import PlanConfig, PoolConfig
-    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import splits
     from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.spec import StreamSpec
     from raypipe.streaming.supervisor import start_supervisor
 
     spec = StreamSpec.of(
@@ -114,7 +115,7 @@ def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
     ):
         reached[f"{name}: no nodes before"] = watcher.until("no stream", lambda seen: seen["nodes"] == 0, 90)
         supervisor = start_supervisor(1)
-        (iterator,) = spec.splits(spec.plan.start(), max_actors=allocation.max_actors, supervisor=supervisor)
+        (iterator,) = splits(spec, spec.plan.start(), max_actors=allocation.max_actors, supervisor=supervisor)
         batches = host_batches(iterator)
         watcher.phase = f"{name}: the pool starts"
         next(batches)

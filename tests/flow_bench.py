@@ -26,8 +26,9 @@ import ray
 from raypipe.commands.memory_watch import MemoryWatch
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.spec import StreamSpec
 
 STORE_BYTES = 80 << 20
 MICRO_BATCH, SIDE, CROP = 8, 256, 160
@@ -72,7 +73,7 @@ def case(name: str, micro_batches: int, store_s: float = 0, transform_s: float =
     before = psutil.Process().memory_info().rss
     count = grown = 0
     with MemoryWatch() as memory:
-        for batch in host_batches(spec.splits(spec.plan.start(), max_actors=1)[0]):
+        for batch in host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]):
             assert batch.image.shape == (MICRO_BATCH, CROP, CROP, 3)
             time.sleep(trainer_s)
             count += 1

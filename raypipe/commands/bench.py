@@ -30,7 +30,7 @@ from raypipe.config import Cache, TransformConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.lookup import version_of
 from raypipe.stores import Store
-from raypipe.streaming.digest_file import PACKAGES
+from raypipe.streaming.digest import PACKAGES
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
@@ -217,10 +217,11 @@ def stream_once(
 
     from raypipe.commands.memory_watch import MemoryWatch, object_store_bound
     from raypipe.config import PlanConfig, PoolConfig
-    from raypipe.plan.rank_group import EVERY_RANK
+    from raypipe.plan.schedule import EVERY_RANK
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.pipeline import in_flight, splits
     from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.spec import StreamSpec
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -236,7 +237,7 @@ def stream_once(
     started = time.perf_counter()
     connect()
     arrivals, segments, sizes, num_bytes = [], [], [], 0
-    (iterator,) = spec.splits(spec.plan.start(), max_actors=actors)
+    (iterator,) = splits(spec, spec.plan.start(), max_actors=actors)
     with MemoryWatch() as memory:
         for batch in host_batches(iterator):
             arrivals.append(time.perf_counter())
@@ -258,7 +259,7 @@ def stream_once(
         micro_batch_bytes=num_bytes,
         object_store_bytes=memory.object_store,
         object_store_bound_bytes=object_store_bound(
-            spec.in_flight(EVERY_RANK).limit(actors), 1, _most_per_s(np.array(arrivals)), num_bytes
+            in_flight(spec.pool, EVERY_RANK).limit(actors), 1, _most_per_s(np.array(arrivals)), num_bytes
         ),
         private_bytes=memory.private,
     )

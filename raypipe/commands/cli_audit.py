@@ -13,7 +13,7 @@ from typing import Any, Literal
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.console import shown, table
 from raypipe.errors import ConfigError
-from raypipe.plan.rank_group import rank_groups
+from raypipe.plan.schedule import rank_groups
 
 
 def inspect(
@@ -146,9 +146,9 @@ def digest(
     from raypipe.rayext.cluster import connect, preflight
     from raypipe.storage.whole_file import check_place
     from raypipe.stores import open_store, store_options
-    from raypipe.streaming import digest as digest_module
-    from raypipe.streaming.digest_file import Comparison, DigestFile, settings_of
-    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.digest import DigestFile, combine, iterate_digests, settings_of
+    from raypipe.streaming.digest import compare as compared_with
+    from raypipe.streaming.spec import StreamSpec
 
     options = store_options(image_column, label_column, layout)
     spec = StreamSpec.of(
@@ -174,7 +174,7 @@ def digest(
         raise ConfigError(
             f"--to-step {to_step} is not after --from-step {from_step} within the run's {total} steps"
         )
-    comparison = Comparison(DigestFile.read(compare)) if compare else None
+    expected = DigestFile.read(compare) if compare else None
     if output:
         check_place(output)
     # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
@@ -183,26 +183,22 @@ def digest(
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
     pool: dict[str, int] = {"max_actors": preflight(spec.pool).max_actors, "world_size": workers}
     settings = settings_of(spec, workers=workers, actors=pool["max_actors"], from_step=from_step, to_step=to_step)
-    combined, samples, micro_batches = digest_module.Combiner(), 0, 0
-    named: dict[str, str] = {}
-    for one in digest_module.iterate_digests(spec, spec.plan.cursor_at(from_step), **pool):
-        combined.add(one.digest)
-        samples += one.num_samples
-        micro_batches += 1
-        if output:
-            named[one.name] = one.digest.hex()
-        if comparison:
-            comparison.add(one.name, one.digest.hex())
-    found: dict[str, Any] = {"digest": combined.hex(), "samples": samples, "micro_batches": micro_batches}
+    digests = list(iterate_digests(spec, spec.plan.cursor_at(from_step), **pool))
+    made = DigestFile(output, settings, {one.name: one.digest.hex() for one in digests})
+    found: dict[str, Any] = {
+        "digest": combine(one.digest for one in digests),
+        "samples": sum(one.num_samples for one in digests),
+        "micro_batches": len(digests),
+    }
     if output:
-        DigestFile(output, settings, named).write()
+        made.write()
         found["output"] = output
     if from_step and unbroken:
-        whole, tail = digest_module.tail_digest(spec, micro_batches, **pool)
-        found |= {"unbroken_digest": whole, "unbroken_tail_digest": tail}
+        whole = [one.digest for one in iterate_digests(spec, spec.plan.start(), **pool)]
+        found |= {"unbroken_digest": combine(whole), "unbroken_tail_digest": combine(whole[-len(digests) :])}
     rows = [(name.replace("_", " "), str(value)) for name, value in found.items()]
-    if comparison:
-        compared = comparison.summary(settings)
+    if expected:
+        compared = compared_with(expected, made)
         rows += _rows_of(compared)
         found |= compared
     table(store, rows)
@@ -218,7 +214,7 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
         first: a file of digests.
         second: another one.
     """
-    from raypipe.streaming.digest_file import DigestFile, compare
+    from raypipe.streaming.digest import DigestFile, compare
 
     found = compare(DigestFile.read(first), DigestFile.read(second))
     table(f"{first}, {second}", _rows_of(found))
@@ -252,7 +248,7 @@ def report(run: str, *, against: str = "", output: str = "") -> dict[str, Any]:
 
 
 def _rows_of(compared: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `raypipe.streaming.digest_file.Comparison` found, for people."""
+    """What `raypipe.streaming.digest.compare` found, for people."""
     num = compared["compared"]
     if compared["equal"]:
         rows = [("comparison", f"equal over {num:,} micro-batches")]

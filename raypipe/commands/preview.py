@@ -22,7 +22,6 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed
 from raypipe.errors import ConfigError, SampleError
 from raypipe.pages.picture import Tile, draw
-from raypipe.plan.order import positions_of
 from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.stores.base import Store, name_of
 from raypipe.transform.decode import decode
@@ -100,7 +99,7 @@ class Preview:
     def place(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
         """The micro-batch in which a sample stands, None where an epoch leaves it out, and its row there."""
         size, per_step = self.plan.config.micro_batch, self.plan.config.per_step
-        position = int(positions_of(self.plan.train_order, epoch, np.array([index]))[0])
+        position = int(self.plan.train_order.positions(epoch, np.array([index]))[0])
         number, row = divmod(position, size)
         step, micro = divmod(number, per_step)
         return (MicroBatchId("train", epoch, step, micro) if step < self.plan.steps_per_epoch else None), row

@@ -13,7 +13,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.base import Columns, Store
 
 if TYPE_CHECKING:
-    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.spec import StreamSpec
 
 NUM_SAMPLES = 1_281_167  # ImageNet's
 
@@ -46,7 +46,7 @@ def measure(
         `resume_start_s` and `resume_end_s`, medians; `resume_ratio`, the one over the other.
     """
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.streaming.spec import StreamSpec
 
     spec = StreamSpec.of(
         RepeatedStore(store, NUM_SAMPLES),
@@ -66,10 +66,11 @@ def measure(
 
 
 def _resume(spec: StreamSpec, step: int, actors: int) -> float:
+    from raypipe.streaming.pipeline import splits
     from raypipe.streaming.rank_stream import host_batches
 
     began = time.perf_counter()
-    batches = host_batches(spec.splits(spec.plan.cursor_at(step), max_actors=actors)[0])
+    batches = host_batches(splits(spec, spec.plan.cursor_at(step), max_actors=actors)[0])
     next(batches)
     seconds = time.perf_counter() - began
     batches.close()  # type: ignore[attr-defined]

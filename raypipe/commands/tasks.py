@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import ResourceError
+from raypipe.failures import get
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
@@ -146,22 +147,3 @@ def check_wanted(wanted: Path) -> None:
     """Called in a task: raise InterruptedError as soon as its work is not wanted any more."""
     if not wanted.exists():
         raise InterruptedError("the work was given up")
-
-
-def get(refs: Any) -> Any:
-    """ray.get, with the task's own error instead of Ray's wrapper around it.
-
-    Raises:
-        ResourceError: the task's process died.
-    """
-    import ray
-
-    try:
-        return ray.get(refs)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    except ray.exceptions.RayError as error:
-        raise ResourceError(
-            f"a process of this command died ({type(error).__name__}), maybe of too little memory: "
-            "try again, or with fewer CPUs for Ray"
-        ) from error

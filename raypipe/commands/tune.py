@@ -29,6 +29,7 @@ from raypipe.errors import ConfigError, RaypipeError, ResourceError
 from raypipe.rayext.cluster import cluster_resources, connect, preflight
 from raypipe.storage.filesystem import absolute
 from raypipe.storage.whole_file import read_json, write_json, write_text
+from raypipe.streaming.pipeline import check_memory
 from raypipe.train.launch import as_plain, check_augment, located, make_folder, num_classes_of, spec_of
 from raypipe.transform.presets import build_transform
 
@@ -62,7 +63,7 @@ def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
     preflight(run.pool, alone, run.plan.per_step)
     make_folder(folder)
     share = _share(run, tune, folder)
-    spec_of(run, folder).check_memory(share.actors, 1, share.concurrent)
+    check_memory(spec_of(run, folder), share.actors, 1, share.concurrent)
     write_text(f"{folder}/config.yaml", yaml.safe_dump({**as_plain(run), "tune": asdict(tune)}, sort_keys=False))
     print(f"search     {folder}\ntrials     {len(chosen)} policies, {share}", flush=True)
     base = replace(

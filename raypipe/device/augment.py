@@ -23,9 +23,7 @@ from raypipe.device.mixing import Mixed, draw_mix, mix
 from raypipe.device.streams import numbered
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
-
-# Tells the draws of the mixing from those of the operations.
-_MIX_KEY = 0x4D49584D49584D49
+from raypipe.plan.order import Domain
 
 
 class Normalize:
@@ -112,7 +110,7 @@ class DeviceAugment:
                 if self._module:
                     image = self._module(image, strength)
         image = self.normalize(image)
-        rng = np.random.Generator(np.random.Philox(key=[seed, _MIX_KEY]))
+        rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         plan = draw_mix(self.config, rng, image.shape[2], image.shape[3], strength)
         return (image, None) if plan is None else mix(image, target, counts, plan)
 

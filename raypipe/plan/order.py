@@ -7,6 +7,7 @@ be entered at any position at the same cost, and a store of 10^9 samples costs a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +19,17 @@ NUM_ROUNDS = 8
 MIN_BITS = 6
 
 _U64 = np.uint64
+
+
+class Domain(IntEnum):
+    """What a key is for: it is a part of every hash, so keys of different uses never meet. All that there are."""
+
+    ORDER = 1
+    WINDOW = 2
+    SAMPLE = 3
+    MICRO_BATCH = 4
+    SUBSTITUTE = 5
+    MIXING = 0x4D49584D49584D49  # MixUp and CutMix: the second word of a Philox key
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -34,8 +46,8 @@ def derive_keys(num: int, *parts: int) -> np.ndarray:
     return np.random.SeedSequence(parts).generate_state(num, np.uint64)
 
 
-def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Map positions of [0, size) to indices of [0, size) by a keyed bijection.
+def permute(positions: np.ndarray, size: int, keys: np.ndarray, inverse: bool = False) -> np.ndarray:
+    """Map positions of [0, size) to indices of [0, size) by a keyed bijection, or back.
 
     An unbalanced Feistel network over the smallest power of two ≥ size, cycle-walked back into range
     (Black & Rogaway 2002): on average fewer than two passes, vectorised.
@@ -44,25 +56,26 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
         positions: int64, any shape, each in [0, size).
         size: N ≥ 1.
         keys: uint64 (NUM_ROUNDS,), see `derive_keys`.
+        inverse: map indices to positions: the same network, its rounds backwards.
 
     Returns:
         int64 of the shape of `positions`.
     """
     bits = max(MIN_BITS, (size - 1).bit_length())
-    left_bits, right_bits = _U64(bits // 2), _U64(bits - bits // 2)
-    left_mask, right_mask = (_U64(1) << left_bits) - _U64(1), (_U64(1) << right_bits) - _U64(1)
-    limit = _U64(size)
+    right_bits = _U64(bits - bits // 2)
+    masks = [(_U64(1) << width) - _U64(1) for width in (_U64(bits // 2), right_bits)]
+    rounds = range(NUM_ROUNDS)[::-1] if inverse else range(NUM_ROUNDS)
     out = positions.astype(np.uint64).ravel()
     pending = np.arange(out.size)
     while pending.size:
         x = out[pending]
-        left, right = x >> right_bits, x & right_mask
-        for i in range(0, NUM_ROUNDS, 2):
-            left = left ^ (mix64(right ^ keys[i]) & left_mask)
-            right = right ^ (mix64(left ^ keys[i + 1]) & right_mask)
-        x = (left << right_bits) | right
+        halves = [x >> right_bits, x & masks[1]]
+        for i in rounds:  # even ones change the left half by the right one, odd ones the other way round
+            own, other = i % 2, 1 - i % 2
+            halves[own] = halves[own] ^ (mix64(halves[other] ^ keys[i]) & masks[own])
+        x = (halves[0] << right_bits) | halves[1]
         out[pending] = x
-        pending = pending[x >= limit]
+        pending = pending[x >= _U64(size)]
     return out.astype(np.int64).reshape(positions.shape)
 
 
@@ -82,6 +95,10 @@ class GlobalOrder:
         """Sample indices, int64, at int64 positions of an epoch."""
         return permute(positions, self.size, _epoch_keys(self.seed, epoch))
 
+    def positions(self, epoch: int, indices: np.ndarray) -> np.ndarray:
+        """The inverse of `indices`, as of every order."""
+        return permute(indices, self.size, _epoch_keys(self.seed, epoch), inverse=True)
+
 
 @dataclass(frozen=True)
 class StoredOrder:
@@ -91,6 +108,8 @@ class StoredOrder:
 
     def indices(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         return positions.astype(np.int64)
+
+    positions = indices
 
 
 class WindowOrder:
@@ -135,10 +154,23 @@ class WindowOrder:
         for window in np.unique(windows):
             inside = windows == window
             start, size = int(starts[window]), int(starts[window + 1] - starts[window])
-            keys = derive_keys(NUM_ROUNDS, self.seed, _DOMAIN_WINDOW, epoch, int(window))
+            keys = derive_keys(NUM_ROUNDS, self.seed, Domain.WINDOW, epoch, int(window))
             shuffled[inside] = start + permute(positions[inside] - start, size, keys)
         place = np.searchsorted(offsets, shuffled, side="right") - 1
         return self.groups[order[place]] + shuffled - offsets[place]
+
+    def positions(self, epoch: int, indices: np.ndarray) -> np.ndarray:
+        order, offsets = self._layout(epoch)
+        group = np.searchsorted(self.groups, indices, side="right") - 1
+        place = np.argsort(order)[group]
+        shuffled = offsets[place] + indices - self.groups[group]
+        result = np.empty(len(indices), np.int64)
+        for i, window in enumerate((place // self.window_groups).tolist()):
+            start = int(offsets[window * self.window_groups])
+            end = int(offsets[min((window + 1) * self.window_groups, len(order))])
+            keys = derive_keys(NUM_ROUNDS, self.seed, Domain.WINDOW, epoch, window)
+            result[i] = start + permute(shuffled[i : i + 1] - start, end - start, keys, inverse=True)[0]
+        return result
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_epoch": None}
@@ -185,64 +217,20 @@ class KeptOrder:
         """Sample indices in the store, int64, at int64 positions of an epoch."""
         return self.kept.indices(self.order.indices(epoch, positions))
 
+    def positions(self, epoch: int, indices: np.ndarray) -> np.ndarray:
+        assert not np.isin(indices, self.kept.left_out).any(), "a sample that is left out has no position"
+        return self.order.positions(epoch, self.kept.numbers(indices))
+
 
 Order = GlobalOrder | StoredOrder | WindowOrder | KeptOrder
-
-# Domains keep the keys of different uses apart.
-_DOMAIN_ORDER, _DOMAIN_WINDOW = 1, 2
 
 
 @lru_cache(maxsize=8)
 def _epoch_keys(seed: int, epoch: int) -> np.ndarray:
-    return derive_keys(NUM_ROUNDS, seed, _DOMAIN_ORDER, epoch)
+    return derive_keys(NUM_ROUNDS, seed, Domain.ORDER, epoch)
 
 
 def default_window_groups(groups: np.ndarray) -> int:
     """Groups per window: at least 10, and at least 4096 rows, so that a micro-batch mixes many groups."""
     mean_rows = max(1.0, float(groups[-1]) / max(1, len(groups) - 1))
     return max(10, int(np.ceil(4096 / mean_rows)))
-
-
-# The inverse: where a sample stands
-
-
-def positions_of(order: Order, epoch: int, indices: np.ndarray) -> np.ndarray:
-    """The positions, int64 (n,), at which samples stand in an epoch; the inverse of `order.indices`.
-
-    No sample may be one that is left out: it has no position.
-    """
-    if isinstance(order, KeptOrder):
-        assert not np.isin(indices, order.kept.left_out).any(), "a sample that is left out has no position"
-        return positions_of(order.order, epoch, order.kept.numbers(indices))
-    if isinstance(order, StoredOrder):
-        return indices.astype(np.int64)
-    if isinstance(order, GlobalOrder):
-        return unpermute(indices, order.size, _epoch_keys(order.seed, epoch))
-    groups, offsets = order._layout(epoch)
-    group = np.searchsorted(order.groups, indices, side="right") - 1
-    place = np.argsort(groups)[group]
-    shuffled = offsets[place] + indices - order.groups[group]
-    result = np.empty(len(indices), np.int64)
-    for i, window in enumerate((place // order.window_groups).tolist()):
-        start = int(offsets[window * order.window_groups])
-        end = int(offsets[min((window + 1) * order.window_groups, len(groups))])
-        keys = derive_keys(NUM_ROUNDS, order.seed, _DOMAIN_WINDOW, epoch, window)
-        result[i] = start + unpermute(shuffled[i : i + 1] - start, end - start, keys)[0]
-    return result
-
-
-def unpermute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """The inverse of `order.permute`: the same network, its rounds backwards."""
-    bits = max(MIN_BITS, (size - 1).bit_length())
-    left_bits, right_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
-    left_mask, right_mask = (np.uint64((1 << int(width)) - 1) for width in (left_bits, right_bits))
-    out = indices.astype(np.uint64)
-    pending = np.arange(out.size)
-    while pending.size:
-        left, right = out[pending] >> right_bits, out[pending] & right_mask
-        for i in reversed(range(0, NUM_ROUNDS, 2)):
-            right = right ^ (mix64(left ^ keys[i + 1]) & right_mask)
-            left = left ^ (mix64(right ^ keys[i]) & left_mask)
-        out[pending] = (left << right_bits) | right
-        pending = pending[out[pending] >= np.uint64(size)]
-    return out.astype(np.int64)

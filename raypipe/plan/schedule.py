@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import (
+    Domain,
     GlobalOrder,
     Kept,
     KeptOrder,
@@ -35,16 +36,14 @@ from raypipe.plan.order import (
     derive_keys,
     mix64,
 )
-from raypipe.plan.rank_group import EVERY_RANK, RankGroup
 from raypipe.stores.base import Store
 
 Split = Literal["train", "val"]
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
-# Domains keep the keys of different uses apart; order.py has 1 and 2.
-_DOMAIN_SAMPLE, _DOMAIN_MICRO_BATCH, _DOMAIN_SUBSTITUTE = 3, 4, 5
 _SPLIT_CODE = {"train": 0, "val": 1}
+_Number = TypeVar("_Number", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,68 @@ class MicroBatchId:
 
     def __str__(self) -> str:
         return f"{self.split}-e{self.epoch:04d}-s{self.step:06d}-m{self.micro:03d}"
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """R consecutive ranks of W, which one execution serves; all of them by default.
+
+        W = 4 ranks in G = 2 groups of R = 2
+
+        micro-batch of the stream   0 1 2 3 | 4 5 6 7 | …
+        its rank                    0 1 2 3 | 0 1 2 3
+        its group                   0 0 1 1 | 0 0 1 1
+        its number in the group     0 1 0 1 | 2 3 2 3      and number mod R is the rank within the group
+
+    The groups' streams, put together, are the stream: what a rank gets does not depend on G.
+
+    Attributes:
+        index: g, the group's number, in [0, W / R).
+        size: R.
+        world_size: W.
+    """
+
+    index: int = 0
+    size: int = 1
+    world_size: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return self.world_size // self.size
+
+    def count(self, total: int) -> int:
+        """How many of `total` micro-batches, a multiple of W, are this group's."""
+        assert total % self.world_size == 0
+        return total // self.num_groups
+
+    def in_stream(self, number: _Number) -> _Number:
+        """Numbers of micro-batches in this group → their numbers in the whole stream."""
+        turn, rank = number // self.size, number % self.size
+        return turn * self.world_size + self.index * self.size + rank
+
+    def share(self, total: int) -> int:
+        """This group's share of a number of things; the shares of all groups add up to it."""
+        return total * (self.index + 1) // self.num_groups - total * self.index // self.num_groups
+
+
+EVERY_RANK = RankGroup()
+"""The group of a stream that is not shared out among executions, whatever W."""
+
+
+def rank_groups(world_size: int, executions: int) -> list[RankGroup]:
+    """W ranks in as many groups as there are executions.
+
+    Raises:
+        ConfigError: their number does not divide W.
+    """
+    if executions < 1 or world_size % executions:
+        divisors = [g for g in range(1, world_size + 1) if world_size % g == 0]
+        raise ConfigError(
+            f"pool.executions={executions} does not divide {world_size} workers: each execution serves as many "
+            f"ranks as the others; use {', '.join(map(str, divisors))}"
+        )
+    return [RankGroup(index, world_size // executions, world_size) for index in range(executions)]
 
 
 @dataclass(frozen=True)
@@ -287,19 +348,19 @@ class Plan:
 
     def micro_batch_seed(self, at: MicroBatchId) -> int:
         """The seed, in [0, 2^63), of all that is drawn once per micro-batch: augmentation, dropout."""
-        parts = (_DOMAIN_MICRO_BATCH, _SPLIT_CODE[at.split], at.epoch, at.step, at.micro)
+        parts = (Domain.MICRO_BATCH, _SPLIT_CODE[at.split], at.epoch, at.step, at.micro)
         return int(derive_keys(1, self.config.seed, *parts)[0]) >> 1
 
     def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
         """The sample that stands in for a bad one: a function of (seed, e, index, attempt)."""
-        parts = (_DOMAIN_SUBSTITUTE, at.epoch, index, attempt)
+        parts = (Domain.SUBSTITUTE, at.epoch, index, attempt)
         number = derive_keys(1, self.config.seed, *parts)[0] % np.uint64(self.num_train)
         return int(self.kept["train"].indices(np.array([number], np.int64))[0])
 
 
 @lru_cache(maxsize=8)
 def _sample_domain(seed: int, split: Split, epoch: int) -> np.ndarray:
-    return derive_keys(2, seed, _DOMAIN_SAMPLE, _SPLIT_CODE[split], epoch)
+    return derive_keys(2, seed, Domain.SAMPLE, _SPLIT_CODE[split], epoch)
 
 
 def rank_of(micro: int, world_size: int) -> int:

@@ -1,5 +1,11 @@
 """Makes a running stream's pool follow what its ranks need, and the cluster the pool.
 
+    the ranks wait, and the actors are busy        the pool grows by a factor
+    the ranks do not wait, and actors are idle     it shrinks to those that are busy, with some to spare
+
+A pool that has filled the buffer while the trainers are busy is not waited for, so it never grows, whatever CPU it
+uses; one that is waited for although its actors are idle (a slow reader, a straggler) would not be helped by more.
+
 Ray Data grows a pool, and the cluster, as long as they are busy: a pool that only fills the buffer is, and a
 cluster that is busy with it gets more nodes of every type (ray#45331). Here PoolSizer decides instead. Actors that
 the cluster has no room for are pending; Ray's autoscaler adds nodes for them, and takes a node away that has had
@@ -11,8 +17,10 @@ executions that have our settings, in every process that reads them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
@@ -21,29 +29,122 @@ from ray.data._internal.cluster_autoscaler.rate_based_cluster_autoscaler import 
 from ray.data._internal.cluster_autoscaler.resource_utilization_gauge import RollingLogicalUtilizationGauge
 from ray.data._internal.execution import streaming_executor
 
+from raypipe.config import PoolConfig
 from raypipe.rayext.admission import claimed_by_others
-from raypipe.rayext.pool_size import PoolSizer, SizeRules
 
 if TYPE_CHECKING:
     from ray.data import DataContext
 
-_RULES_KEY, _SUPERVISOR_KEY = "raypipe.size_rules", "raypipe.rayext.autoscaler.supervisor"
+_RULES_KEY, _SUPERVISOR_KEY = "raypipe.size_rules", "raypipe.autoscaler.supervisor"
 _PERIOD_S = 0.1
 _RESERVE_S = 10.0
 # Longer than clouds take to bring a node up.
 _PATIENCE_S = 600.0
 
+# Share of the actors that must be at work for more of them to help.
+_BUSY = 0.8
+# Share of the time for which ranks may wait, and still be said not to.
+_CALM = 0.05
+# Actors that are left beside the busy ones when the pool shrinks. Busy ones are λ·t by Little's law; how many are
+# busy at once varies about that.
+_SPARE = 1.25
 
-def configure(context: DataContext, rules: SizeRules, supervisor: Any) -> None:
+
+def configure(context: DataContext, rules: PoolConfig, supervisor: Any) -> None:
     """Make executions under this context follow rules, and tell the supervisor what they decide."""
     context.set_config(_RULES_KEY, rules)
     context.set_config(_SUPERVISOR_KEY, supervisor)
 
 
+@dataclass(frozen=True)
+class Decision:
+    """A new size, and why."""
+
+    size: int
+    reason: str
+
+
+class _Window:
+    """Means over the time since it began."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self.seconds = self._waiting = self._active = self._running = 0.0
+
+    def add(self, seconds: float, waiting: float, active: int, running: int) -> None:
+        self.seconds += seconds
+        self._waiting += waiting * seconds
+        self._active += active * seconds
+        self._running += running * seconds
+
+    @property
+    def waiting(self) -> float:
+        return self._waiting / self.seconds
+
+    @property
+    def active(self) -> float:
+        return self._active / self.seconds
+
+    @property
+    def busy(self) -> float:
+        return self._active / self._running if self._running else 0.0
+
+
+class PoolSizer:
+    """Decides on a pool's size; pure, but for what it has seen.
+
+    Args:
+        rules: its bounds and pace: max_actors is a number.
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(self, rules: PoolConfig, now: float) -> None:
+        self._rules = rules
+        self._at = now
+        self._growth, self._shrinkage = _Window(now), _Window(now)
+
+    def observe(self, now: float, *, waiting: float, active: int, running: int, pending: int) -> Decision | None:
+        """What is seen at a moment, and held since the last one; returns a new size where there should be one.
+
+        Args:
+            now: seconds of a monotonic clock.
+            waiting: share of the ranks for which no finished micro-batch is there, in [0, 1].
+            active: actors at work.
+            running: actors that have started.
+            pending: actors that have not yet, for want of a node or of time.
+        """
+        for window in (self._growth, self._shrinkage):
+            window.add(now - self._at, waiting, active, running)
+        self._at = now
+        rules, size = self._rules, running + pending
+        decision = None
+        if self._growth.seconds >= rules.grow_after_s:
+            growth, self._growth = self._growth, _Window(now)
+            if growth.waiting > rules.grow_wait:
+                self._shrinkage = _Window(now)
+                if not pending and growth.busy > _BUSY and size < rules.max_actors:
+                    grown = min(rules.max_actors, max(size + 1, math.floor(size * rules.grow_factor)))
+                    decision = Decision(
+                        grown,
+                        f"the ranks waited for {growth.waiting:.0%} of the last {growth.seconds:.0f} s, and "
+                        f"{growth.busy:.0%} of the actors were busy",
+                    )
+        if decision is None and self._shrinkage.seconds >= rules.shrink_after_s:
+            calm, self._shrinkage = self._shrinkage, _Window(now)
+            enough = max(rules.min_actors, math.ceil(calm.active * _SPARE))
+            if enough < size and calm.waiting <= _CALM:
+                decision = Decision(
+                    enough,
+                    f"the ranks waited for {calm.waiting:.0%} of the last {calm.seconds:.0f} s, in which "
+                    f"{calm.active:.1f} actors were busy",
+                )
+        return decision
+
+
 class PoolAutoscaler(DefaultActorAutoscaler):
     """Sizes the actor pool; called at each turn of Ray Data's scheduler."""
 
-    def __init__(self, topology: Any, resource_manager: Any, *, config: Any, rules: SizeRules, supervisor: Any):
+    def __init__(self, topology: Any, resource_manager: Any, *, config: Any, rules: PoolConfig, supervisor: Any):
         self._rules, self._supervisor = rules, supervisor
         now = time.monotonic()
         self._sizer: PoolSizer | None = None  # until the first micro-batch is there

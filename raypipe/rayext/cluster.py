@@ -20,7 +20,7 @@ from ray._private.node import Node
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
-from raypipe.plan.rank_group import rank_groups
+from raypipe.plan.schedule import rank_groups
 from raypipe.rayext.admission import claimed, claimed_by_others, holders
 from raypipe.rayext.node_limits import autoscaler_limits
 

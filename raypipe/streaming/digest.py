@@ -1,28 +1,53 @@
-"""The digest of a stream: one hash over index, label, pixels, masks and boxes of every micro-batch, in order.
+"""The digest of a stream: one hash over index, label, pixels, masks and boxes of every micro-batch, in order; as a
+file, and compared with another stream's.
 
-Two streams are the same stream if their digests are equal, whatever pool, workers and history made them.
+Two streams are the same stream if their digests are equal, whatever pool, workers and history made them. The file:
+
+    {"settings": {name: value}, "micro_batches": {"train-e0000-s000000-m000": 32 hex digits, …}}
+
+The settings are what fixes the stream (the plan's fingerprint, the transform, the versions of what decodes and
+transforms) and what must not change it (workers, actors, where it was resumed): where two streams differ, they
+tell why. To read and compare files needs neither Ray nor torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
-from raypipe.device.prefetcher import HostBatch
-from raypipe.errors import RaypipeError
+from raypipe.errors import ConfigError, RaypipeError
+from raypipe.lookup import version_of
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import rank_of
-from raypipe.streaming.rank_stream import host_batches
+from raypipe.storage.whole_file import read_json, write_json
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-    from raypipe.streaming.pipeline import StreamSpec
+    from raypipe.device.prefetcher import HostBatch
+    from raypipe.streaming.spec import StreamSpec
+
+# Whatever reads, decodes, transforms or draws at random on the CPU.
+PACKAGES = (
+    "raypipe",
+    "ray",
+    "numpy",
+    "pyarrow",
+    "simplejpeg",
+    "opencv-python-headless",
+    "pillow",
+    "albumentations",
+    "albucore",
+    "torch",
+    "torchvision",
+)
 
 
 def batch_digest(batch: HostBatch) -> bytes:
@@ -37,26 +62,12 @@ def batch_digest(batch: HostBatch) -> bytes:
     return digest.digest()
 
 
-class Combiner:
-    """One digest over those of many micro-batches, in order; holds none of them."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def add(self, digest: bytes) -> None:
-        self._hash.update(digest)
-
-    def hex(self) -> str:
-        """32 hex digits over what was added so far."""
-        return self._hash.hexdigest()
-
-
 def combine(digests: Iterable[bytes]) -> str:
     """32 hex digits over the digests of micro-batches, in order."""
-    combiner = Combiner()
+    combined = hashlib.blake2b(digest_size=16)
     for digest in digests:
-        combiner.add(digest)
-    return combiner.hex()
+        combined.update(digest)
+    return combined.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,9 @@ class MicroBatchDigest:
 _CHUNK = 16
 
 
-@ray.remote(num_cpus=0)
 def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
+    from raypipe.streaming.rank_stream import host_batches
+
     made = []
     for batch in host_batches(iterator):
         made.append(MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum())))
@@ -100,8 +112,20 @@ def iterate_digests(
     Raises:
         RaypipeError: a rank got other micro-batches than the plan gives it.
     """
-    iterators = spec.splits(cursor, max_actors=max_actors, world_size=world_size)
-    ranks = [_digests_of(_consume.options(num_returns="streaming").remote(iterator)) for iterator in iterators]
+    import ray
+
+    from raypipe.failures import get
+    from raypipe.streaming.pipeline import splits
+
+    consume = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
+
+    def digests_of(iterator: DataIterator) -> Iterator[MicroBatchDigest]:
+        stream: Any = consume.remote(iterator)
+        for made in stream:
+            yield from get(made)
+
+    iterators = splits(spec, cursor, max_actors=max_actors, world_size=world_size)
+    ranks = [digests_of(iterator) for iterator in iterators]
     for at in spec.plan.micro_batches(cursor):
         rank = rank_of(at.micro, world_size)
         found = next(ranks[rank], None)
@@ -114,39 +138,87 @@ def iterate_digests(
             raise RaypipeError(f"rank {rank} expected the end, the stream brought {found.name}")
 
 
-def _digests_of(stream: Any) -> Iterator[MicroBatchDigest]:
-    for ref in stream:
+@dataclass(frozen=True)
+class DigestFile:
+    """The digests of a stream.
+
+    Attributes:
+        address: of the file.
+        settings: that the stream was made with.
+        micro_batches: name → digest, 32 hex digits, in the order of the stream.
+    """
+
+    address: str
+    settings: dict[str, Any]
+    micro_batches: dict[str, str]
+
+    @staticmethod
+    def read(address: str | Path) -> DigestFile:
+        """Raises ConfigError where there is no such file."""
+        content = read_json(address)
         try:
-            made = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        yield from made
+            settings, micro_batches = dict(content["settings"]), dict(content["micro_batches"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{address} holds no digests ({type(error).__name__}: {error}): make it by "
+                "`raypipe digest STORE --output FILE`"
+            ) from None
+        return DigestFile(str(address), settings, micro_batches)
+
+    def write(self) -> None:
+        """Raises ConfigError where it cannot be written."""
+        write_json(self.address, {"settings": self.settings, "micro_batches": self.micro_batches})
 
 
-def stream_digests(
-    spec: StreamSpec, cursor: Cursor, *, max_actors: int, world_size: int
-) -> tuple[list[bytes], int]:
-    """All of `iterate_digests`.
-
-    Returns:
-        The digest of each micro-batch, in the order of the plan, and the number of samples with weight.
-    """
-    found = list(iterate_digests(spec, cursor, max_actors=max_actors, world_size=world_size))
-    return [one.digest for one in found], sum(one.num_samples for one in found)
-
-
-def tail_digest(spec: StreamSpec, num_tail: int, *, max_actors: int, world_size: int) -> tuple[str, str]:
-    """Run the whole stream, unbroken.
+def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
+    """Compare two streams over the micro-batches that both have.
 
     Returns:
-        The digest of all of it, and of its last `num_tail` micro-batches.
+        `equal`, `compared`, `different` (how many), `first_different` (None = all are equal), and `settings` that
+        differ, name → [the expected stream's, the found one's].
+
+    Raises:
+        ConfigError: the streams have no micro-batch in common.
     """
-    whole, tail = Combiner(), Combiner()
-    start = spec.plan.start()
-    before = spec.plan.num_micro_batches(start) - num_tail
-    found = iterate_digests(spec, start, max_actors=max_actors, world_size=world_size)
-    for number, one in enumerate(found):
-        whole.add(one.digest)
-        if number >= before:
-            tail.add(one.digest)
-    return whole.hex(), tail.hex()
+    both = [name for name in found.micro_batches if name in expected.micro_batches]
+    if not both:
+        raise ConfigError(
+            f"{expected.address} has no micro-batch of this stream: their ranges lie apart (from_step, "
+            "to_step), and there is nothing to compare"
+        )
+    different = [name for name in both if found.micro_batches[name] != expected.micro_batches[name]]
+    names = dict.fromkeys([*expected.settings, *found.settings])
+    values = {name: [expected.settings.get(name), found.settings.get(name)] for name in names}
+    return {
+        "equal": not different,
+        "compared": len(both),
+        "different": len(different),
+        "first_different": different[0] if different else None,
+        "settings": {name: pair for name, pair in values.items() if pair[0] != pair[1]},
+    }
+
+
+def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int) -> dict[str, Any]:
+    """What a stream is made with, as names and plain values.
+
+    Args:
+        spec: the stream.
+        workers: W.
+        actors: of the pool, at most.
+        from_step, to_step: the range, in training steps counted through all epochs.
+    """
+    val = spec.stores.get("val")
+    settings: dict[str, Any] = {
+        "plan": spec.plan.fingerprint,
+        "store": spec.stores["train"].address,
+        "val": None if val is None else val.address,
+        "val.fingerprint": None if val is None else val.fingerprint,
+        "left_out": len(spec.plan.kept["train"].left_out),
+        "val.left_out": len(spec.plan.kept["val"].left_out),
+    }
+    for section, values in (("plan", spec.plan.config), ("transform", spec.transform)):
+        settings |= {f"{section}.{name}": value for name, value in dataclasses.asdict(values).items()}
+    settings |= {"workers": workers, "actors": actors, "cache": spec.pool.cache}
+    settings |= {"from_step": from_step, "to_step": to_step}
+    settings |= {f"version.{name}": version_of(name) for name in PACKAGES}
+    return settings | {"version.python": platform.python_version(), "machine": platform.machine()}

@@ -22,13 +22,13 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.rayext.cluster import largest_divisor, preflight
+from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
-
-    from raypipe.streaming.pipeline import StreamSpec
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,15 @@ def feed(
         if max_actors is None:
             max_actors = preflight(spec.pool).max_actors
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
-        splits = spec.splits(
+        iterators = splits(
+            spec,
             start,
             max_actors=max_actors,
             world_size=world_size,
             supervisor=supervisor,
             executions=_executions(spec, world_size),
         )
-        handed = (splits, start, supervisor)
+        handed = (iterators, start, supervisor)
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig
@@ -30,16 +29,14 @@ from raypipe.metrics.timing import StageClock, StageTimes, mark
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import MicroBatchId, Segment, Split
 from raypipe.stores.base import name_of, title_of
-from raypipe.streaming.source import place_of
+from raypipe.streaming.row import host_batch
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Follower, News
-from raypipe.transform.encoded import EncodedMicroBatch
 from raypipe.transform.micro_batch import BadSampleBudget
 from raypipe.transform.quarantine import record_bad
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
-
-    from raypipe.streaming.pipeline import StreamSpec
 
 _RAY_DATA_THREAD = "iter_threaded"
 _THREAD_S = 5.0  # for a call to Ray that it is in
@@ -81,28 +78,6 @@ def _rows(iterator: DataIterator, threads: list[threading.Thread]) -> Iterator[H
         if not threads:
             threads += [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
         yield host_batch(row)
-
-
-def host_batch(row: dict[str, Any]) -> HostBatch:
-    """One row of the stream as a micro-batch."""
-    return HostBatch(
-        at=place_of({name: row[name][0] for name in ("split", "epoch", "step", "micro")}),
-        image=row["image"][0] if "image" in row else np.empty(0, np.uint8),
-        encoded=_encoded(row) if "data" in row else None,
-        label=row["label"][0],
-        weight=row["weight"][0],
-        index=row["index"][0],
-        num_bad=int(row["num_bad"][0]),
-        read_s=float(row["read_s"][0]),
-        work_s=float(row["work_s"][0]),
-        **{name: row[name][0] for name in ("mask", "boxes") if name in row},
-    )
-
-
-def _encoded(row: dict[str, Any]) -> EncodedMicroBatch:
-    return EncodedMicroBatch(
-        data=row["data"][0], offsets=row["offsets"][0], crop=row["crop"][0], flip=row["flip"][0], ok=row["ok"][0]
-    )
 
 
 class Feed:

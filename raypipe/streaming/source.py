@@ -18,57 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import ray
-from ray.data import Datasource, read_datasource
+import ray.data
+from ray.data import Datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.rank_group import EVERY_RANK, RankGroup
-from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
+from raypipe.plan.schedule import EVERY_RANK, PADDING, MicroBatchId, Plan, RankGroup, Split
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
+from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, TARGET_SCHEMA, Read, read_samples, source_row
 from raypipe.streaming.supervisor import Orders
-from raypipe.transform.targets import EncodedSample, as_bytes, read_encoded
+from raypipe.transform.targets import read_encoded
 
 if TYPE_CHECKING:
     from ray.data import Dataset
-
-SPLITS: tuple[Split, ...] = ("train", "val")
-_PLACE = [("split", pa.int8()), ("epoch", pa.int64()), ("step", pa.int64()), ("micro", pa.int64())]
-PLACE_SCHEMA = pa.schema(_PLACE)
-"""Rows for transform actors that read."""
-ENCODED_SCHEMA = pa.schema([*_PLACE, ("encoded", pa.list_(pa.large_binary())), ("label", pa.list_(pa.int64()))])
-"""Rows of a reader that reads; null in a split that it leaves to the actors."""
-_BINARIES = pa.list_(pa.large_binary())
-TARGET_SCHEMA = pa.schema([*ENCODED_SCHEMA, ("mask", _BINARIES), ("boxes", _BINARIES)])
-"""The same of a stream with masks or boxes."""
-
-
-def place_of(row: dict[str, Any]) -> MicroBatchId:
-    """The place in the run of one row, which may come from the source or from the stream."""
-    return MicroBatchId(SPLITS[int(row["split"])], int(row["epoch"]), int(row["step"]), int(row["micro"]))
-
-
-def read_samples(
-    store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None
-) -> tuple[list[Any], np.ndarray]:
-    """Encoded images, and labels int64 (B,), of int64 indices (B,); padding is None and 0.
-
-    Args:
-        targets: see `read_encoded`; where there are any, samples and padding are `EncodedSample`s.
-    """
-    real = indices != PADDING
-    read, read_labels = read_encoded(store, indices[real], targets)
-    if real.all():
-        return read, read_labels
-    samples: list[Any] = [EncodedSample(None) if targets else None] * len(indices)
-    labels = np.zeros(len(indices), np.int64)
-    for position, sample in zip(np.flatnonzero(real), read, strict=True):
-        samples[position] = sample
-    labels[real] = read_labels
-    return samples, labels
 
 
 # Micro-batches of a ReadTask: what a lost reader reads again at most. A task costs the driver 1 ms at the start.
@@ -118,22 +83,19 @@ class MicroBatchSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         shares = [(first, min(self._share, self._total - first)) for first in range(0, self._total, self._share)]
+        schema = PLACE_SCHEMA
+        if self._readers:
+            schema = TARGET_SCHEMA if self._targets else ENCODED_SCHEMA
         stream = (self._plan, self._cursor, self._readers, self._supervisor, self._group, self._targets)
-        rows = functools.partial(_rows, *stream)
+        rows = functools.partial(_rows, *stream, schema)
         return [
             ReadTask(
                 functools.partial(rows, first, count),
                 BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
-                schema=_schema(self._readers, self._targets),
+                schema=schema,
             )
             for first, count in shares or [(0, 0)]
         ]
-
-
-def _schema(readers: Mapping[Split, Store], targets: Mapping[str, str] | None) -> pa.Schema:
-    if not readers:
-        return PLACE_SCHEMA
-    return TARGET_SCHEMA if targets else ENCODED_SCHEMA
 
 
 def _rows(
@@ -143,27 +105,22 @@ def _rows(
     supervisor: Any,
     group: RankGroup,
     targets: Mapping[str, str] | None,
+    schema: pa.Schema,
     first: int,
     count: int,
 ) -> Iterator[pa.Table]:
     share = itertools.islice(plan.micro_batches(cursor, first, group), count)
-    schema = _schema(readers, targets)
     announce: _Announcer | None = None
     for number, at in enumerate(share):
         if number == 0 and supervisor is not None:
             announce = _Announcer(supervisor, f"{count} micro-batches from {at} on", bool(readers), targets)
-        row: list[Any] = [SPLITS.index(at.split), at.epoch, at.step, at.micro]
-        if readers:
-            # To serialise lists, even of nothing, takes as long as all other columns.
-            read: list[Any] = [None] * (len(schema) - len(row))
-            if at.split in readers:
-                store, indices = readers[at.split], plan.indices(at)
-                if announce:
-                    announce(number, at, store, indices)
-                read = _encoded(*read_samples(store, indices, targets), bool(targets))
-            row += read
-        arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
-        yield pa.Table.from_arrays(arrays, schema=schema)
+        read: Read | None = None
+        if at.split in readers:
+            store, indices = readers[at.split], plan.indices(at)
+            if announce:
+                announce(number, at, store, indices)
+            read = read_samples(store, indices, targets)
+        yield source_row(at, read, schema)
     if announce:
         announce.end()
 
@@ -219,49 +176,8 @@ class _Announcer:
         self._supervisor.has_read.remote(self._task)
 
 
-def _encoded(samples: list[Any], labels: np.ndarray, targets: bool) -> list[Any]:
-    if not targets:
-        return [samples, labels]
-    images, *columns = zip(*samples, strict=True)
-    return [images, labels, *([as_bytes(value) for value in column] for column in columns)]
-
-
-class StoreSource(Datasource):
-    """A store as a Ray Data source: one row per sample, stored order, cut into equal ranges."""
-
-    def __init__(self, store: Store, columns: tuple[str, ...]) -> None:
-        super().__init__()
-        self._store, self._columns = store, columns
-
-    def get_name(self) -> str:
-        return "Store"
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return None
-
-    def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
-    ) -> list[ReadTask]:
-        store, columns = self._store, self._columns
-        bounds = np.linspace(0, len(store), min(parallelism, max(1, len(store))) + 1).astype(np.int64)
-        return [
-            ReadTask(
-                functools.partial(_ranges, store, columns, int(start), int(stop)),
-                BlockMetadata(num_rows=int(stop - start), size_bytes=None, exec_stats=None, input_files=None),
-                per_task_row_limit=per_task_row_limit,
-            )
-            for start, stop in itertools.pairwise(bounds)
-        ]
-
-
 # Rows per block that a plain read yields: 110 KB images make about 28 MB, well under Ray's 128 MiB target.
 _ROWS_PER_BLOCK = 256
-
-
-def _ranges(store: Store, columns: tuple[str, ...], start: int, stop: int) -> Iterator[pa.Table]:
-    for first in range(start, stop, _ROWS_PER_BLOCK):
-        rows = store.read(np.arange(first, min(stop, first + _ROWS_PER_BLOCK)), columns)
-        yield pa.table({name: pa.array(values) for name, values in rows.items()})
 
 
 def read_lmdb(path: str, columns: list[str] | None = None, parallelism: int = -1) -> Dataset:
@@ -286,6 +202,11 @@ def read_lmdb(path: str, columns: list[str] | None = None, parallelism: int = -1
         raise StoreError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(store.columns)}")
     if parallelism != -1 and parallelism < 1:
         raise ConfigError(f"parallelism must be -1 or at least 1, got {parallelism}")
+    wanted = tuple(columns) if columns else store.columns
+
+    def read(ids: dict[str, np.ndarray]) -> pa.Table:
+        return pa.table({name: pa.array(values) for name, values in store.read(ids["id"], wanted).items()})
+
     tasks = 8 if parallelism == -1 else parallelism
-    source = StoreSource(store, tuple(columns) if columns else store.columns)
-    return read_datasource(source, override_num_blocks=min(tasks, max(1, len(store))))
+    indices = ray.data.range(len(store), override_num_blocks=min(tasks, max(1, len(store))))
+    return indices.map_batches(read, batch_size=_ROWS_PER_BLOCK)

@@ -1,30 +1,30 @@
-"""One transform actor: a row that names a micro-batch in, a row of pixels out.
+"""One transform actor: a row that names a micro-batch in, a row of pixels out; see `raypipe.streaming.row`.
 
-in    split, epoch, step, micro        and, from a reader: encoded, label and maybe mask, boxes, lists of B
-out   split, epoch, step, micro        image uint8 (1, B, H, W, 3), or, for the device to decode, the arrays of an
-                                       EncodedMicroBatch, each (1, …); of streams that have them, mask uint8
-                                       (1, B, H, W), boxes float32 (1, B, K, 5); label, index int64 (1, B),
-                                       weight float32 (1, B), num_bad int64 (1,),
-                                       read_s, work_s float64 (1,): seconds spent on it here
+The Guard is around each micro-batch: a time limit, fresh memory, and a record of what it was at.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
+import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import ray
 
+from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import ActorMetrics
-from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
-from raypipe.stores.base import Store, name_of
-from raypipe.streaming.guard import Guard
-from raypipe.streaming.source import SPLITS, place_of, read_samples
+from raypipe.plan.schedule import PADDING, MicroBatchId, Split
+from raypipe.storage import local_file
+from raypipe.stores.base import name_of
+from raypipe.streaming.row import PLACE_SCHEMA, made_row, place_of, read_of, read_samples
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.encoded_transform import EncodedMicroBatchTransform, encoded_transform
 from raypipe.transform.micro_batch import (
     FIRST_ATTEMPT,
@@ -38,10 +38,76 @@ from raypipe.transform.quarantine import record_bad
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import Key
 from raypipe.transform.target_transform import micro_batch_transform
-from raypipe.transform.targets import EncodedSample, read_encoded
+from raypipe.transform.targets import read_encoded
 
-if TYPE_CHECKING:
-    from raypipe.streaming.pipeline import StreamSpec
+# A restarted actor asks what is known of so many micro-batches before it trusts the world again. What killed it
+# was at most as far away as the queue of its tasks.
+_WARY_FOR = 64
+# Results of the last micro-batch are on their way when an actor ends itself.
+_FLUSH_S = 0.2
+_STDERR = 2
+
+
+class Guard:
+    """Of one transform actor.
+
+    Args:
+        supervisor: handle of a Supervisor.
+        time_limit_s: seconds for a micro-batch, and, in a careful attempt, for each sample; 0 = none.
+        recycle_after: micro-batches after which the process ends, to be restarted; 0 = never.
+    """
+
+    def __init__(self, supervisor: Any, time_limit_s: float, recycle_after: int) -> None:
+        self._supervisor, self._time_limit_s, self._recycle_after = supervisor, time_limit_s, recycle_after
+        context = ray.get_runtime_context()
+        self._actor = context.get_actor_id() or f"process {os.getpid()}"
+        home = f"process {os.getpid()} on {ray.util.get_node_ip_address()}, node {context.get_node_id()[:8]}"
+        self._wary = _WARY_FOR if ray.get(supervisor.arrived.remote(self._actor, home)) else 0
+        self._num_done = 0
+
+    @contextlib.contextmanager
+    def micro_batch(self, at: MicroBatchId) -> Iterator[Attempt]:
+        """Gives what is known of a micro-batch; around its transform.
+
+        Raises:
+            ResourceError: it has cost too many actors.
+        """
+        if self._recycle_after and self._num_done >= self._recycle_after:
+            self._leave()
+        begun = self._supervisor.begins.remote(self._actor, str(at))
+        attempt = FIRST_ATTEMPT
+        if self._wary:
+            self._wary -= 1
+            orders = ray.get(begun)
+            if orders.error:
+                raise ResourceError(orders.error)
+            if orders.careful or orders.bad:
+                why = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
+                attempt = Attempt(dict.fromkeys(orders.bad, why), self._touch if orders.careful else None)
+        self._watch()
+        local_file.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
+        try:
+            yield attempt
+        finally:
+            local_file.on_progress.remove(self._watch)
+            faulthandler.cancel_dump_traceback_later()
+        if attempt.before_sample:
+            ray.get(self._supervisor.ended.remote(self._actor))
+        self._num_done += 1
+
+    def _watch(self) -> None:
+        # A thread of C's: it works while a transform holds the interpreter, and shows where that was.
+        if self._time_limit_s:
+            faulthandler.dump_traceback_later(self._time_limit_s, exit=True, file=_STDERR)
+
+    def _touch(self, index: int) -> None:
+        ray.get(self._supervisor.touches.remote(self._actor, index))
+        self._watch()
+
+    def _leave(self) -> None:
+        ray.get(self._supervisor.leaves.remote(self._actor))
+        time.sleep(_FLUSH_S)
+        os._exit(1)  # Ray restarts an actor that dies, and lets one go that exits
 
 
 class TransformWorker:
@@ -58,9 +124,7 @@ class TransformWorker:
         self._guard: Guard | None = None
         if supervisor is not None:
             self._guard = Guard(supervisor, spec.transform.time_limit_s, spec.pool.recycle_after)
-        self._plan: Plan = spec.plan
-        self._stores: dict[Split, Store] = spec.stores
-        self._quarantine = spec.quarantine
+        self._plan, self._stores, self._quarantine = spec.plan, spec.stores, spec.quarantine
         config = spec.transform
         self._targets = config.target_columns
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
@@ -91,16 +155,18 @@ class TransformWorker:
             )
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
-        row = {name: table[name][0] for name in table.column_names}
-        at = place_of({name: row[name].as_py() for name in ("split", "epoch", "step", "micro")})
-        return self.run(at, row)
+        return self.run(place_of({name: table[name][0].as_py() for name in PLACE_SCHEMA.names}), table)
 
-    def run(self, at: MicroBatchId, row: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-        """The finished row of one micro-batch; reads the store unless a reader has done so."""
+    def run(self, at: MicroBatchId, table: pa.Table | None = None) -> dict[str, np.ndarray]:
+        """The finished row of one micro-batch; reads the store unless a reader has done so.
+
+        Args:
+            table: the row of the source.
+        """
         guarded = self._guard.micro_batch(at) if self._guard else contextlib.nullcontext(FIRST_ATTEMPT)
         started = time.perf_counter()
         with guarded as self._attempt:
-            result, read_s, num_kept = self._made(at, row, self._attempt)
+            result, read_s, num_kept = self._made(at, table, self._attempt)
             work_s = time.perf_counter() - started
         # Unguarded: where records go may be slow, which is no fault of the samples.
         if result.bad:
@@ -110,26 +176,10 @@ class TransformWorker:
             num_samples = int((self._plan.indices(at) != PADDING).sum())
             self._metrics.looked_up(at.split, hits=num_kept, misses=num_samples - num_kept)
         self._budget.spend(len(result.bad), len(result.index), result.bad[-1] if result.bad else None)
-        return {
-            "split": np.array([SPLITS.index(at.split)], np.int8),
-            "epoch": np.array([at.epoch]),
-            "step": np.array([at.step]),
-            "micro": np.array([at.micro]),
-            **(
-                {"image": result.image}
-                if isinstance(result.image, np.ndarray)
-                else {name: array[None] for name, array in result.image.items()}
-            ),
-            "label": result.label[None],
-            "index": result.index[None],
-            "weight": result.weight[None],
-            "num_bad": np.array([len(result.bad)]),
-            "read_s": np.array([read_s]),
-            "work_s": np.array([work_s]),
-        }
+        return made_row(at, result, read_s, work_s)
 
     def _made(
-        self, at: MicroBatchId, row: Mapping[str, Any] | None, attempt: Attempt
+        self, at: MicroBatchId, table: pa.Table | None, attempt: Attempt
     ) -> tuple[MicroBatchResult, float, int]:
         """A micro-batch, the seconds that reading took, and how many of its samples were in the cache."""
         started = time.perf_counter()
@@ -137,28 +187,22 @@ class TransformWorker:
         indices = self._plan.indices(at)
         cache = self._caches.get(at.split)
         kept = cache.find(indices) if cache else {}
-        samples: list[Any]
-        if row and "encoded" in row and row["encoded"].is_valid:
-            samples = row["encoded"].as_py()
-            labels = np.asarray(row["label"].values)
-            if self._targets:
-                parts = (samples, row["mask"].as_py(), row["boxes"].as_py())
-                samples = [EncodedSample(*sample) for sample in zip(*parts, strict=True)]
+        read = read_of(table) if table is not None else None
+        if read is not None:
+            samples, labels = read
         elif attempt.before_sample:  # each by itself, once it is announced: to read it may be what kills
             samples = [functools.partial(self._read, at.split, index) for index in indices.tolist()]
             labels = np.zeros(len(indices), np.int64)
-            for position, decoded in kept.items():
-                labels[position] = decoded.label
         else:
             wanted = indices.copy()
             wanted[list(kept)] = PADDING
             if attempt.bad:  # it would not come back
                 wanted[np.isin(indices, list(attempt.bad))] = PADDING
             samples, labels = read_samples(self._stores[at.split], wanted, self._targets)
-            for position, decoded in kept.items():
-                labels[position] = decoded.label
         for position, decoded in kept.items():
             samples[position] = decoded
+            if read is None:
+                labels[position] = decoded.label
         read_s = time.perf_counter() - started
 
         def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:

@@ -34,7 +34,8 @@ from raypipe.storage.run_folder import RunExistsError, check_owner, taken
 from raypipe.storage.whole_file import write_text
 from raypipe.stores import open_store, store_options
 from raypipe.stores.digits import digits_stores
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.pipeline import check_memory
+from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import find_newest, has_checkpoints, set_aside
 from raypipe.train.runlog import remove_stop, request_stop, stop_requested
 from raypipe.transform.transform_steps import config_without_files
@@ -80,7 +81,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         interrupts.stand()
         with reserved(run.name, run.pool, run.train, run.plan.per_step, interrupts.check) as allocation:
             spec.plan.check_workers(allocation.workers)
-            spec.check_memory(allocation.max_actors, allocation.workers)
+            check_memory(spec, allocation.max_actors, allocation.workers)
             interrupts.check()
             # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
             set_aside(run_uri, found)

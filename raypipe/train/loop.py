@@ -33,8 +33,8 @@ from raypipe.metrics.timing import StageTimes, diagnose
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.storage.run_folder import is_held
 from raypipe.streaming.handover import feed
-from raypipe.streaming.pipeline import StreamSpec
 from raypipe.streaming.rank_stream import Feed, SegmentFeed
+from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import Checkpoint, find_newest, write_checkpoint
 from raypipe.train.models import Ema, build_model, build_optimizer, learning_rate, restore_optimizer
 from raypipe.train.ordered_sum import OrderedGradients, StepBatchNorm

@@ -17,7 +17,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.atomic import write_atomically
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.spec import StreamSpec
 
 from conftest import CLASSES, picture  # isort: skip
 

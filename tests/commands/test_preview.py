@@ -20,7 +20,7 @@ from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformC
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.pages.picture import Tile, draw, wrap
-from raypipe.plan.order import GlobalOrder, StoredOrder, WindowOrder, positions_of
+from raypipe.plan.order import GlobalOrder, StoredOrder, WindowOrder
 from raypipe.plan.schedule import Plan
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode import decode
@@ -61,13 +61,13 @@ def test_a_position_is_the_inverse_of_the_order(size: int, kind: str) -> None:
     }
     for epoch in (0, 1, 7):
         indices = orders[kind].indices(epoch, np.arange(size))
-        assert positions_of(orders[kind], epoch, indices).tolist() == list(range(size))
+        assert orders[kind].positions(epoch, indices).tolist() == list(range(size))
 
 
 def test_a_position_in_a_huge_store_takes_no_search() -> None:
     order = GlobalOrder(10**12, 1)
     positions = np.array([0, 123_456_789_012, 10**12 - 1])
-    assert positions_of(order, 4, order.indices(4, positions)).tolist() == positions.tolist()
+    assert order.positions(4, order.indices(4, positions)).tolist() == positions.tolist()
 
 
 def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:

@@ -37,7 +37,7 @@ from raypipe.plan.schedule import rank_of
 from raypipe.stores.atomic import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import feed
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.spec import StreamSpec
 from raypipe.train.trainer import RunTrainer
 
 NUM_SAMPLES, SIDE = 320, 16

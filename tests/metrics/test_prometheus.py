@@ -22,8 +22,8 @@ from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import METRICS
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import feed
-from raypipe.streaming.pipeline import StreamSpec
 from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 
 from conftest import CLASSES, picture  # isort: skip

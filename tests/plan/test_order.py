@@ -21,7 +21,6 @@ from raypipe.plan.order import (
     default_window_groups,
     derive_keys,
     permute,
-    positions_of,
 )
 
 UNEVEN = np.array([0, 3, 5, 5, 9, 12])  # the third group is empty
@@ -206,7 +205,7 @@ def test_an_order_of_what_is_left_has_each_once_and_its_inverse(left_out: set[in
         left = KeptOrder(order, kept)
         found = whole(left, epoch)
         assert sorted(found) == indices
-        assert positions_of(left, epoch, np.array(found)).tolist() == list(range(len(indices)))
+        assert left.positions(epoch, np.array(found)).tolist() == list(range(len(indices)))
 
 
 def test_golden_order_of_what_is_left() -> None:
@@ -219,7 +218,7 @@ def test_golden_order_of_what_is_left() -> None:
 
 def test_a_sample_that_is_left_out_has_no_position() -> None:
     with pytest.raises(AssertionError, match="left out"):
-        positions_of(KeptOrder(StoredOrder(4), Kept(np.array([2]))), 0, np.array([1, 2]))
+        KeptOrder(StoredOrder(4), Kept(np.array([2]))).positions(0, np.array([1, 2]))
 
 
 def test_what_is_left_of_a_billion_samples_costs_no_memory_of_their_number() -> None:

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from raypipe.config import PoolConfig
 from raypipe.rayext import autoscaler
 from raypipe.rayext.admission import Amounts
-from raypipe.rayext.autoscaler import PoolAutoscaler
-from raypipe.rayext.pool_size import Decision
+from raypipe.rayext.autoscaler import Decision, PoolAutoscaler, PoolSizer
 
+RULES = PoolConfig(min_actors=1, max_actors=16, grow_after_s=5, shrink_after_s=60)
 BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 
 
@@ -70,3 +73,106 @@ def test_a_pool_does_not_grow_into_what_another_run_has_claimed(monkeypatch: pyt
     assert asked_for() == 0 and not said
     claims.clear()
     assert asked_for() == 2 and said == ["2 → 4 transform actors: the ranks waited"]
+
+
+# The rule
+
+
+def watch(
+    seconds: float,
+    *,
+    waiting: float,
+    active: int,
+    running: int,
+    pending: int = 0,
+    rules: PoolConfig = RULES,
+    sizer: PoolSizer | None = None,
+    start: float = 0.0,
+) -> list[tuple[float, Decision]]:
+    """What is decided when things stay as they are, looked at ten times a second."""
+    sizer = sizer or PoolSizer(rules, start)
+    found = []
+    for tick in range(1, round(seconds * 10) + 1):
+        now = start + tick / 10
+        decision = sizer.observe(now, waiting=waiting, active=active, running=running, pending=pending)
+        if decision:
+            found.append((now, decision))
+    return found
+
+
+def test_a_pool_that_is_waited_for_and_busy_grows_by_the_factor_after_the_window() -> None:
+    ((when, decision), *_) = watch(6, waiting=1, active=4, running=4)
+    assert when == pytest.approx(5, abs=0.11) and decision.size == 8
+    assert decision.reason == "the ranks waited for 100% of the last 5 s, and 100% of the actors were busy"
+
+
+def test_growth_stops_at_the_most_actors() -> None:
+    assert [d.size for _, d in watch(6, waiting=1, active=12, running=12)] == [16]
+    assert watch(100, waiting=1, active=16, running=16) == []
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param({"waiting": 0, "active": 8, "running": 8}, id="a busy pool that nobody waits for"),
+        pytest.param(
+            {"waiting": 1, "active": 3, "running": 8}, id="idle actors: the reader or a straggler is slow"
+        ),
+        pytest.param({"waiting": 1, "active": 4, "running": 4, "pending": 4}, id="more are coming already"),
+        pytest.param({"waiting": 0.1, "active": 8, "running": 8}, id="waiting within the limit"),
+    ],
+)
+def test_a_pool_that_more_actors_would_not_help_does_not_grow(seen: dict[str, float]) -> None:
+    assert [d for _, d in watch(50, **seen) if d.size > 8] == []  # type: ignore[arg-type]
+
+
+def test_after_the_cool_down_the_pool_shrinks_to_the_busy_ones_and_some_to_spare() -> None:
+    ((when, decision),) = watch(61, waiting=0, active=4, running=16)
+    assert when == pytest.approx(60, abs=0.11) and decision.size == 5
+    assert decision.reason == "the ranks waited for 0% of the last 60 s, in which 4.0 actors were busy"
+
+
+def test_a_paused_trainer_leaves_the_least_actors() -> None:
+    assert [d.size for _, d in watch(61, waiting=0, active=0, running=16)] == [1]
+    rules = PoolConfig(min_actors=3, max_actors=16, shrink_after_s=60)
+    assert [d.size for _, d in watch(61, waiting=0, active=0, running=16, rules=rules)] == [3]
+
+
+def test_actors_that_have_not_come_are_given_up_when_they_are_not_needed_any_more() -> None:
+    assert [d.size for _, d in watch(61, waiting=0, active=1, running=2, pending=6)] == [2]
+
+
+def test_a_pool_that_is_waited_for_a_little_keeps_its_size() -> None:
+    assert watch(200, waiting=0.1, active=2, running=8) == []
+
+
+def test_waiting_starts_the_cool_down_anew() -> None:
+    sizer = PoolSizer(RULES, 0)
+    assert watch(50, waiting=0, active=1, running=8, sizer=sizer) == []
+    assert watch(5, waiting=1, active=1, running=8, sizer=sizer, start=50) == []
+    assert watch(55, waiting=0, active=1, running=8, sizer=sizer, start=55) == []
+    assert len(watch(10, waiting=0, active=1, running=8, sizer=sizer, start=110)) == 1
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 1), st.integers(0, 20), st.integers(1, 20), st.integers(0, 20), st.floats(0.01, 30)
+        ),
+        max_size=50,
+    ),
+    st.integers(1, 5),
+    st.integers(0, 20),
+)
+def test_no_history_leads_out_of_the_bounds(history: list[tuple], fewest: int, more: int) -> None:
+    rules = PoolConfig(min_actors=fewest, max_actors=fewest + more)
+    sizer, now = PoolSizer(rules, 0), 0.0
+    for waiting, active, running, pending, seconds in history:
+        now += seconds
+        decision = sizer.observe(
+            now, waiting=waiting, active=min(active, running), running=running, pending=pending
+        )
+        if decision:
+            grows = decision.size > running + pending
+            assert decision.size != running + pending
+            assert decision.size <= rules.max_actors if grows else decision.size >= rules.min_actors

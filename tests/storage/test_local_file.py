@@ -38,7 +38,7 @@ import h5py, numpy as np
 import raypipe.commands.ingest, raypipe.commands.inspection
 from raypipe.commands.cli import main, parse_run
 from raypipe.stores.bad_list import read_bad_list
-from raypipe.streaming.digest_file import DigestFile
+from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_store
 from raypipe.stores import folder, hdf5, lmdb, memory, parquet, tar, tfrecord, zip
 from raypipe.transform.transform_steps import read_steps

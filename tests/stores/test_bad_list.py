@@ -13,7 +13,7 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.stores.bad_list import read_bad_list, write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.spec import StreamSpec
 
 from conftest import picture  # isort: skip
 

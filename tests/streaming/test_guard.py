@@ -21,7 +21,7 @@ from raypipe.storage.local_file import progress
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import feed
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.spec import StreamSpec
 
 from conftest import CLASSES, picture  # isort: skip
 

@@ -17,10 +17,12 @@ from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetWriter
-from raypipe.streaming.digest import batch_digest, combine, stream_digests
+from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.handover import feed
-from raypipe.streaming.pipeline import StreamSpec, stream
-from raypipe.streaming.rank_stream import Feed, host_batch, host_batches
+from raypipe.streaming.pipeline import dataset, splits, stream
+from raypipe.streaming.rank_stream import Feed, host_batches
+from raypipe.streaming.row import host_batch
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 
 from conftest import CLASSES, picture, samples  # isort: skip
@@ -37,8 +39,8 @@ def spec_of(stores: dict[str, Path], train: str = "train", **changes: Any) -> St
 
 def digests(spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0) -> list[bytes]:
     spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5))
-    found, _ = stream_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
-    return found
+    found = iterate_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
+    return [one.digest for one in found]
 
 
 def test_the_digest_is_the_same_for_any_pool_and_any_workers_and_after_a_resume(
@@ -63,12 +65,12 @@ def test_each_rank_gets_the_same_from_any_number_of_executions(stores: dict[str,
     for executions, from_step in ((2, 0), (4, 2)):
         pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
         # It fails where a rank gets what another should.
-        found, _ = stream_digests(
+        found = iterate_digests(
             dataclasses.replace(spec, pool=pool), spec.plan.cursor_at(from_step), max_actors=4, world_size=4
         )
-        assert found == alone[4 * from_step :]
+        assert [one.digest for one in found] == alone[4 * from_step :]
     with pytest.raises(ConfigError, match=r"pool\.executions=3 does not divide 4 workers"):
-        spec.splits(spec.plan.start(), max_actors=4, world_size=4, executions=3)
+        splits(spec, spec.plan.start(), max_actors=4, world_size=4, executions=3)
     with pytest.raises(ConfigError, match=r"one execution: pool\.executions is 2"):
         stream(stores["train"], plan=plan, pool=PoolConfig(executions=2))
 
@@ -77,8 +79,8 @@ def test_the_digest_depends_on_the_seed_and_not_on_who_reads(stores: dict[str, P
     spec = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3))
     read_apart = digests(spec)
     in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor"))
-    found, _ = stream_digests(in_actors, spec.plan.start(), max_actors=2, world_size=1)
-    assert combine(found) == combine(read_apart)
+    found = iterate_digests(in_actors, spec.plan.start(), max_actors=2, world_size=1)
+    assert [one.digest for one in found] == read_apart
     other = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3, seed=6))
     assert not set(digests(other)[:12]) & set(read_apart[:12])
 
@@ -96,7 +98,8 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
     spec = StreamSpec.of(path, path, plan=dataclasses.replace(PLAN, epochs=1), transform=settings)
     read_apart = digests(spec)
     in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
-    assert stream_digests(in_actors, spec.plan.start(), max_actors=2, world_size=2)[0] == read_apart
+    found = iterate_digests(in_actors, spec.plan.start(), max_actors=2, world_size=2)
+    assert [one.digest for one in found] == read_apart
     worker, places = TransformWorker(spec), spec.plan.micro_batches(spec.plan.start())
     assert [batch_digest(host_batch(worker.run(at))) for at in places] == read_apart
     seen = [batch for segment in feed(spec, max_actors=1) for step in segment for batch in step]
@@ -115,7 +118,7 @@ def test_every_training_sample_comes_at_most_once_and_every_validation_sample_on
     spec = spec_of(stores)
     labels = open_store(stores["train"]).read(np.arange(100), ("label",))["label"]
     seen: dict[tuple[str, int], list[int]] = {}
-    for batch in host_batches(spec.splits(spec.plan.start(), max_actors=1)[0]):
+    for batch in host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]):
         real = batch.weight > 0
         seen.setdefault((batch.at.split, batch.at.epoch), []).extend(batch.index[real].tolist())
         assert batch.image.dtype == np.uint8 and batch.image.shape == (8, 24, 24, 3)
@@ -146,13 +149,13 @@ def test_the_feed_gives_segments_steps_and_cursors_even_when_some_are_left_out(s
 
 
 def test_stream_is_a_plain_dataset_of_micro_batches(stores: dict[str, Path]) -> None:
-    dataset = stream(
+    made = stream(
         stores["train"],
         plan=PlanConfig(epochs=1, micro_batch=25, shuffle="off"),
         train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
         pool=PoolConfig(max_actors=1),
     )
-    rows = list(dataset.iter_batches(batch_size=None))
+    rows = list(made.iter_batches(batch_size=None))
     assert [row["step"].tolist() for row in rows] == [[0], [1], [2], [3]]
     assert np.concatenate([row["index"][0] for row in rows]).tolist() == list(range(100))
     assert rows[0]["image"].shape == (1, 25, 10, 12, 3)
@@ -172,7 +175,7 @@ def test_while_the_consumer_stands_still_little_is_in_flight_and_nothing_spins(
         train_transform=traced,
         pool=PoolConfig(in_flight=6),
     )
-    batches = host_batches(spec.splits(spec.plan.start(), max_actors=1)[0])
+    batches = host_batches(splits(spec, spec.plan.start(), max_actors=1)[0])
     before = set(threading.enumerate())
     for _ in range(5):
         next(batches)
@@ -207,7 +210,7 @@ def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(t
             pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5),
             quarantine=(tmp_path / folder).as_uri(),
         )
-        rows = host_batches(spec.splits(spec.plan.start(), max_actors=actors)[0])
+        rows = host_batches(splits(spec, spec.plan.start(), max_actors=actors)[0])
         return [(b.at, b.index.tolist(), b.label.tolist(), b.weight.tolist(), b.num_bad) for b in rows]
 
     rows = run(1, "one")
@@ -241,7 +244,7 @@ def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
     spec = StreamSpec.of(store, plan=ONE_EPOCH, transform=transform)
     for world_size in (1,):
         with pytest.raises(error, match=message) as caught:
-            list(host_batches(spec.splits(spec.plan.start(), max_actors=1, world_size=world_size)[0]))
+            list(host_batches(splits(spec, spec.plan.start(), max_actors=1, world_size=world_size)[0]))
         assert type(caught.value) is error
 
 
@@ -253,14 +256,14 @@ def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: 
         plan=PlanConfig(epochs=1, micro_batch=10, per_step=5),
         transform=dataclasses.replace(SMALL, val="none", train="none"),
     )
-    found, real = stream_digests(spec, spec.plan.start(), max_actors=1, world_size=1)
-    assert len(found) == 15 and real == 103
+    found = list(iterate_digests(spec, spec.plan.start(), max_actors=1, world_size=1))
+    assert len(found) == 15 and sum(one.num_samples for one in found) == 103
 
 
 def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
     spec, other = spec_of(stores), spec_of(stores, plan=dataclasses.replace(PLAN, seed=6))
     with pytest.raises(CursorError, match=other.plan.fingerprint):
-        spec.dataset(other.plan.start(), max_actors=1)
+        dataset(spec, other.plan.start(), max_actors=1)
 
 
 def test_more_in_flight_than_the_object_store_holds_is_refused_at_once(stores: dict[str, Path]) -> None:

@@ -24,8 +24,8 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.atomic import write_atomically
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.pipeline import StreamSpec
 from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 
 CPU = torch.device("cpu")

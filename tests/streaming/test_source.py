@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -23,16 +22,9 @@ from raypipe.stores.base import Columns, Store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import feed
-from raypipe.streaming.pipeline import StreamSpec
-from raypipe.streaming.source import (
-    ENCODED_SCHEMA,
-    PLACE_SCHEMA,
-    MicroBatchSource,
-    StoreSource,
-    place_of,
-    read_lmdb,
-    read_samples,
-)
+from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, place_of, read_samples
+from raypipe.streaming.source import MicroBatchSource, read_lmdb
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.targets import EncodedSample
 
 from conftest import CLASSES, samples  # isort: skip
@@ -166,19 +158,6 @@ def test_padding_is_a_sample_of_nothing_where_there_are_targets() -> None:
 
 
 # A store as a plain source
-
-
-@pytest.mark.parametrize(
-    ("num", "parallelism", "sizes"),
-    [(10, 1, [10]), (10, 3, [3, 3, 4]), (3, 8, [1, 1, 1]), (0, 8, [0]), (600, 2, [300, 300])],
-)
-def test_ranges_are_equal_and_in_order(num: int, parallelism: int, sizes: list[int]) -> None:
-    source = StoreSource(MemoryStore([b"%d" % i for i in range(num)], range(num)), ("image", "label"))
-    tasks = source.get_read_tasks(parallelism)
-    assert [task.metadata.num_rows for task in tasks] == sizes
-    found = [[row["label"] for table in task() for row in table.to_pylist()] for task in tasks]
-    assert [len(part) for part in found] == sizes
-    assert list(itertools.chain(*found)) == list(range(num))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.micro_batch import Attempt
 

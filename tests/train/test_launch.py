@@ -18,7 +18,7 @@ from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.launch import (
     _check_run_folder,

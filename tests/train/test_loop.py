@@ -25,7 +25,7 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError
 from raypipe.metrics.records import SAMPLES, read_records
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.spec import StreamSpec
 from raypipe.train.launch import spec_of, train
 from raypipe.train.loop import Trainer
 from raypipe.train.runlog import request_stop

@@ -18,7 +18,7 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import crop_decode, jpeg_extension
 from raypipe.transform.crop_decode import CropDecoder, decode_box

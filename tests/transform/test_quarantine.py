@@ -14,8 +14,8 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.streaming.digest import batch_digest
-from raypipe.streaming.pipeline import StreamSpec
-from raypipe.streaming.rank_stream import host_batch
+from raypipe.streaming.row import host_batch
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import quarantine
 from raypipe.transform.quarantine import record_bad

@@ -23,9 +23,9 @@ from raypipe.errors import ConfigError
 from raypipe.stores import open_store
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest, combine, stream_digests
-from raypipe.streaming.pipeline import StreamSpec
-from raypipe.streaming.rank_stream import host_batch
+from raypipe.streaming.digest import batch_digest, combine, iterate_digests
+from raypipe.streaming.row import host_batch
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import sample_cache
 from raypipe.transform.decode import decode, encode_jpeg
@@ -497,8 +497,8 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
             transform=TransformConfig(size=24),
             pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, cache=place, cache_bytes=limit),
         )
-        found, _ = stream_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=1)
-        return found
+        found = iterate_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=1)
+        return [one.digest for one in found]
 
     # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
     caches = open_caches(

@@ -1,20 +1,58 @@
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+import ray.data
+from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
-from raypipe.rayext import pool_watch
-from raypipe.rayext.pool_watch import PoolWatch
-from raypipe.streaming.pipeline import StreamSpec
+from raypipe.rayext import flow
+from raypipe.rayext.flow import InFlight, PoolWatch
+from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_is_slow() -> None:
+    # A process and a cluster of its own, with an object store of 80 MiB.
+    script = Path(__file__).parents[1] / "flow_bench.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(*found, sep="\n")
+    assert len(found) == 4 and found[0]["streamed_mib"] >= 10 * found[0]["store_mib"]
+    for case in found:
+        assert case["micro_batches"] == case["expected"]
+        assert case["spilled_mib"] == 0
+        # What lies above the micro-batches in flight was let go, and waits for Ray to free it, once a second.
+        assert case["peak_mib"] <= case["store_mib"]
+        assert case["grown_mib"] < 150
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_executions_under_the_context_and_no_others_read_their_metadata_themselves() -> None:
+    context = ray.data.DataContext.get_current().copy()
+    flow.configure(context, InFlight(2), 1, False, start_supervisor(1), 60.0)
+    for chosen, is_inline in ((context, True), (ray.data.DataContext.get_current(), False)):
+        with ray.data.DataContext.current(chosen):
+            dataset: Any = ray.data.range(1)
+            rows = iter(dataset.iter_batches(batch_size=None))
+            assert next(rows)["id"].tolist() == [0]
+            assert isinstance(dataset._current_executor._metadata_fetcher, InlineMetadataFetcher) == is_inline
+            assert next(rows, None) is None
 
 
 @pytest.mark.cluster
@@ -29,7 +67,7 @@ def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
     )
     supervisor = start_supervisor(1)
     with pytest.raises(ResourceError) as caught:
-        next(host_batches(spec.splits(spec.plan.start(), max_actors=1, supervisor=supervisor)[0]))
+        next(host_batches(splits(spec, spec.plan.start(), max_actors=1, supervisor=supervisor)[0]))
     for part in ("the stream stands still", "for 5 s", "1 have not started", "0 CPUs free", "Add CPU nodes"):
         assert part in str(caught.value)
     ((kind, text),) = ray.get(supervisor.events.remote(0))
@@ -66,7 +104,7 @@ class Watch(PoolWatch):
     def __init__(self, pool: Pool) -> None:
         self.notes: list[str] = []
         settings = {
-            "raypipe.streaming.supervisor": SimpleNamespace(
+            "raypipe.supervisor": SimpleNamespace(
                 note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text))
             ),
             "raypipe.stall_timeout_s": 60.0,
@@ -84,7 +122,7 @@ class Watch(PoolWatch):
 def free_cpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What the cluster has free."""
     free = {"CPU": 0.0}
-    monkeypatch.setattr(pool_watch, "ray", SimpleNamespace(available_resources=lambda: free))
+    monkeypatch.setattr(flow, "ray", SimpleNamespace(available_resources=lambda: free))
     return free
 
 
@@ -95,9 +133,9 @@ def told(watch: Watch, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, int
         looks: seconds, actors that run, actors that do not yet, and whether one is queued for CPUs.
     """
     pool = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
-    monkeypatch.setattr(pool_watch, "holders", lambda: "job 7 holds 2 CPUs")
+    monkeypatch.setattr(flow, "holders", lambda: "job 7 holds 2 CPUs")
     for seconds, running, restarting, queued in looks:
-        monkeypatch.setattr(pool_watch, "waited_for", lambda queued=queued: {1.0} if queued else set())
+        monkeypatch.setattr(flow, "waited_for", lambda queued=queued: {1.0} if queued else set())
         info = SimpleNamespace(running=running, restarting=restarting, pending=0)
         op = SimpleNamespace(_actor_pool=pool, get_actor_info=lambda info=info: info)
         watch._tell_of_none(op, watch._progress[1] + seconds)

@@ -1,0 +1,136 @@
+"""The row of the stream, which is one micro-batch and one Ray block: its columns, dtypes and shapes.
+
+from the source   split int8; epoch, step, micro int64: its place, which is all that an actor needs that reads
+from a reader     the same; encoded, label and maybe mask, boxes, lists of B; null in a split left to the actors
+from an actor     the same, (1,) each; image uint8 (1, B, H, W, 3), or, for the device to decode, the arrays of an
+                  EncodedMicroBatch, each (1, …); of streams that have them, mask uint8 (1, B, H, W), boxes
+                  float32 (1, B, K, 5); label, index int64 (1, B), weight float32 (1, B), num_bad int64 (1,),
+                  read_s, work_s float64 (1,): seconds that the actor spent on it, reading, and in all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from raypipe.plan.schedule import PADDING, MicroBatchId, Split
+from raypipe.stores.base import Store
+from raypipe.transform.encoded import EncodedMicroBatch
+from raypipe.transform.targets import EncodedSample, as_bytes, read_encoded
+
+if TYPE_CHECKING:
+    from raypipe.device.prefetcher import HostBatch
+    from raypipe.transform.micro_batch import MicroBatchResult
+
+_SPLITS: tuple[Split, ...] = ("train", "val")
+_BINARIES = pa.list_(pa.large_binary())
+PLACE_SCHEMA = pa.schema(
+    [("split", pa.int8()), ("epoch", pa.int64()), ("step", pa.int64()), ("micro", pa.int64())]
+)
+ENCODED_SCHEMA = pa.schema([*PLACE_SCHEMA, ("encoded", _BINARIES), ("label", pa.list_(pa.int64()))])
+TARGET_SCHEMA = pa.schema([*ENCODED_SCHEMA, ("mask", _BINARIES), ("boxes", _BINARIES)])
+
+Read = tuple[list[Any], np.ndarray]
+"""B encoded samples, `EncodedSample`s where there are targets, None for padding; labels int64 (B,)."""
+
+
+def place_of(row: Mapping[str, Any]) -> MicroBatchId:
+    """The place in the run of one row of scalars."""
+    return MicroBatchId(_SPLITS[int(row["split"])], int(row["epoch"]), int(row["step"]), int(row["micro"]))
+
+
+def read_samples(store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None) -> Read:
+    """Samples and labels of int64 indices (B,).
+
+    Args:
+        targets: see `read_encoded`.
+    """
+    real = indices != PADDING
+    read, read_labels = read_encoded(store, indices[real], targets)
+    if real.all():
+        return read, read_labels
+    samples: list[Any] = [EncodedSample(None) if targets else None] * len(indices)
+    labels = np.zeros(len(indices), np.int64)
+    for position, sample in zip(np.flatnonzero(real), read, strict=True):
+        samples[position] = sample
+    labels[real] = read_labels
+    return samples, labels
+
+
+def source_row(at: MicroBatchId, read: Read | None, schema: pa.Schema) -> pa.Table:
+    """A row of the source, or, with what was read, of a reader."""
+    row: list[Any] = [_SPLITS.index(at.split), at.epoch, at.step, at.micro]
+    if read is None:
+        # To serialise lists, even of nothing, takes as long as all other columns.
+        row += [None] * (len(schema) - len(row))
+    elif schema == TARGET_SCHEMA:
+        images, masks, boxes = zip(*read[0], strict=True)
+        row += [images, read[1], *([as_bytes(value) for value in column] for column in (masks, boxes))]
+    else:
+        row += read
+    arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def read_of(table: pa.Table) -> Read | None:
+    """What a reader has put into a row; None where it is left to the actor."""
+    if "encoded" not in table.column_names or not table["encoded"][0].is_valid:
+        return None
+    samples, labels = table["encoded"][0].as_py(), np.asarray(table["label"][0].values)
+    if "mask" in table.column_names:
+        columns = (samples, table["mask"][0].as_py(), table["boxes"][0].as_py())
+        samples = [EncodedSample(*sample) for sample in zip(*columns, strict=True)]
+    return samples, labels
+
+
+def made_row(at: MicroBatchId, result: MicroBatchResult, read_s: float, work_s: float) -> dict[str, np.ndarray]:
+    """The row of a finished micro-batch."""
+    return {
+        "split": np.array([_SPLITS.index(at.split)], np.int8),
+        "epoch": np.array([at.epoch]),
+        "step": np.array([at.step]),
+        "micro": np.array([at.micro]),
+        **(
+            {"image": result.image}
+            if isinstance(result.image, np.ndarray)
+            else {name: array[None] for name, array in result.image.items()}
+        ),
+        "label": result.label[None],
+        "index": result.index[None],
+        "weight": result.weight[None],
+        "num_bad": np.array([len(result.bad)]),
+        "read_s": np.array([read_s]),
+        "work_s": np.array([work_s]),
+    }
+
+
+def host_batch(row: Mapping[str, Any]) -> HostBatch:
+    """A finished row as a micro-batch in host memory."""
+    from raypipe.device.prefetcher import HostBatch  # here: it imports torch, which no reader needs
+
+    first = {name: column[0] for name, column in row.items()}
+    encoded: EncodedMicroBatch | None = None
+    if "data" in first:
+        encoded = EncodedMicroBatch(
+            data=first["data"],
+            offsets=first["offsets"],
+            crop=first["crop"],
+            flip=first["flip"],
+            ok=first["ok"],
+        )
+    return HostBatch(
+        at=place_of(first),
+        image=first.get("image", np.empty(0, np.uint8)),
+        encoded=encoded,
+        label=first["label"],
+        weight=first["weight"],
+        index=first["index"],
+        num_bad=int(first["num_bad"]),
+        read_s=float(first["read_s"]),
+        work_s=float(first["work_s"]),
+        mask=first.get("mask"),
+        boxes=first.get("boxes"),
+    )

@@ -1,0 +1,120 @@
+"""StreamSpec: everything that fixes a stream, and the pool that makes it; a plain value that pickles, built on the
+driver. `raypipe.streaming.pipeline` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.logs import LogFormat
+from raypipe.plan.schedule import Plan, Split
+from raypipe.stores import open_store
+from raypipe.stores.bad_list import read_bad_list
+from raypipe.stores.base import Store
+from raypipe.transform.encoded_transform import encoded_transform
+from raypipe.transform.presets import check_transform
+from raypipe.transform.sample_cache import check_cache
+from raypipe.transform.target_transform import check_targets
+from raypipe.transform.transform_steps import Steps, config_without_files, without_files
+
+Transform = Callable[..., Any] | str | Steps | None
+"""A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, None, or what `transform.train`
+may be."""
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Everything that fixes a stream, and the pool that makes it. Build it with `StreamSpec.of`.
+
+    Attributes:
+        plan: the order.
+        stores: the store of each split of the schedule.
+        transforms: the CPU transform of each split.
+        transform: decode and bad-sample settings.
+        pool: the actor pool.
+        quarantine: URI of the folder that records bad samples; empty = log only.
+        run: name of the run, for metrics and logs.
+        log: format of its log lines.
+    """
+
+    plan: Plan
+    stores: dict[Split, Store]
+    transforms: dict[Split, Transform] = field(repr=False)
+    transform: TransformConfig
+    pool: PoolConfig
+    quarantine: str = ""
+    run: str = ""
+    log: LogFormat = "text"
+
+    @staticmethod
+    def of(
+        train: Store | str | Path,
+        val: Store | str | Path | None = None,
+        *,
+        plan: PlanConfig | None = None,
+        transform: TransformConfig | None = None,
+        pool: PoolConfig | None = None,
+        train_transform: Transform = "",
+        val_transform: Transform = "",
+        leave_out: str | Path = "",
+        val_leave_out: str | Path = "",
+        quarantine: str = "",
+        run: str = "",
+        log: LogFormat = "text",
+    ) -> StreamSpec:
+        """Open the stores and lay out the plan.
+
+        Args:
+            train, val: stores or their addresses.
+            plan, transform, pool: settings; defaults where None.
+            train_transform, val_transform: instead of those that `transform` names.
+            leave_out, val_leave_out: lists of bad samples of each store, see `StoreConfig`.
+            quarantine, run, log: see above.
+
+        Raises:
+            StoreError, ConfigError: a store or a setting is wrong.
+        """
+        transform = config_without_files(transform or TransformConfig())
+        plan_config, pool = plan or PlanConfig(), pool or PoolConfig()
+        check_cache(pool, transform)
+        train_store = open_store(train) if isinstance(train, str | Path) else train
+        val_store = open_store(val) if isinstance(val, str | Path) else val
+        stores: dict[Split, Store] = {"train": train_store}
+        transforms: dict[Split, Transform] = {
+            "train": transform.train if train_transform == "" else train_transform
+        }
+        if val_store is not None and plan_config.val_every:
+            stores["val"] = val_store
+            transforms["val"] = transform.val if val_transform == "" else val_transform
+        transforms = {split: without_files(chosen) for split, chosen in transforms.items()}
+        for chosen in transforms.values():
+            if transform.decode == "gpu":
+                encoded_transform(chosen, transform)
+            check_transform(chosen, transform.size)
+        check_targets(transform, transforms, stores)
+        return StreamSpec(
+            plan=Plan.of(
+                plan_config,
+                train_store,
+                val_store,
+                leave_out=read_bad_list(leave_out, train_store, "store.leave_out"),
+                val_leave_out=read_bad_list(val_leave_out, val_store, "store.val_leave_out"),
+            ),
+            stores=stores,
+            transforms=transforms,
+            transform=transform,
+            pool=pool,
+            quarantine=quarantine,
+            run=run,
+            log=log,
+        )
+
+    def readers(self) -> dict[Split, Store]:
+        """The stores that the read stage reads; the actors read the others themselves."""
+        if self.pool.read == "auto":
+            return {split: store for split, store in self.stores.items() if store.groups is not None}
+        return dict(self.stores) if self.pool.read == "stage" else {}

@@ -37,7 +37,7 @@ from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
-from raypipe.device.prefetcher import DevicePrefetcher, HostBatch
+from raypipe.device.prefetcher import HostBatch, on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.models import build_model, build_optimizer
 from raypipe.transform.encoded import EncodedTransform
@@ -103,7 +103,7 @@ def resident(args: Any, augment: DeviceAugment, device: torch.device) -> Iterato
 
 def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Iterator[Fed]:
     source = host_batches(args.size, args.micro_batch, args.steps + 3)
-    for batch in DevicePrefetcher(source, device, lambda at: at.step):
+    for batch in on_device(source, device, lambda at: at.step):
         yield augment.normalize(batch.image), batch.target, None
 
 

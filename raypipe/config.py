@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
@@ -24,13 +24,33 @@ AugmentPreset = Literal["none", "light", "standard", "strong", "randaugment", "t
 _PER_ACTOR = 4
 
 
+# Numbers with limits: in words, and as a test that NaN does not pass.
+_AT_LEAST_0 = ("at least 0", lambda value: value >= 0)
+AtLeast1 = Annotated[int, ("at least 1", lambda value: value >= 1)]
+AtLeastMinus1 = Annotated[int, ("at least -1", lambda value: value >= -1)]
+Positive = Annotated[float, ("positive", lambda value: value > 0)]
+MoreThan1 = Annotated[float, ("more than 1", lambda value: value > 1)]
+Share = Annotated[float, ("in [0, 1]", lambda value: 0 <= value <= 1)]
+BelowOne = Annotated[float, ("in [0, 1)", lambda value: 0 <= value < 1)]
+
+
+def _check(config: Any, prefix: str) -> None:
+    """Check settings by their types: choices by Literal, numbers by their limit or, without one, "at least 0".
+
+    The command line checks choices too; a script that builds the dataclasses has only these checks.
+    """
+    for name, kind in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        if get_origin(kind) is Literal:
+            _require(value in get_args(kind), prefix + name, value, f"one of {get_args(kind)}")
+        elif get_origin(kind) is Annotated or kind in (int, float):
+            expected, holds = getattr(kind, "__metadata__", [_AT_LEAST_0])[0]
+            _require(holds(value), prefix + name, value, expected)
+
+
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
     if not ok:
         raise ConfigError(f"{name} must be {expected}, got {value!r}")
-
-
-def _require_choice(name: str, value: str, choices: Any) -> None:
-    _require(value in get_args(choices), name, value, f"one of {get_args(choices)}")
 
 
 @dataclass(frozen=True)
@@ -76,27 +96,16 @@ class PlanConfig:
         val_every: validate after every so many epochs and after the last one; 0 = never.
     """
 
-    epochs: int = 10
-    micro_batch: int = 64
-    per_step: int = 1
+    epochs: AtLeast1 = 10
+    micro_batch: AtLeast1 = 64
+    per_step: AtLeast1 = 1
     seed: int = 0
     shuffle: Shuffle = "auto"
     window_groups: int = 0
     val_every: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("epochs", 1),
-            ("micro_batch", 1),
-            ("per_step", 1),
-            ("seed", 0),
-            ("window_groups", 0),
-            ("val_every", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
-        if self.shuffle not in get_args(Shuffle):
-            raise ConfigError(f"plan.shuffle must be one of {get_args(Shuffle)}, got {self.shuffle!r}")
+        _check(self, "plan.")
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class TransformConfig:
 
     train: str | list[dict[str, Any]] = "light"
     val: str | list[dict[str, Any]] = "center"
-    size: int = 224
+    size: AtLeast1 = 224
     decode: Decode = "cpu"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
@@ -141,26 +150,18 @@ class TransformConfig:
     exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
-    max_boxes: int = 100
+    max_boxes: AtLeast1 = 100
     on_bad_sample: OnBadSample = "substitute"
-    max_bad_fraction: float = 0.01
+    max_bad_fraction: Share = 0.01
     bad_grace: int = 10
     time_limit_s: float = 120.0
 
     def __post_init__(self) -> None:
-        _require(self.size >= 1, "transform.size", self.size, "at least 1")
-        _require(self.decode_min_side >= 0, "transform.decode_min_side", self.decode_min_side, "at least 0")
-        _require(0 <= self.max_bad_fraction <= 1, "transform.max_bad_fraction", self.max_bad_fraction, "in [0, 1]")
-        _require(self.bad_grace >= 0, "transform.bad_grace", self.bad_grace, "at least 0")
-        _require(self.time_limit_s >= 0, "transform.time_limit_s", self.time_limit_s, "at least 0")
-        _require_choice("transform.decode", self.decode, Decode)
-        _require_choice("transform.crop_decode", self.crop_decode, CropDecode)
+        _check(self, "transform.")
         if self.crop_decode == "scaled":
             expected = "0 with transform.crop_decode='scaled', which chooses the scale by the crop"
             _require(self.decode_min_side == 0, "transform.decode_min_side", self.decode_min_side, expected)
             _require(self.decode == "cpu", "transform.decode", self.decode, "'cpu' with crop_decode='scaled'")
-        _require_choice("transform.on_bad_sample", self.on_bad_sample, OnBadSample)
-        _require(self.max_boxes >= 1, "transform.max_boxes", self.max_boxes, "at least 1")
         if self.target_columns:
             # Masks and boxes are in pixels of the image as it is stored.
             for name, value in {"decode": "cpu", "decode_min_side": 0, "exif": False}.items():
@@ -209,50 +210,33 @@ class PoolConfig:
             trainers, after which the run ends.
     """
 
-    executions: int = 1
-    min_actors: int = 1
+    executions: AtLeast1 = 1
+    min_actors: AtLeast1 = 1
     max_actors: int = 0
-    cpus_per_actor: float = 1.0
-    grow_wait: float = 0.5
-    grow_after_s: float = 5.0
-    grow_factor: float = 2.0
-    shrink_after_s: float = 60.0
+    cpus_per_actor: Positive = 1.0
+    grow_wait: Share = 0.5
+    grow_after_s: Positive = 5.0
+    grow_factor: MoreThan1 = 2.0
+    shrink_after_s: Positive = 60.0
     prefer_nodes: str = "raypipe=transform"
     in_flight: int = 0
     read: Read = "auto"
     cache: Cache = "off"
     cache_bytes: int = 0
     recycle_after: int = 0
-    max_attempts: int = 6
-    stall_timeout_s: float = 900.0
+    max_attempts: AtLeast1 = 6
+    stall_timeout_s: Positive = 900.0
 
     def __post_init__(self) -> None:
-        _require(self.executions >= 1, "pool.executions", self.executions, "at least 1")
-        _require(self.min_actors >= 1, "pool.min_actors", self.min_actors, "at least 1")
+        _check(self, "pool.")
         least = f"pool.min_actors ({self.min_actors})"
         if self.executions > 1:
             least += f" x pool.executions ({self.executions})"
-        _require(
-            self.max_actors == 0 or self.max_actors >= self.least_actors,
-            "pool.max_actors",
-            self.max_actors,
-            f"0 or at least {least}",
-        )
-        _require(self.cpus_per_actor > 0, "pool.cpus_per_actor", self.cpus_per_actor, "positive")
-        _require(0 <= self.grow_wait <= 1, "pool.grow_wait", self.grow_wait, "in [0, 1]")
-        _require(self.grow_after_s > 0, "pool.grow_after_s", self.grow_after_s, "positive")
-        _require(self.grow_factor > 1, "pool.grow_factor", self.grow_factor, "more than 1")
-        _require(self.shrink_after_s > 0, "pool.shrink_after_s", self.shrink_after_s, "positive")
+        enough = self.max_actors == 0 or self.max_actors >= self.least_actors
+        _require(enough, "pool.max_actors", self.max_actors, f"0 or at least {least}")
         label, equals, value = self.prefer_nodes.partition("=")
         named = bool(label and value) or not (label or equals)
         _require(named, "pool.prefer_nodes", self.prefer_nodes, "label=value, or empty")
-        _require(self.in_flight >= 0, "pool.in_flight", self.in_flight, "at least 0")
-        _require(self.cache_bytes >= 0, "pool.cache_bytes", self.cache_bytes, "at least 0")
-        _require(self.recycle_after >= 0, "pool.recycle_after", self.recycle_after, "at least 0")
-        _require(self.max_attempts >= 1, "pool.max_attempts", self.max_attempts, "at least 1")
-        _require(self.stall_timeout_s > 0, "pool.stall_timeout_s", self.stall_timeout_s, "positive")
-        _require_choice("pool.read", self.read, Read)
-        _require_choice("pool.cache", self.cache, Cache)
 
     def in_flight_for(self, world_size: int) -> tuple[int, int]:
         """Micro-batches that may be in flight: whatever the size of the pool, and for each actor in addition.
@@ -281,15 +265,14 @@ class StrengthConfig:
         end: strength at the end of the run, in [0, 1].
     """
 
-    start: float = 0.0
-    ramp_up: float = 0.0
-    peak: float = 1.0
-    ramp_down: float = 0.0
-    end: float = 0.0
+    start: Share = 0.0
+    ramp_up: Share = 0.0
+    peak: Share = 1.0
+    ramp_down: Share = 0.0
+    end: Share = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("start", "ramp_up", "peak", "ramp_down", "end"):
-            _require(0 <= getattr(self, name) <= 1, f"augment.strength.{name}", getattr(self, name), "in [0, 1]")
+        _check(self, "augment.strength.")
         both = self.ramp_up + self.ramp_down
         _require(both <= 1, "augment.strength.ramp_up + ramp_down", both, "at most 1")
 
@@ -326,20 +309,16 @@ class AugmentConfig:
     module: str = ""
     mixup_alpha: float = 0.0
     cutmix_alpha: float = 0.0
-    mix_prob: float = 1.0
-    switch_prob: float = 0.5
+    mix_prob: Share = 1.0
+    switch_prob: Share = 0.5
     strength: StrengthConfig = field(default_factory=StrengthConfig)
 
     def __post_init__(self) -> None:
+        _check(self, "augment.")
         _require(min(self.std) > 0, "augment.std", self.std, "positive")
-        _require_choice("augment.preset", self.preset, AugmentPreset)
         for entry in self.ops:
             ok = isinstance(entry, dict) and isinstance(entry.get("op"), str)
             _require(ok, "augment.ops", entry, "a list of {op: NAME, parameter: value, …}")
-        for name in ("mixup_alpha", "cutmix_alpha"):
-            _require(getattr(self, name) >= 0, f"augment.{name}", getattr(self, name), "at least 0")
-        for name in ("mix_prob", "switch_prob"):
-            _require(0 <= getattr(self, name) <= 1, f"augment.{name}", getattr(self, name), "in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -382,52 +361,30 @@ class TrainConfig:
     model: str = "resnet50"
     optimizer: Optimizer = "sgd"
     num_classes: int = 0
-    lr: float = 0.1
+    lr: Positive = 0.1
     momentum: float = 0.9
     weight_decay: float = 5e-5
     warmup_epochs: float = 1.0
-    label_smoothing: float = 0.1
+    label_smoothing: BelowOne = 0.1
     workers: int = 0
     min_workers: int = 0
-    resize_every_s: float = 60.0
+    resize_every_s: Positive = 60.0
     gpu: UseGpu = "auto"
     cpus_per_worker: float = 0.0
     amp: Amp = "auto"
     tf32: bool = True
     compile: bool = False
     clip_norm: float = 0.0
-    ema_decay: float = 0.0
-    prefetch: int = 2
+    ema_decay: BelowOne = 0.0
+    prefetch: AtLeast1 = 2
     ordered_sum: OrderedSum = "auto"
-    max_failures: int = 2
+    max_failures: AtLeastMinus1 = 2
     checkpoint_every: int = 0
-    log_every: int = 20
+    log_every: AtLeast1 = 20
     log_samples: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "train.lr", self.lr, "positive")
-        _require(self.resize_every_s > 0, "train.resize_every_s", self.resize_every_s, "positive")
-        _require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
-        _require(0 <= self.ema_decay < 1, "train.ema_decay", self.ema_decay, "in [0, 1)")
-        _require(self.prefetch >= 1, "train.prefetch", self.prefetch, "at least 1")
-        _require(self.log_every >= 1, "train.log_every", self.log_every, "at least 1")
-        _require(self.max_failures >= -1, "train.max_failures", self.max_failures, "at least -1")
-        for name in (
-            "num_classes",
-            "momentum",
-            "weight_decay",
-            "warmup_epochs",
-            "workers",
-            "min_workers",
-            "cpus_per_worker",
-            "clip_norm",
-            "checkpoint_every",
-        ):
-            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "at least 0")
-        _require_choice("train.optimizer", self.optimizer, Optimizer)
-        _require_choice("train.gpu", self.gpu, UseGpu)
-        _require_choice("train.amp", self.amp, Amp)
-        _require_choice("train.ordered_sum", self.ordered_sum, OrderedSum)
+        _check(self, "train.")
 
 
 @dataclass(frozen=True)
@@ -463,4 +420,4 @@ class RunConfig:
     log: LogFormat = "text"
 
     def __post_init__(self) -> None:
-        _require_choice("log", self.log, LogFormat)
+        _check(self, "")

@@ -20,7 +20,7 @@ import torch
 from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX, ArgumentHandler, EventHandler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import raypipe.device.streams
+import raypipe.device.ring
 
 
 class Recorder:
@@ -41,10 +41,10 @@ class Recorder:
         monkeypatch.setattr(torch.cpu, "Event", lambda *_: _Event(self, next(self._numbers)))
         monkeypatch.setattr(torch.cpu, "stream", self.stream)
         monkeypatch.setattr(torch.cpu, "current_stream", self.current)
-        monkeypatch.setattr("raypipe.device.ring._copy_stream", functools.cache(raypipe.device.streams.new_stream))
-        self._hand_over = raypipe.device.streams.hand_over
+        monkeypatch.setattr("raypipe.device.ring._copy_stream", functools.cache(raypipe.device.ring.new_stream))
+        self._hand_over = raypipe.device.ring.hand_over
         for module in ("ring", "prefetcher", "device_decode"):
-            monkeypatch.setattr(f"raypipe.{module}.hand_over", self._noted)
+            monkeypatch.setattr(f"raypipe.device.{module}.hand_over", self._noted)
 
     def _new_stream(self) -> _Stream:
         stream = _Stream(self, next(self._numbers))

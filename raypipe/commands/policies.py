@@ -142,7 +142,7 @@ def unlike(transforms: Iterable[str | Steps]) -> list[str | Steps]:
 
 def _operation_sets(own: AugmentConfig) -> list[AugmentConfig]:
     """The run's own operations, none, and Kornia's presets with and without their flip; nothing is mixed."""
-    from raypipe.device.kornia_ops import PRESETS  # seconds of imports
+    from raypipe.device.augment import PRESETS  # seconds of imports
 
     plain = AugmentConfig(mean=own.mean, std=own.std)
     sets = [plain]

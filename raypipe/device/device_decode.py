@@ -20,7 +20,6 @@ kernel of our own, or boxes padded to one size.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from raypipe.device.streams import hand_over, new_event, new_stream, numbered
+from raypipe.device.ring import hand_over, new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.decode import decode, encode_jpeg, jpeg_orientation
 from raypipe.transform.image_header import MAX_PIXELS
@@ -106,39 +105,55 @@ class DeviceDecoder:
         Raises:
             RuntimeError: the device itself fails (out of memory, a lost context); never for what a sample holds.
         """
-        batch = _Batch(data, offsets, crop, self.size)
-        num_pixels = {row: nvjpeg_pixels(batch.view(row), exif=self.exif) for row in np.flatnonzero(ok).tolist()}
+        samples = view(data).split(np.diff(offsets).tolist())
+        num_pixels = {row: self._pixels(samples[row]) for row in np.flatnonzero(ok).tolist()}
         by_host = [row for row, num in num_pixels.items() if num is None]
+        placed: list[torch.Tensor | None] = [None] * len(ok)
+        errors: dict[int, str] = {}
+
+        def place(row: int, image: torch.Tensor) -> None:
+            try:
+                placed[row] = self._cut(image, *crop[row].tolist())
+            except SampleError as error:
+                errors[row] = str(error)
+
         ready = new_event(self.device)
         with self._backend.stream(self.stream):
             for rows in _chunks({row: num for row, num in num_pixels.items() if num is not None}):
-                by_host += self._decode_on_device(batch, rows)
+                for row, image in self._decoded({row: samples[row] for row in rows}):
+                    if image is None:
+                        by_host.append(row)
+                    else:
+                        place(row, image)
             for row in sorted(by_host):
                 try:
-                    pixels = decode(batch.view(row), exif=self.exif)
+                    pixels = decode(samples[row].numpy().data, exif=self.exif)
                 except SampleError as error:
-                    batch.errors[row] = str(error)
-                    continue
-                batch.place(row, torch.from_numpy(pixels).permute(2, 0, 1), self.device)
-            image = self._finish(batch, flip)
+                    errors[row] = str(error)
+                else:
+                    place(row, torch.from_numpy(pixels).permute(2, 0, 1))
+            images = self._finish(placed, flip)
             ready.record(self.stream)
-        hand_over(ready, [image], self.device)
+        hand_over(ready, [images], self.device)
         failed = np.zeros(len(ok), bool)
-        failed[list(batch.errors)] = True
-        return DecodedMicroBatch(image, failed, batch.errors, len(by_host))
+        failed[list(errors)] = True
+        return DecodedMicroBatch(images, failed, errors, len(by_host))
 
-    def _decode_on_device(self, batch: _Batch, rows: list[int]) -> list[int]:
-        """Decode and place `rows`; returns those that the device's decoder refused."""
+    def _pixels(self, sample: torch.Tensor) -> int | None:
+        return nvjpeg_pixels(sample.numpy().data, exif=self.exif)
+
+    def _decoded(self, samples: dict[int, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor | None]]:
+        """Rows with their images; None where the device's decoder refuses one. Each sample is uint8 (n,)."""
+        rows, images = [*samples], list[torch.Tensor | None]()
         try:
-            images = self._decode_jpegs([batch.tensor(row) for row in rows])
+            images += self._decode_jpegs([*samples.values()])
         except _RefusedError:  # names no culprit, and gives nothing back of the others: it is in one half
-            if len(rows) == 1:
-                return rows
-            half = len(rows) // 2
-            return self._decode_on_device(batch, rows[:half]) + self._decode_on_device(batch, rows[half:])
-        for row, image in zip(rows, images, strict=True):
-            batch.place(row, image, self.device)
-        return []
+            if len(rows) > 1:
+                for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+                    yield from self._decoded({row: samples[row] for row in half})
+                return
+            images = [None]
+        yield from zip(rows, images, strict=True)
 
     def _decode_jpegs(self, encoded: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.device.type == "cuda":
@@ -153,9 +168,19 @@ class DeviceDecoder:
         except RuntimeError as error:
             raise _RefusedError(str(error)) from error
 
-    def _finish(self, batch: _Batch, flip: np.ndarray) -> torch.Tensor:
+    def _cut(self, image: torch.Tensor, top: int, left: int, height: int, width: int) -> torch.Tensor:
+        """Cut and resize a decoded image, uint8 (3, H, W) on the host or the device, to float (1, 3, S, S)."""
+        bottom, right = top + height, left + width
+        if min(top, left) < 0 or min(height, width) < 1 or bottom > image.shape[1] or right > image.shape[2]:
+            box = [top, left, height, width]
+            raise SampleError(f"box {box} is not in the image of {image.shape[1]}x{image.shape[2]}")
+        cut = image[None, :, top:bottom, left:right].to(self.device)
+        cut = cut.to(torch.float32, memory_format=torch.contiguous_format)
+        return interpolate(cut, (self.size, self.size), mode="bilinear", antialias=True)
+
+    def _finish(self, placed: list[torch.Tensor | None], flip: np.ndarray) -> torch.Tensor:
         black = torch.zeros((1, 3, self.size, self.size), device=self.device)
-        image = torch.cat([batch.placed.get(row, black) for row in range(len(flip))])
+        image = torch.cat([black if one is None else one for one in placed])
         # The weights of the resize are ≥ 0 and sum to 1 only up to rounding.
         image = image.round_().clamp_(0, 255).to(torch.uint8, memory_format=torch.channels_last)
         if flip.any():
@@ -168,40 +193,6 @@ class DeviceDecoder:
 
 class _RefusedError(Exception):
     """The device's decoder does not take one of the images, or any image at all."""
-
-
-class _Batch:
-    """The encoded samples of one micro-batch, and what has become of them so far."""
-
-    def __init__(self, data: np.ndarray, offsets: np.ndarray, crop: np.ndarray, size: int) -> None:
-        with warnings.catch_warnings():
-            # Views are read-only as the shared memory beneath them is; nothing writes to them.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            self._tensor = torch.from_numpy(data)
-        self._data, self._offsets, self._crop, self._size = data.data, offsets.tolist(), crop.tolist(), size
-        self.placed: dict[int, torch.Tensor] = {}
-        self.errors: dict[int, str] = {}
-
-    def view(self, row: int) -> memoryview:
-        return self._data[self._offsets[row] : self._offsets[row + 1]]
-
-    def tensor(self, row: int) -> torch.Tensor:
-        """uint8 (n,), a view; nvJPEG wants it contiguous and on the host."""
-        return self._tensor[self._offsets[row] : self._offsets[row + 1]]
-
-    def place(self, row: int, image: torch.Tensor, device: torch.device) -> None:
-        """Cut and resize one decoded image, uint8 (3, H, W) on the host or the device, to float (1, 3, S, S)."""
-        top, left, height, width = self._crop[row]
-        if (
-            min(top, left) < 0
-            or min(height, width) < 1
-            or (top + height > image.shape[1] or left + width > image.shape[2])
-        ):
-            self.errors[row] = f"box {self._crop[row]} is not in the image of {image.shape[1]}x{image.shape[2]}"
-            return
-        cut = image[None, :, top : top + height, left : left + width].to(device)
-        cut = cut.to(torch.float32, memory_format=torch.contiguous_format)
-        self.placed[row] = interpolate(cut, (self._size, self._size), mode="bilinear", antialias=True)
 
 
 def nvjpeg_pixels(data: memoryview | bytes, *, exif: bool = False) -> int | None:

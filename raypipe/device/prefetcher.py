@@ -1,29 +1,28 @@
 """Batches on the device, ahead of their use: raypipe's micro-batches, or any loader's. Knows torch, not Ray.
 
-    DevicePrefetcher   HostBatch → Batch
-    prefetch           (image, target), or any other tree of tensors → the same on the device
+    on_device           HostBatch → Batch
+    decoded_on_device   the same, of encoded images
+    prefetch            (image, target), or any other tree of tensors → the same on the device
 
-On CUDA both go through the pinned ring of `raypipe.device.ring`; on CPU there is nothing to transfer.
+On CUDA the first and the last go through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from raypipe.device.mixing import Mixed
-from raypipe.device.ring import OnCopied, Ring
-from raypipe.device.streams import hand_over, new_event
+from raypipe.device.ring import Item, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.transform.encoded import EncodedMicroBatch
@@ -31,22 +30,17 @@ from raypipe.transform.encoded import EncodedMicroBatch
 if TYPE_CHECKING:
     from raypipe.device.device_decode import DeviceDecoder
 
+Used = TypeVar("Used")
+
 
 @dataclass(frozen=True)
 class HostBatch:
-    """One micro-batch in host memory, possibly read-only.
+    """One micro-batch in host memory, possibly read-only; a `Batch` has what is not described here.
 
     Attributes:
-        at: its place in the run.
         image: uint8 (B, H, W, 3); empty where the device is to decode.
         label: int64 (B,).
-        weight: float32 (B,); 0 for padding and for samples that count for nothing.
-        index: int64 (B,); -1 for padding.
-        num_bad: samples that were replaced or left out.
-        read_s, work_s: seconds that an actor spent on it, reading, and in all.
         encoded: what the device is to decode.
-        mask: uint8 (B, H, W), where the stream has masks.
-        boxes: float32 (B, K, 5), where it has boxes.
     """
 
     at: MicroBatchId
@@ -101,12 +95,19 @@ class Batch:
     boxes: torch.Tensor | None = None
 
 
-class DevicePrefetcher:
-    """Iterates over micro-batches on the device: on CUDA `depth` transfers ahead, on CPU as views of host memory.
+def on_device(
+    batches: Iterable[HostBatch],
+    device: torch.device,
+    seed_of: Callable[[MicroBatchId], int],
+    depth: int = 2,
+    ring: bool | None = None,
+    on_copied: OnCopied | None = None,
+) -> Iterator[Batch]:
+    """Micro-batches on the device: on CUDA `depth` transfers ahead, on CPU as views of host memory.
 
     Args:
         batches: micro-batches in host memory.
-        device: where they go, CUDA or CPU.
+        device: CUDA or CPU.
         seed_of: the seed of the micro-batch at a place.
         depth: transfers in flight or done, beside the micro-batch in use; ignored without a ring.
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
@@ -117,49 +118,31 @@ class DevicePrefetcher:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[HostBatch],
-        device: torch.device,
-        seed_of: Callable[[MicroBatchId], int],
-        depth: int = 2,
-        ring: bool | None = None,
-        on_copied: OnCopied | None = None,
-    ) -> None:
-        self._batches, self._seed_of = batches, seed_of
-        self._ring = Ring(batches, _arrays, device, depth, on_copied)
-        self._uses_ring = self._ring.device.type == "cuda" or bool(ring)
-
-    def __iter__(self) -> Iterator[Batch]:
-        if not self._uses_ring:
-            return (self._as_batch(batch, _views(batch)) for batch in self._batches)
-        return self._through_ring()
-
-    def _through_ring(self) -> Iterator[Batch]:
-        with closing(iter(self._ring)) as pairs:
-            yield from starmap(self._as_batch, pairs)
-
-    def _as_batch(self, batch: HostBatch, tensors: tuple[torch.Tensor, ...]) -> Batch:
+    def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         image, target, weight, *others = tensors
-        targets = dict(zip(_targets(batch), others, strict=True))
-        return Batch(
-            at=batch.at,
-            seed=self._seed_of(batch.at),
-            image=image.permute(0, 3, 1, 2),  # NHWC in memory is channels_last as it stands
-            target=target,
-            weight=weight,
-            label=batch.label,
-            index=batch.index,
-            num_bad=batch.num_bad,
-            read_s=batch.read_s,
-            work_s=batch.work_s,
-            mask=targets.get("mask"),
-            boxes=targets.get("boxes"),
-        )
+        targets = dict(zip(_targets(host), others, strict=True))
+        # NHWC in memory is channels_last as it stands.
+        return _batch(host, seed_of, image=image.permute(0, 3, 1, 2), target=target, weight=weight, **targets)
+
+    through = Ring(batches, _arrays, device, depth, on_copied)
+    if through.device.type == "cuda" or ring:
+        return _each(through, batch)
+    return (batch(host, [*map(view, _arrays(host))]) for host in batches)
 
 
-class DecodingPrefetcher:
-    """Iterates over micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
+def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Iterator[Used]:
+    with closing(iter(ring)) as pairs:
+        yield from starmap(use, pairs)
+
+
+def decoded_on_device(
+    batches: Iterable[HostBatch],
+    decoder: DeviceDecoder,
+    seed_of: Callable[[MicroBatchId], int],
+    depth: int = 2,
+    on_decoded: OnCopied | None = None,
+) -> Iterator[Batch]:
+    """Micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
 
     All that is on the device is made on the decoder's stream, and handed to the stream that is current where the
     batch is asked for: ask for batches under the stream that works on them.
@@ -172,79 +155,60 @@ class DecodingPrefetcher:
         on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream before and after
             copy and decode.
     """
+    source, device = iter(batches), decoder.device
 
-    def __init__(
-        self,
-        batches: Iterable[HostBatch],
-        decoder: DeviceDecoder,
-        seed_of: Callable[[MicroBatchId], int],
-        depth: int = 2,
-        on_decoded: OnCopied | None = None,
-    ) -> None:
-        self._batches, self._decoder, self._seed_of = batches, decoder, seed_of
-        self._depth, self._on_decoded = depth, on_decoded
-
-    def __iter__(self) -> Iterator[Batch]:
-        source = iter(self._batches)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
-        try:
-            ahead = deque(thread.submit(self._next, source) for _ in range(self._depth))
-            while (decoded := ahead.popleft().result()) is not None:
-                ahead.append(thread.submit(self._next, source))
-                batch, ready = decoded
-                hand_over(ready, (batch.image, batch.target, batch.weight), self._decoder.device)
-                yield batch
-        finally:
-            thread.shutdown(wait=False, cancel_futures=True)
-
-    def _next(self, source: Iterator[HostBatch]) -> tuple[Batch, Any] | None:
+    def decode_next() -> tuple[Batch, Any] | None:
         """The next batch, and the event behind the work on it."""
-        batch = next(source, None)
-        if batch is None:
+        host = next(source, None)
+        if host is None:
             return None
-        assert batch.encoded is not None
-        device, ready = self._decoder.device, new_event(self._decoder.device)
-        with torch.get_device_module(device).stream(self._decoder.stream):
+        assert host.encoded is not None
+        ready = new_event(device)
+        with torch.get_device_module(device).stream(decoder.stream):
             started = mark(device)
-            decoded = self._decoder.decode(**batch.encoded)
-            target = torch.from_numpy(batch.label.copy()).to(device, non_blocking=True)
-            weight = np.where(decoded.failed, np.float32(0), batch.weight)
-            weight_there = torch.from_numpy(weight).to(device, non_blocking=True)
-            if self._on_decoded:
-                self._on_decoded(started, mark(device))
-            ready.record(self._decoder.stream)
-        there = Batch(
-            at=batch.at,
-            seed=self._seed_of(batch.at),
-            image=decoded.image,
-            target=target,
-            weight=weight_there,
-            label=batch.label,
-            index=batch.index,
-            num_bad=batch.num_bad + len(decoded.errors),
-            read_s=batch.read_s,
-            work_s=batch.work_s,
-            num_fallback=decoded.num_fallback,
-            failed=decoded.errors,
-        )
-        return there, ready
+            found = decoder.decode(**host.encoded)
+            target = torch.from_numpy(host.label.copy()).to(device, non_blocking=True)
+            weight = torch.from_numpy(np.where(found.failed, np.float32(0), host.weight))
+            weight = weight.to(device, non_blocking=True)
+            if on_decoded:
+                on_decoded(started, mark(device))
+            ready.record(decoder.stream)
+        there = {"image": found.image, "target": target, "weight": weight}
+        return _batch(host, seed_of, **there, num_fallback=found.num_fallback, failed=found.errors), ready
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
+    try:
+        ahead = deque(thread.submit(decode_next) for _ in range(depth))
+        while (decoded := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(decode_next))
+            batch, ready = decoded
+            hand_over(ready, (batch.image, batch.target, batch.weight), device)
+            yield batch
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _arrays(batch: HostBatch) -> tuple[np.ndarray, ...]:
-    return batch.image, batch.label, batch.weight, *_targets(batch).values()
+def _batch(host: HostBatch, seed_of: Callable[[MicroBatchId], int], **on_device: Any) -> Batch:
+    return Batch(
+        at=host.at,
+        seed=seed_of(host.at),
+        label=host.label,
+        index=host.index,
+        num_bad=host.num_bad + len(on_device.get("failed", ())),
+        read_s=host.read_s,
+        work_s=host.work_s,
+        **on_device,
+    )
 
 
-def _targets(batch: HostBatch) -> dict[str, np.ndarray]:
+def _arrays(host: HostBatch) -> tuple[np.ndarray, ...]:
+    return host.image, host.label, host.weight, *_targets(host).values()
+
+
+def _targets(host: HostBatch) -> dict[str, np.ndarray]:
     """What there is of mask and boxes."""
-    named = {"mask": batch.mask, "boxes": batch.boxes}
+    named = {"mask": host.mask, "boxes": host.boxes}
     return {name: array for name, array in named.items() if array is not None}
-
-
-def _views(batch: HostBatch) -> tuple[torch.Tensor, ...]:
-    with warnings.catch_warnings():
-        # The views are read-only as the shared memory beneath them is; nothing writes to them.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return tuple(torch.from_numpy(array) for array in _arrays(batch))
 
 
 def prefetch(
@@ -283,9 +247,7 @@ def prefetch(
 class Prefetched:
     """What `prefetch` returns."""
 
-    def __init__(
-        self, loader: Iterable[Any], device: torch.device | str, depth: int = 2, ring: bool | None = None
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], device: torch.device | str, depth: int, ring: bool | None) -> None:
         self._loader = loader
         self._ring = Ring(loader, self._moved, device, depth)
         self._on_cuda = self._ring.device.type == "cuda"
@@ -295,11 +257,7 @@ class Prefetched:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._through_ring() if self._uses_ring else iter(self._loader)
-
-    def _through_ring(self) -> Iterator[Any]:
-        with closing(iter(self._ring)) as pairs:
-            yield from starmap(self._replaced, pairs)
+        return _each(self._ring, self._replaced) if self._uses_ring else iter(self._loader)
 
     def _moves(self, leaf: Any) -> bool:
         # On CPU every tensor is there already, but with ring=True it is to go through the ring.
@@ -309,6 +267,5 @@ class Prefetched:
         return tuple(leaf for leaf in tree_leaves(batch) if self._moves(leaf))
 
     def _replaced(self, batch: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-        leaves, spec = tree_flatten(batch)
         moved = iter(tensors)
-        return tree_unflatten([next(moved) if self._moves(leaf) else leaf for leaf in leaves], spec)
+        return tree_map(lambda leaf: next(moved) if self._moves(leaf) else leaf, batch)

@@ -9,12 +9,13 @@ device side. Of `depth` + 1 slots one is in use and `depth` are filled or being 
     thread      fill a free slot's host side once `copied`; on the copy stream: transfer once `consumed`
     consumer    on the compute stream: go on once `copied`, use; then record `consumed` and free the slot
 
-On CPU the same code runs over plain memory.
+On CPU the same code runs over plain memory, and over torch.cpu's streams and events, which do nothing.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
@@ -24,7 +25,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from raypipe.device.streams import hand_over, new_event, new_stream, numbered
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import mark
 
@@ -36,6 +36,53 @@ OnCopied = Callable[[Any, Any], None]
 MAX_SIGNATURES = 4
 # A source that is in the midst of an item cannot be interrupted; after this its thread is left to end by itself.
 _CLOSE_S = 10.0
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """The device by its number: which one is current differs between threads.
+
+    Raises:
+        ConfigError: the device is neither CUDA nor CPU.
+    """
+    device = torch.device(device)
+    if device.type not in ("cuda", "cpu"):
+        raise ConfigError(f"device is {device}: batches go to cuda or cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def new_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
+
+
+def new_event(device: torch.device) -> Any:
+    # Blocking, or a thread that waits for it would burn a core while the host is ahead of the device.
+    return torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.cpu.Event()
+
+
+def hand_over(ready: Any, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Let what this thread's current stream is given from now on read tensors that another stream makes.
+
+    Call it in the thread that works on them: which stream is current differs between threads.
+
+    Args:
+        ready: an event that the other stream has recorded behind its work on them.
+        tensors: on `device`, memory of the other stream.
+        device: with its number.
+    """
+    stream = torch.get_device_module(device).current_stream(device)
+    ready.wait(stream)
+    for tensor in tensors:
+        if tensor.is_cuda:  # once freed, its memory is not used again before this stream has done with it
+            tensor.record_stream(stream)
+
+
+def view(array: np.ndarray) -> torch.Tensor:
+    """An array as a tensor of the same memory. Nothing may write to it: shared memory is read-only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 class Ring(Generic[Item]):
@@ -95,10 +142,10 @@ class Ring(Generic[Item]):
                     raise entry
                 room.release()
                 item, slot, free = entry
-                slot.hand_over()
+                hand_over(slot.copied, slot.tensors, self.device)
                 yield item, slot.tensors
                 del item, entry  # the last one's host memory is not held while this waits for the next
-                slot.take_back(backend.current_stream(self.device))
+                slot.consumed.record(backend.current_stream(self.device))
                 free.append(slot)
         finally:
             entry = None  # an error's traceback holds this frame
@@ -169,7 +216,7 @@ class _Slot:
         self._device = device
         self._backend: Any = torch.get_device_module(device)
         self._stream = _copy_stream(device)
-        self._copied, self._consumed = new_event(device), new_event(device)
+        self.copied, self.consumed = new_event(device), new_event(device)
         self._host: list[torch.Tensor | None] = []
         self._sources: list[torch.Tensor] = []
         tensors = []
@@ -189,26 +236,18 @@ class _Slot:
         self.wait()
         self._sources = [_staged(leaf, host) for leaf, host in zip(leaves, self._host, strict=True)]
         with self._backend.stream(self._stream):
-            self._consumed.wait(self._stream)
+            self.consumed.wait(self._stream)
             start = mark(self._device) if on_copied else None
             for tensor, source in zip(self.tensors, self._sources, strict=True):
                 tensor.copy_(source, non_blocking=True)
             if on_copied:
                 on_copied(start, mark(self._device))
-            self._copied.record(self._stream)
+            self.copied.record(self._stream)
 
     def wait(self) -> None:
         """Until the transfer is done: then its sources may be changed, and freed."""
-        self._copied.synchronize()
+        self.copied.synchronize()
         self._sources = []
-
-    def hand_over(self) -> None:
-        """The device side may be read by what the current stream is given from now on."""
-        hand_over(self._copied, self.tensors, self._device)
-
-    def take_back(self, compute: Any) -> None:
-        """The device side may be overwritten after what `compute` was given so far."""
-        self._consumed.record(compute)
 
 
 def _staged(leaf: Leaf, host: torch.Tensor | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.prefetcher import Batch, DecodingPrefetcher, DevicePrefetcher, HostBatch
+from raypipe.device.prefetcher import Batch, HostBatch, decoded_on_device, on_device
 from raypipe.errors import RaypipeError, SampleError
 from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, log_place
@@ -140,10 +140,10 @@ class Feed:
 
             decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
             on_decoded = functools.partial(clock.add, "decode")
-            self._batches = iter(DecodingPrefetcher(source, decoder, seed_of, depth, on_decoded))
+            self._batches = decoded_on_device(source, decoder, seed_of, depth, on_decoded)
         else:
             on_copied = functools.partial(clock.add, "transfer")
-            self._batches = iter(DevicePrefetcher(source, self.device, seed_of, depth, on_copied=on_copied))
+            self._batches = on_device(source, self.device, seed_of, depth, on_copied=on_copied)
 
     def close(self) -> None:
         """End the stream where it stands. A feed that is iterated to its end, or is dropped, needs no closing."""

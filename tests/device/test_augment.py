@@ -11,11 +11,10 @@ import torch
 from pretend import CPU, HostWaitsError, pretend, pretended_device
 
 from raypipe.config import AugmentConfig, StrengthConfig
-from raypipe.device.augment import DeviceAugment, Normalize
+from raypipe.device.augment import PRESETS, DeviceAugment, Normalize, build_operations
 from raypipe.errors import ConfigError
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-PRESETS = ("light", "standard", "strong", "randaugment", "trivialaugment")
 ALL = np.ones(8, bool)
 
 
@@ -49,7 +48,7 @@ def test_images_come_out_channels_last_and_of_the_type_that_was_asked_for() -> N
             assert torch.equal(out, exact.to(dtype))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS][1:])
 def test_a_micro_batch_depends_on_its_seed_alone(preset: Any) -> None:
     config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
     first, second = images(seed=1), images(seed=2)
@@ -68,7 +67,7 @@ def test_a_micro_batch_depends_on_its_seed_alone(preset: Any) -> None:
     assert not torch.equal(alone, augment(first, target, ALL, seed=13)[0])
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS][1:])
 def test_strength_zero_leaves_images_as_they_are(preset: Any) -> None:
     image = images()
     config = AugmentConfig(preset=preset, mixup_alpha=0.4)
@@ -94,15 +93,15 @@ def test_the_input_is_not_written_to() -> None:
     assert torch.equal(image, before)
 
 
-@pytest.mark.parametrize("preset", ["none", *PRESETS])
-@pytest.mark.parametrize("mixing", [{}, {"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}])
-def test_the_host_never_waits_for_the_device(preset: Any, mixing: dict[str, float]) -> None:
-    config = AugmentConfig(preset=preset, **mixing)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_host_never_waits_for_the_device(preset: Any) -> None:
+    config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0, mix_prob=0.8)
     image, target = images(), torch.arange(8)
     augment, there = DeviceAugment(config, CPU), DeviceAugment(config, CPU)
     normalize: Any = there.normalize
     for name in ("_scale", "_shift", "_uint8_scale"):
         setattr(normalize, name, pretend(getattr(normalize, name)))
+    kinds = set()
     for seed in range(12):
         expected, mixed = augment(image, target, ALL, seed=seed, strength=0.7)
         with pretended_device():
@@ -110,6 +109,8 @@ def test_the_host_never_waits_for_the_device(preset: Any, mixing: dict[str, floa
         # To rounding: on the pretended device some operations are taken apart into others.
         assert torch.allclose(found.held, expected, rtol=0, atol=1e-4)  # type: ignore[attr-defined]
         assert (mixed is None) == (found_mixed is None)
+        kinds.add(mixed and mixed.is_cutmix)
+    assert kinds == {None, False, True}, "among the seeds are all three"
 
 
 def test_the_pretended_device_tells_when_the_host_waits() -> None:
@@ -126,6 +127,68 @@ def test_the_pretended_device_tells_when_the_host_waits() -> None:
         with pytest.raises(RuntimeError, match="on the host"):
             there + torch.ones(2)
         torch.ones(2).to(there.device, non_blocking=True)
+
+
+# Kornia's operations
+
+
+def apply(config: AugmentConfig, image: torch.Tensor, seed: int = 0, strength: float = 1.0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    for operation in build_operations(config):
+        image = operation(image, strength)
+    return image
+
+
+def test_operations_run_in_order() -> None:
+    image = torch.rand(4, 3, 8, 8)
+    ops = [{"op": "RandomVerticalFlip", "p": 1.0}, {"op": "CenterCrop", "size": [4, 8]}]
+    assert torch.equal(apply(AugmentConfig(ops=ops), image), image.flip(2)[:, :, 2:6])
+    two = [{"op": "RandomInvert", "p": 1.0}, {"op": "RandomSolarize", "thresholds": 0.0, "p": 1.0}]
+    assert not torch.equal(apply(AugmentConfig(ops=two), image), apply(AugmentConfig(ops=two[::-1]), image))
+
+
+def test_own_operations_follow_those_of_the_preset() -> None:
+    config = AugmentConfig(preset="light", ops=[{"op": "RandomInvert", "p": 1.0}])
+    image = torch.rand(4, 3, 8, 8)
+    light = apply(AugmentConfig(preset="light"), image)
+    torch.testing.assert_close(apply(config, image), 1 - light)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_make_images_of_the_same_size_in_range(preset: Any) -> None:
+    image = torch.rand(6, 3, 24, 20)
+    for seed in range(5):
+        out = apply(AugmentConfig(preset=preset), image, seed)
+        assert out.shape == image.shape and out.dtype == image.dtype
+        assert out.min() > -1e-5 and out.max() < 1 + 1e-5
+    assert (preset == "none") == torch.equal(out, image)
+
+
+def test_an_operation_that_makes_the_size_is_always_applied() -> None:
+    config = AugmentConfig(ops=[{"op": "RandomResizedCrop", "size": [8, 8], "p": 1.0}])
+    assert apply(config, torch.rand(4, 3, 16, 16), strength=0.1).shape == (4, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"op": "RandomHorizontalFlop"}, "'RandomHorizontalFlop' is no 2D operation of kornia"),
+        ({"op": "RandomMixUpV2"}, "augment.mixup_alpha"),
+        ({"op": "RandomMotionBlur3D"}, "no 2D operation"),
+        ({"op": "RandomErasing", "probability": 1}, "'RandomErasing', 'probability': 1}: TypeError"),
+        ({"op": "RandAugment", "n": 2, "m": 99}, "ValueError: Expect `m`"),
+        ({"op": "RandomCrop"}, "'RandomCrop'}: TypeError"),
+    ],
+)
+def test_what_cannot_be_built_is_named(entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=r"augment\.ops") as caught:
+        build_operations(AugmentConfig(ops=[entry]))
+    assert message in str(caught.value)
+
+
+def test_an_entry_without_an_operation_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"augment\.ops must be a list of"):
+        AugmentConfig(ops=[{"name": "RandomErasing"}])
 
 
 # The user's own

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from raypipe.device.prefetcher import Batch, DevicePrefetcher, HostBatch, prefetch
+from raypipe.device.prefetcher import Batch, HostBatch, on_device, prefetch
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import MicroBatchId
 
@@ -32,8 +32,8 @@ def host_batch(step: int, size: int = 4) -> HostBatch:
 CPU = torch.device("cpu")
 
 
-def on_cpu(batches: list[HostBatch], **more: Any) -> DevicePrefetcher:
-    return DevicePrefetcher(iter(batches), CPU, lambda at: 100 + at.step, **more)
+def on_cpu(batches: list[HostBatch], **more: Any) -> Iterator[Batch]:
+    return on_device(iter(batches), CPU, lambda at: 100 + at.step, **more)
 
 
 def assert_same(batch: Batch, host: HostBatch) -> None:
@@ -102,7 +102,7 @@ def test_on_cpu_nothing_is_taken_before_it_is_asked_for() -> None:
             taken.append(step)
             yield host_batch(step)
 
-    iterator = iter(DevicePrefetcher(batches(), torch.device("cpu"), lambda at: 0))
+    iterator = iter(on_device(batches(), torch.device("cpu"), lambda at: 0))
     next(iterator)
     assert taken == [0]
 

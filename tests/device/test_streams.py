@@ -12,8 +12,8 @@ from conftest import picture
 from recorded_streams import Recorder
 
 from raypipe.device.device_decode import DeviceDecoder
-from raypipe.device.prefetcher import Batch, DecodingPrefetcher, DevicePrefetcher, HostBatch
-from raypipe.device.streams import hand_over, numbered
+from raypipe.device.prefetcher import Batch, HostBatch, decoded_on_device, on_device
+from raypipe.device.ring import hand_over, numbered
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.transform.encoded import EncodedTransform
@@ -47,8 +47,8 @@ def host_batches(recorder: Recorder, encoded: bool) -> Iterator[HostBatch]:
 def prefetcher(kind: str, recorder: Recorder) -> Iterable[Batch]:
     given = host_batches(recorder, kind == "decoding")
     if kind == "decoding":
-        return DecodingPrefetcher(given, DeviceDecoder(SIZE, CPU), lambda at: 0)
-    return DevicePrefetcher(given, CPU, lambda at: 0, ring=True)
+        return decoded_on_device(given, DeviceDecoder(SIZE, CPU), lambda at: 0)
+    return on_device(given, CPU, lambda at: 0, ring=True)
 
 
 @pytest.mark.parametrize("kind", ["decoding", "ring"])

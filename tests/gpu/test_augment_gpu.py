@@ -13,7 +13,7 @@ from waiting import waiting_is_an_error
 from raypipe.config import AugmentConfig, TrainConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import mixed_cross_entropy
-from raypipe.device.prefetcher import DevicePrefetcher, HostBatch
+from raypipe.device.prefetcher import HostBatch, on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.models import Ema, build_optimizer, small_model
 from raypipe.train.ordered_sum import StepBatchNorm
@@ -71,7 +71,7 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
     scaler = torch.amp.GradScaler("cuda", enabled=amp is torch.float16)
     batch_norm, ema = StepBatchNorm(model, 1, 1), Ema(model, 0.99)
     losses = torch.zeros((), device=device)
-    batches = iter(DevicePrefetcher(host_batches(40), device, lambda at: at.step))
+    batches = iter(on_device(host_batches(40), device, lambda at: at.step))
 
     def step(number: int) -> None:
         batch = next(batches)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import waiting_is_an_error
 
-from raypipe.device.prefetcher import DevicePrefetcher, HostBatch, prefetch
+from raypipe.device.prefetcher import HostBatch, on_device, prefetch
 from raypipe.device.ring import Ring
 from raypipe.plan.schedule import MicroBatchId
 
@@ -51,7 +51,7 @@ def num_allocations() -> tuple[int, int]:
 def test_a_busy_compute_stream_still_sees_each_batch_whole(depth: int) -> None:
     # The host is far ahead of the device: only the events keep transfers from overwriting what is yet to be read.
     kept = []
-    for batch in DevicePrefetcher(host_batches(30), CUDA, lambda at: at.step, depth):
+    for batch in on_device(host_batches(30), CUDA, lambda at: at.step, depth):
         assert batch.image.device.type == "cuda" and batch.seed == batch.at.step
         assert batch.image.is_contiguous(memory_format=torch.channels_last)
         torch.cuda._sleep(BUSY)
@@ -69,7 +69,7 @@ def test_transfers_are_awaited_by_a_stream_that_is_idle() -> None:
 def test_another_current_stream_is_heeded() -> None:
     kept = []
     with torch.cuda.stream(torch.cuda.Stream()):
-        for batch in DevicePrefetcher(host_batches(20), CUDA, lambda at: 0):
+        for batch in on_device(host_batches(20), CUDA, lambda at: 0):
             torch.cuda._sleep(BUSY)
             kept.append(batch.image.clone())
     torch.cuda.synchronize()
@@ -82,13 +82,13 @@ def test_new_slots_do_not_take_memory_that_is_still_read() -> None:
         torch.cuda._sleep(BUSY)
         seen = old.clone()
         del old  # free for the allocator, though the copy of it is still to come
-        for _ in DevicePrefetcher(host_batches(3), CUDA, lambda at: 0):
+        for _ in on_device(host_batches(3), CUDA, lambda at: 0):
             pass
         assert (seen == 7).all()
 
 
 def test_a_batch_that_is_kept_outlasts_an_iteration_left_early() -> None:
-    batches = iter(DevicePrefetcher(host_batches(20), CUDA, lambda at: 0))
+    batches = iter(on_device(host_batches(20), CUDA, lambda at: 0))
     next(batches)
     image = next(batches).image
     torch.cuda._sleep(BUSY)
@@ -96,12 +96,12 @@ def test_a_batch_that_is_kept_outlasts_an_iteration_left_early() -> None:
     batches.close()  # type: ignore[attr-defined]
     assert not [thread for thread in threading.enumerate() if thread.name == "raypipe-ring"]
     del image  # free for the next ring, though the copy of it is still to come
-    list(DevicePrefetcher(host_batches(5), CUDA, lambda at: 0))
+    list(on_device(host_batches(5), CUDA, lambda at: 0))
     assert (seen == 1).all()
 
 
 def test_steady_state_neither_waits_nor_allocates() -> None:
-    batches = iter(DevicePrefetcher(host_batches(60), CUDA, lambda at: at.step, depth=2))
+    batches = iter(on_device(host_batches(60), CUDA, lambda at: at.step, depth=2))
     total = torch.zeros(64, 64, dtype=torch.int64, device=CUDA)
     column = torch.empty(64, 64, dtype=torch.uint8, device=CUDA)
     pointers = set()
@@ -128,7 +128,7 @@ def test_steady_state_neither_waits_nor_allocates() -> None:
 def test_epochs_use_the_same_memory_again() -> None:
     reserved = []
     for _ in range(6):  # each with a ring of its own
-        list(DevicePrefetcher(host_batches(5), CUDA, lambda at: 0))
+        list(on_device(host_batches(5), CUDA, lambda at: 0))
         torch.cuda.synchronize()
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[2:] == [reserved[2]] * 4
@@ -136,7 +136,7 @@ def test_epochs_use_the_same_memory_again() -> None:
 
 def test_marks_measure_the_transfer() -> None:
     marks: list[Any] = []
-    list(DevicePrefetcher(host_batches(5), CUDA, lambda at: 0, on_copied=lambda *pair: marks.append(pair)))
+    list(on_device(host_batches(5), CUDA, lambda at: 0, on_copied=lambda *pair: marks.append(pair)))
     torch.cuda.synchronize()
     assert len(marks) == 5 and all(0 < start.elapsed_time(end) < 1000 for start, end in marks)
 

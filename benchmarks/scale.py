@@ -29,13 +29,13 @@ import numpy as np
 import psutil
 import ray
 
-from raypipe.commands.resume_bench import RepeatedStore
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.pipeline import StreamSpec
 from raypipe.streaming.rank_stream import host_batches
 
+from resume import RepeatedStore  # isort: skip
 from scale_report import draw, median_of, show  # isort: skip
 
 OFFERED = 1000.0

@@ -82,9 +82,18 @@ def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
     ]
     assert all(value > 0 for value in found.values() if isinstance(value, float))
     assert (found["actors"], found["micro_batch"], found["micro_batch_bytes"]) == (1, 32, 32 * 64 * 64 * 3)
+    assert "stream / ceiling" in done.stdout
+
+
+@pytest.mark.soak  # tests/rayext/test_backpressure.py watches streams that are larger than the object store
+def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: dict[str, Path]) -> None:
+    small = [str(stores["train"]), "--transform=light", "--size=64", "--actors=1", "--micro-batch=32"]
+    found = last_line(run(f"{ROOT}/benchmarks/memory.py", *small))
+    assert found["micro_batch_bytes"] == 32 * 64 * 64 * 3 and found["spilled_bytes"] == 0
     assert found["object_store_bytes"] > 0 and found["object_store_bound_bytes"] > 4 * found["micro_batch_bytes"]
     assert found["private_bytes"] > 100 << 20  # Python and its libraries alone, in half a dozen processes
-    assert "stream / ceiling" in done.stdout
+    found = last_line(run(f"{ROOT}/benchmarks/resume.py", *small))
+    assert found["resume_ratio"] == pytest.approx(found["resume_end_s"] / found["resume_start_s"])
 
 
 @pytest.mark.parametrize(

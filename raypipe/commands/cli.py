@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
 
-from raypipe.commands import audit, cli_bench, cli_capacity, cli_cluster
+from raypipe.commands import audit, bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
 from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
@@ -139,7 +139,7 @@ def preview(
 
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "ingest": ingest,
-    "bench": cli_bench.bench,
+    "bench": bench.bench,
     "digest": audit.digest,
     "digest-diff": audit.digest_diff,
     "inspect": audit.inspect,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import psutil
-
-from raypipe.commands.memory_watch import private_bytes
+from memory import private_bytes
 
 _PERIOD_S = 0.25
 

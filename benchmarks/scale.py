@@ -29,7 +29,6 @@ import numpy as np
 import psutil
 import ray
 
-from raypipe.commands.resume_bench import RepeatedStore
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.stores.memory import MemoryStore
@@ -37,6 +36,7 @@ from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import host_batches
 from raypipe.streaming.spec import StreamSpec
 
+from resume import RepeatedStore  # isort: skip
 from scale_report import draw, median_of, show  # isort: skip
 
 OFFERED = 1000.0

@@ -47,7 +47,6 @@ ONE_CPU = ["--pool.max_actors=1", "--train.workers=1", "--train.cpus_per_worker=
 JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--tune.trials=2", "--tune.repeats=2", "--tune.epochs=2", "--runs=runs"]
 ELSEWHERE = {
-    ("README.md", "submit"): "test_jobs.py",
     **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
     **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
 }

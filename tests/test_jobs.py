@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -81,9 +82,18 @@ def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
     ]
     assert all(value > 0 for value in found.values() if isinstance(value, float))
     assert (found["actors"], found["micro_batch"], found["micro_batch_bytes"]) == (1, 32, 32 * 64 * 64 * 3)
+    assert "stream / ceiling" in done.stdout
+
+
+@pytest.mark.soak  # tests/rayext/test_backpressure.py watches streams that are larger than the object store
+def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: dict[str, Path]) -> None:
+    small = [str(stores["train"]), "--transform=light", "--size=64", "--actors=1", "--micro-batch=32"]
+    found = last_line(run(f"{ROOT}/benchmarks/memory.py", *small))
+    assert found["micro_batch_bytes"] == 32 * 64 * 64 * 3 and found["spilled_bytes"] == 0
     assert found["object_store_bytes"] > 0 and found["object_store_bound_bytes"] > 4 * found["micro_batch_bytes"]
     assert found["private_bytes"] > 100 << 20  # Python and its libraries alone, in half a dozen processes
-    assert "stream / ceiling" in done.stdout
+    found = last_line(run(f"{ROOT}/benchmarks/resume.py", *small))
+    assert found["resume_ratio"] == pytest.approx(found["resume_end_s"] / found["resume_start_s"])
 
 
 @pytest.mark.parametrize(
@@ -133,33 +143,32 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
             assert time.monotonic() < deadline, left
         half_written = runs / "digits" / "checkpoint_0009_0000001_01234567"
         half_written.mkdir()
-        second = [
-            sys.executable,
-            "-m",
-            "raypipe.commands.cli",
-            "submit",
-            "--address",
-            head.address,
-            "--working-dir",
-            str(ROOT),
-        ]
-        done = subprocess.run(
-            [*second, "--", *train, "--resume", f"{runs}/digits"],
-            env=head.environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        second = ["--working-dir", str(ROOT), "--", *train, "--resume", f"{runs}/digits"]
+        done = head.run("job", "submit", *second)
+        submit_a_folder_of_ones_own(head, tmp_path / "mine")
 
     lines = done.stdout.splitlines()
-    assert json.loads(lines[-1])["status"] == "SUCCEEDED"
-    result = next(json.loads(line) for line in reversed(lines[:-1]) if line.startswith('{"val_accuracy"'))
+    result = next(json.loads(line) for line in reversed(lines) if line.startswith('{"val_accuracy"'))
     assert result["val_accuracy"] == digits_run["val_accuracy"] and result["steps"] == 33
     told = f"not resumed from {half_written.name}: it was cut off while it was written"
     assert told in lines and half_written.exists()
     assert_equal_weights(runs / "digits", Path(digits_run["run_dir"]))
+
+
+def submit_a_folder_of_ones_own(head: LocalHead, folder: Path) -> None:
+    """As docs/cluster.md has it: raypipe goes along, secrets do not, and the exit code is the job's."""
+    folder.mkdir()
+    shutil.copy(ROOT / ".rayignore", folder)
+    for name in (".env", "id_rsa", "train.lmdb", "part.py"):
+        (folder / name).touch()
+    (folder / "my_train.py").write_text(
+        "import os, raypipe, sys; print(sorted(os.listdir()), raypipe.__file__); sys.exit(int(sys.argv[1]))"
+    )
+    carried = json.dumps({"py_modules": [str(ROOT / "raypipe")]})
+    program = ["--working-dir", str(folder), "--runtime-env-json", carried, "--", sys.executable, "my_train.py"]
+    shown = head.run("job", "submit", *program, "0").stdout
+    assert "['.rayignore', 'my_train.py', 'part.py']" in shown and "py_modules_files" in shown
+    assert head.run("job", "submit", *program, "1", check=False).returncode == 1
 
 
 def assert_equal_weights(one: Path, other: Path) -> None:

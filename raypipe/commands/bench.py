@@ -6,7 +6,6 @@
     first batch    from ray.init to the first micro-batch
     boundary gap   the gap before the first micro-batch of a segment, as a multiple of the ordinary gap
     costs          CPU time and bytes of an image, which `raypipe plan-capacity` sizes a cluster by
-    memory         peaks of the object store, with the bound that it keeps to, and of all processes
 
 The machine's speed drifts, so the ceiling is measured before and after each stream.
 """
@@ -22,15 +21,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from raypipe.config import Cache, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.console import table
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.lookup import version_of
-from raypipe.stores import Store
+from raypipe.storage.whole_file import check_place, write_json
+from raypipe.stores import Store, open_store, store_options
 from raypipe.streaming.digest import PACKAGES
+from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
@@ -62,8 +64,6 @@ class Streamed:
         first_batch_s: from ray.init to the first micro-batch.
         ordinary_gap_s, boundary_gap_s: mean time between two micro-batches of a segment, and of two segments.
         micro_batch_bytes: size of the pixels of one micro-batch.
-        object_store_bytes, object_store_bound_bytes: its peak, and what that is bounded by.
-        private_bytes: peak of the memory of all processes of this machine, beside shared memory.
     """
 
     images_per_s: float
@@ -71,9 +71,6 @@ class Streamed:
     ordinary_gap_s: float
     boundary_gap_s: float
     micro_batch_bytes: int
-    object_store_bytes: int
-    object_store_bound_bytes: int
-    private_bytes: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,78 @@ class Measured:
     def ceiling_images_per_s(self) -> float:
         """Images/s of decode and transform alone, while the stream ran, as far as one can know."""
         return (self.before.images_per_s + self.after.images_per_s) / 2
+
+
+def bench(
+    store: str,
+    *,
+    transform: str | list[dict[str, Any]] = "heavy",
+    size: int = 224,
+    cache: Literal["off", "memory", "disk"] = "off",
+    actors: int = 0,
+    micro_batch: int = 256,
+    seconds: float = 20.0,
+    repeats: int = 1,
+    output: str = "",
+    **columns: str,
+) -> dict[str, Any]:
+    """Measure the stream against the ceiling of this machine, or, submitted, of the cluster.
+
+    Example: raypipe bench imagenet.lmdb --repeats 3
+
+    Args:
+        store: the images.
+        transform: preset, module:function, a list of Albumentations transforms, or a file of one (*.yaml, *.json).
+        size: side of the images that the preset makes, in pixels.
+        cache: keep decoded samples on each node, see pool.cache; the ceiling does without, and the stream's first
+            epoch is not measured.
+        actors: transform actors, and processes of the ceiling; 0 = one per CPU.
+        micro_batch: samples in a micro-batch.
+        seconds: that each stream runs for, about.
+        repeats: how often all is measured; medians are printed.
+        output: write what is found to this file too, for plan-capacity; a local path or a URI.
+    """
+    if output:
+        check_place(output)
+    opened = open_store(store, **store_options(**columns))
+    actors = actors or _cpus_here()
+    config = config_without_files(TransformConfig(train=transform, size=size))
+    pool = PoolConfig(min_actors=actors, max_actors=actors, cache=cache)
+    measured = []
+    for _ in range(repeats):
+        before = ceiling(opened, config, actors, seconds / 2)
+        stream = stream_once(opened, config, pool, micro_batch, seconds, before.images_per_s)
+        measured.append(Measured(before, stream, ceiling(opened, config, actors, seconds / 2)))
+    found = summary(measured)
+    report = found | settings_of(opened, config, actors, micro_batch) | {"cache": cache}
+    if output:
+        write_json(output, report)
+    table(
+        f"{store}: {brief(config.train)} at {size} px, {actors} actors, micro-batches of {micro_batch},"
+        f" {repeats} repeats",
+        [
+            ("ceiling: decode and transform alone", f"{found['ceiling_images_per_s']:,.0f} images/s"),
+            ("stream, steady", f"{found['stream_images_per_s']:,.0f} images/s"),
+            ("stream / ceiling", f"{found['ratio']:.3f}"),
+            ("first batch, from ray.init", f"{found['first_batch_s']:.1f} s"),
+            ("gap at a boundary / ordinary gap", f"{found['boundary_gap_ratio']:.2f}"),
+            ("CPU time of an image: reading", f"{found['read_cpu_s_per_image'] * 1e3:.3f} ms"),
+            ("CPU time of an image: decode, transform", f"{found['transform_cpu_s_per_image'] * 1e3:.3f} ms"),
+        ],
+    )
+    return report
+
+
+def _cpus_here() -> int:
+    """Free CPUs of the cluster that a job was submitted to, or those of this process."""
+    if not on_cluster():
+        return len(os.sched_getaffinity(0))
+    import ray
+
+    from raypipe.rayext.cluster import connect
+
+    connect()
+    return max(1, int(ray.available_resources().get("CPU", 0.0)))
 
 
 def on_cluster() -> bool:
@@ -142,7 +211,6 @@ def _ceiling_process(store: Store, transform: TransformConfig, seconds: float, b
 def _ceiling_actors(store: Store, transform: TransformConfig, num: int, seconds: float) -> list[dict[str, float]]:
     import ray
 
-    from raypipe.config import PoolConfig
     from raypipe.rayext.cluster import connect
     from raypipe.streaming.pipeline import placement
 
@@ -199,94 +267,47 @@ class CeilingWorker:
 
 
 def stream_once(
-    store: Store,
-    transform: TransformConfig,
-    actors: int,
-    micro_batch: int,
-    seconds: float,
-    guess: float,
-    cache: Cache = "off",
+    store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, seconds: float, guess: float
 ) -> Streamed:
     """Run the stream for about `seconds`, with a validation after every epoch, through one consumer.
 
     Args:
         guess: images/s, to choose the number of epochs by.
-        cache: see `PoolConfig`.
     """
     import ray
 
-    from raypipe.commands.memory_watch import MemoryWatch, object_store_bound
-    from raypipe.config import PlanConfig, PoolConfig
-    from raypipe.plan.schedule import EVERY_RANK
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.pipeline import in_flight, splits
+    from raypipe.streaming.pipeline import splits
     from raypipe.streaming.rank_stream import host_batches
     from raypipe.streaming.spec import StreamSpec
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
-    micro_batch = min(micro_batch, len(store))
     epochs = max(3, round(guess * seconds / (2 * len(store))))
-    spec = StreamSpec.of(
-        store,
-        store,
-        plan=PlanConfig(epochs=epochs, micro_batch=micro_batch),
-        transform=transform,
-        pool=PoolConfig(min_actors=actors, max_actors=actors, cache=cache),
-    )
+    plan = PlanConfig(epochs=epochs, micro_batch=min(micro_batch, len(store)))
+    spec = StreamSpec.of(store, store, plan=plan, transform=transform, pool=pool)
     started = time.perf_counter()
     connect()
     arrivals, segments, sizes, num_bytes = [], [], [], 0
-    (iterator,) = splits(spec, spec.plan.start(), max_actors=actors)
-    with MemoryWatch() as memory:
-        for batch in host_batches(iterator):
-            arrivals.append(time.perf_counter())
-            segments.append((batch.at.split, batch.at.epoch))
-            sizes.append(int((batch.weight > 0).sum()))
-            num_bytes = batch.image.nbytes
+    (iterator,) = splits(spec, spec.plan.start(), max_actors=pool.max_actors)
+    for batch in host_batches(iterator):
+        arrivals.append(time.perf_counter())
+        segments.append((batch.at.split, batch.at.epoch))
+        sizes.append(int((batch.weight > 0).sum()))
+        num_bytes = batch.image.nbytes
     ray.shutdown()
     # The first batches come while actors still start, and a buffer fills: leave out a sixth.
     first = max(1, len(arrivals) // 6)
     gaps = np.diff(arrivals)[first:]
     boundary = np.array([a != b for a, b in itertools.pairwise(segments)])[first:]
-    throughput = sum(sizes[first + 1 :]) / (arrivals[-1] - arrivals[first])
     # Gaps come in clumps when several actors finish together: a mean, not a median, sees each in full.
     return Streamed(
-        images_per_s=throughput,
+        images_per_s=sum(sizes[first + 1 :]) / (arrivals[-1] - arrivals[first]),
         first_batch_s=arrivals[0] - started,
         ordinary_gap_s=float(gaps[~boundary].mean()) if (~boundary).any() else float("nan"),
         boundary_gap_s=float(gaps[boundary].mean()) if boundary.any() else float("nan"),
         micro_batch_bytes=num_bytes,
-        object_store_bytes=memory.object_store,
-        object_store_bound_bytes=object_store_bound(
-            in_flight(spec.pool, EVERY_RANK).limit(actors), 1, _most_per_s(np.array(arrivals)), num_bytes
-        ),
-        private_bytes=memory.private,
     )
-
-
-def _most_per_s(arrivals: np.ndarray) -> float:
-    """Most micro-batches of any second."""
-    return float((np.searchsorted(arrivals, arrivals + 1.0) - np.arange(len(arrivals))).max())
-
-
-def bench(
-    store: Store,
-    *,
-    transform: TransformConfig,
-    actors: int,
-    micro_batch: int,
-    seconds: float,
-    repeats: int,
-    cache: Cache = "off",
-) -> list[Measured]:
-    """Measure the ceiling, the stream and the ceiling again, `repeats` times."""
-    measured = []
-    for _ in range(repeats):
-        before = ceiling(store, transform, actors, seconds / 2)
-        stream = stream_once(store, transform, actors, micro_batch, seconds, before.images_per_s, cache)
-        measured.append(Measured(before, stream, ceiling(store, transform, actors, seconds / 2)))
-    return measured
 
 
 def summary(measured: list[Measured]) -> dict[str, float]:
@@ -305,21 +326,11 @@ def summary(measured: list[Measured]) -> dict[str, float]:
         "transform_cpu_s_per_image": median(lambda m: (m.before.transform_cpu_s + m.after.transform_cpu_s) / 2),
         "encoded_bytes_per_image": median(lambda m: m.before.encoded_bytes),
         "micro_batch_bytes": measured[0].stream.micro_batch_bytes,
-        "object_store_bytes": median(lambda m: m.stream.object_store_bytes),
-        "object_store_bound_bytes": median(lambda m: m.stream.object_store_bound_bytes),
-        "private_bytes": median(lambda m: m.stream.private_bytes),
     }
 
 
 def settings_of(store: Store, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:
-    """What was measured, and on what: the part of a report that is no measurement.
-
-    Args:
-        store: the images.
-        transform: with its size.
-        actors: of the stream, and processes of the ceiling.
-        micro_batch: B that was asked for; a store that is smaller gives less.
-    """
+    """What was measured, and on what: the part of a report that is no measurement."""
     return {
         "store": str(store.address),
         "transform": transform.train,

@@ -1,7 +1,10 @@
 """The command line. Every command ends with one JSON object on the last line of standard output.
 
-Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, a machine that is
-not fit, or a submitted job that did not succeed; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, or a machine that
+is not fit; 2 wrong usage; 130 interrupted.
+
+`raypipe --print_completion shtab-bash` (or `shtab-zsh`) prints the script by which a shell completes commands,
+options and choices; it needs shtab.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from jsonargparse import ArgumentParser, auto_cli, auto_parser
+from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
 
-from raypipe.commands import cli_audit, cli_bench, cli_capacity, cli_cluster
+from raypipe.commands import audit, bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
 from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.storage.run_folder import check_owner
+
+set_parsing_settings(add_print_completion_argument=True)
 
 
 def ingest(
@@ -132,41 +137,17 @@ def preview(
     )
 
 
-def completion(shell: Literal["bash", "zsh"], *, output: str = "") -> dict[str, Any]:
-    """Write the script by which a shell completes commands, options and files.
-
-    Example: raypipe completion bash
-
-    Args:
-        shell: bash or zsh.
-        output: the file to write; also -o; empty = where bash-completion finds it by itself, or ~/.zfunc/_raypipe,
-            whose folder must be in zsh's fpath.
-    """
-    from raypipe.commands.completion import completion_script
-    from raypipe.storage.whole_file import write_text
-
-    homes = {"bash": "~/.local/share/bash-completion/completions/raypipe", "zsh": "~/.zfunc/_raypipe"}
-    file = Path(output or homes[shell]).expanduser()
-    parser = auto_parser(COMMANDS, as_positional=True, prog="raypipe", allow_abbrev=False)  # type: ignore[arg-type]
-    text = completion_script(parser, shell)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(str(file), text)
-    return {"output": str(file)}
-
-
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "ingest": ingest,
-    "bench": cli_bench.bench,
-    "digest": cli_audit.digest,
-    "digest-diff": cli_audit.digest_diff,
-    "inspect": cli_audit.inspect,
+    "bench": bench.bench,
+    "digest": audit.digest,
+    "digest-diff": audit.digest_diff,
+    "inspect": audit.inspect,
     "plan-capacity": cli_capacity.plan_capacity,
     "preview": preview,
-    "report": cli_audit.report,
+    "report": audit.report,
     "doctor": cli_cluster.doctor,
-    "submit": cli_cluster.submit,
     "stop": cli_cluster.stop,
-    "completion": completion,
 }
 _FLAGS = {
     parameter.name
@@ -186,9 +167,6 @@ class _Parser(ArgumentParser):
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     args = sys.argv[1:] if args is None else args
-    if "--" in args:  # what follows is a command to submit
-        at = args.index("--")
-        args = [*args[:at], json.dumps(args[at + 1 :])]
     args = [_normalized(arg) for arg in args]
 
     def parsed() -> dict[str, Any]:
@@ -291,11 +269,7 @@ def _finish(command: Callable[[], dict[str, Any]]) -> None:
         result = command()
         _shutdown()
         print(json.dumps(result), flush=True)
-        if (
-            result.get("equal") is False
-            or result.get("ok") is False
-            or result.get("status") in ("FAILED", "STOPPED")
-        ):
+        if result.get("equal") is False or result.get("ok") is False:
             sys.exit(1)
     except RaypipeError as error:
         _shutdown()

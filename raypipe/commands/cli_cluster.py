@@ -1,10 +1,8 @@
-"""The commands for machines: is this one fit, submit a job to a cluster, stop a run."""
+"""The commands for machines: is this one fit, stop a run."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from raypipe.commands.submit import MAX_MIB
 
 
 def doctor(*, no_ray: bool = False) -> dict[str, Any]:
@@ -29,35 +27,6 @@ def doctor(*, no_ray: bool = False) -> dict[str, Any]:
         if check["mend"]:
             console.print(f"     {'':14} → {escape(check['mend'])}")
     return found
-
-
-def submit(
-    command: list[str],
-    *,
-    address: str = "",
-    working_dir: str = ".",
-    max_mib: float = MAX_MIB,
-    detach: bool = False,
-) -> dict[str, Any]:
-    """Submit a command to a cluster's job server, and follow it. Exit code 1 unless it succeeds.
-
-    The working directory goes along, without stores, runs, checkpoints, and what .gitignore and .rayignore name,
-    and so does raypipe. Secrets (.env, .ssh, keys, …) and links out of the folder do not: they are listed.
-
-    Example: raypipe submit --address http://127.0.0.1:8265 -- python jobs/train.py --config run.yaml
-
-    Args:
-        command: program and arguments, after `--`.
-        address: of the job server; empty = RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or this machine's.
-        working_dir: the folder to carry.
-        max_mib: the most that may be uploaded, in MiB before compression.
-        detach: return once the job is submitted.
-    """
-    from raypipe.commands import submit as submit_module
-
-    return submit_module.submit(
-        command, address=address, working_dir=working_dir, max_mib=max_mib, follow=not detach
-    )
 
 
 def stop(run: str) -> dict[str, Any]:

@@ -69,7 +69,14 @@ def open_store(address: str | Path, **options: Any) -> Store:
 def store_options(
     image_column: str = "image", label_column: str = "label", layout: str = "auto"
 ) -> dict[str, str]:
-    """The options that are not left as they are by default, for `open_store`: not every kind of store has them."""
+    """The options that are not left as they are by default, for `open_store`: not every kind of store has them.
+
+    Args:
+        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
+            the feature; of HDF5, the dataset.
+        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
+        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
+    """
     given = {"image_column": image_column, "label_column": label_column, "layout": layout}
     usual = {"image_column": "image", "label_column": "label", "layout": "auto"}
     return {name: value for name, value in given.items() if value != usual[name]}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,23 @@ def test_an_unknown_option_of_a_command_exits_with_2(capsys: pytest.CaptureFixtu
         main(["digest", "some.lmdb", "--micro-bach=8"])
     assert caught.value.code == 2
     assert "bach" in capsys.readouterr().err
+
+
+# As bash does when the tab key is pressed: the words so far, of which the last one is to be completed.
+TAB = 'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_raypipe; echo "${COMPREPLY[*]}"'
+
+
+def test_a_shell_completes_commands_options_and_choices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--print_completion", "shtab-bash"])
+    script = tmp_path / "raypipe"
+    script.write_text(capsys.readouterr().out)
+    for words, expected in (
+        (["pre"], "preview"),
+        (["digest", "--lea"], "--leave_out"),
+        (["ingest", "a.tar", "b.lmdb", "--on_bad_sample", "s"], "skip"),
+    ):
+        command = ["bash", "-c", TAB, str(script), "raypipe", *words]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [expected]

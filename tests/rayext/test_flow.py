@@ -27,7 +27,7 @@ from raypipe.streaming.supervisor import start_supervisor
 @pytest.mark.timeout(400)
 def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_is_slow() -> None:
     # A process and a cluster of its own, with an object store of 80 MiB.
-    script = Path(__file__).parents[1] / "flow_bench.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "flow.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

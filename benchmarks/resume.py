@@ -1,19 +1,30 @@
-"""What a resume costs at the start and at the end of a long epoch: the time to the first micro-batch, pool's start
-and all. The order is O(1) in the position, so the two should not differ."""
+"""What a resume costs at the start and at the end of an epoch of ImageNet's length.
+
+    python benchmarks/resume.py STORE [--transform heavy --size 224 --actors 2 --micro-batch 256 --repeats 3]
+
+It is the time to the first micro-batch, the pool's start and all. The order is O(1) in the position, so the two
+should not differ. Prints a table; the last line is JSON.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import raypipe  # isort: skip
 import numpy as np
+import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.console import table
 from raypipe.stores.base import Columns, Store
-
-if TYPE_CHECKING:
-    from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.pipeline import splits
+from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.spec import StreamSpec
 
 NUM_SAMPLES = 1_281_167  # ImageNet's
 
@@ -45,16 +56,13 @@ def measure(
     Returns:
         `resume_start_s` and `resume_end_s`, medians; `resume_ratio`, the one over the other.
     """
-    from raypipe.rayext.cluster import connect
-    from raypipe.streaming.spec import StreamSpec
-
     spec = StreamSpec.of(
         RepeatedStore(store, NUM_SAMPLES),
         plan=PlanConfig(epochs=2, micro_batch=micro_batch),
         transform=transform,
         pool=PoolConfig(min_actors=actors, max_actors=actors),
     )
-    connect()
+    raypipe.connect()
     first, last = spec.plan.steps_per_epoch, 2 * spec.plan.steps_per_epoch - 1
     _resume(spec, first, actors)  # the first one of all also starts Ray's own helpers
     times: dict[int, list[float]] = {first: [], last: []}
@@ -66,12 +74,41 @@ def measure(
 
 
 def _resume(spec: StreamSpec, step: int, actors: int) -> float:
-    from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.rank_stream import host_batches
-
     began = time.perf_counter()
     batches = host_batches(splits(spec, spec.plan.cursor_at(step), max_actors=actors)[0])
     next(batches)
     seconds = time.perf_counter() - began
     batches.close()  # type: ignore[attr-defined]
     return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("--transform", default="heavy")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--actors", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--micro-batch", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args()
+    found = measure(
+        raypipe.open_store(args.store),
+        transform=TransformConfig(train=args.transform, size=args.size),
+        actors=args.actors,
+        micro_batch=args.micro_batch,
+        repeats=args.repeats,
+    )
+    ray.shutdown()
+    table(
+        f"{args.store}: a resume in an epoch of {NUM_SAMPLES:,} samples, {args.repeats} repeats",
+        [
+            ("first batch, at the epoch's start", f"{found['resume_start_s']:.2f} s"),
+            ("first batch, at its last step", f"{found['resume_end_s']:.2f} s"),
+            ("end / start", f"{found['resume_ratio']:.3f}"),
+        ],
+    )
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

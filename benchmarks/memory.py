@@ -1,14 +1,31 @@
-"""How much memory a stream takes: the object store's, and that of this machine's Ray processes."""
+"""How much memory a stream takes: the object store's, beside its bound, and that of this machine's Ray processes.
+
+    python benchmarks/memory.py STORE [--transform heavy --size 224 --actors 2 --micro-batch 256 --epochs 3]
+
+Prints a table; the last line is JSON.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
+import raypipe  # isort: skip
+import numpy as np
 import ray
 from ray._private.internal_api import node_stats
+
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.console import table
+from raypipe.plan.schedule import EVERY_RANK
+from raypipe.streaming.pipeline import in_flight, splits
+from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.spec import StreamSpec
 
 _PERIOD_S = 0.25
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -85,3 +102,54 @@ def private_bytes(root: int) -> int:
             continue
         found += (resident - shared) * _PAGE_BYTES
     return found
+
+
+def most_per_s(arrivals: np.ndarray) -> float:
+    """Most micro-batches of any second."""
+    return float((np.searchsorted(arrivals, arrivals + 1.0) - np.arange(len(arrivals))).max())
+
+
+def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argparse.Namespace) -> dict[str, int]:
+    """Stream a store through one consumer; the peaks of what it takes, and the bound, in bytes."""
+    spec = StreamSpec.of(
+        store,
+        plan=PlanConfig(epochs=args.epochs, micro_batch=min(args.micro_batch, len(store))),
+        transform=transform,
+        pool=PoolConfig(min_actors=args.actors, max_actors=args.actors),
+    )
+    raypipe.connect()
+    (iterator,) = splits(spec, spec.plan.start(), max_actors=args.actors)
+    arrivals, num_bytes = [], 0
+    with MemoryWatch() as memory:
+        for batch in host_batches(iterator):
+            arrivals.append(time.perf_counter())
+            num_bytes = batch.image.nbytes
+    most = in_flight(spec.pool, EVERY_RANK).limit(args.actors)
+    return {
+        "micro_batch_bytes": num_bytes,
+        "object_store_bytes": memory.object_store,
+        "object_store_bound_bytes": object_store_bound(most, 1, most_per_s(np.array(arrivals)), num_bytes),
+        "spilled_bytes": memory.spilled,
+        "private_bytes": memory.private,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("--transform", default="heavy")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--actors", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--micro-batch", type=int, default=256)
+    parser.add_argument("--epochs", type=int, default=3)
+    args = parser.parse_args()
+    transform = TransformConfig(train=args.transform, size=args.size)
+    found = measure(raypipe.open_store(args.store), transform, args)
+    ray.shutdown()
+    rows = [(name.replace("_bytes", "").replace("_", " "), f"{n / 2**20:,.0f} MiB") for name, n in found.items()]
+    table(args.store, rows)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Memory of a stream whose trainer, transform or store is slow, and of one of ten times the object store.
 
-    python tests/flow_bench.py
+    python benchmarks/flow.py
 
 Prints, per case, the largest use of the object store, what was spilled and the growth of this process. Beside
 what is in flight (8 micro-batches before the pool, 8 in and behind it), the object store holds what was let go in
@@ -23,12 +23,13 @@ import numpy as np
 import psutil
 import ray
 
-from raypipe.commands.memory_watch import MemoryWatch
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import host_batches
 from raypipe.streaming.spec import StreamSpec
+
+from memory import MemoryWatch  # isort: skip
 
 STORE_BYTES = 80 << 20
 MICRO_BATCH, SIDE, CROP = 8, 256, 160

@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 
-from raypipe.commands.memory_watch import object_store_bound, private_bytes
+import numpy as np
+from memory import most_per_s, object_store_bound, private_bytes
 
 # A process that takes memory in one of its own: 64 MiB, written, so that the pages are there.
 PROGRAM = """
@@ -33,3 +34,8 @@ def test_a_process_that_has_ended_has_no_memory() -> None:
 def test_the_bound_is_what_is_in_flight_what_ranks_hold_and_what_was_let_go_in_a_second() -> None:
     assert object_store_bound(16, 1, 0, 1000) == 18 * 1000
     assert object_store_bound(16, 2, 5.5, 1000) == 25_500
+
+
+def test_the_fastest_second_is_found_wherever_it_is() -> None:
+    assert most_per_s(np.array([0.0, 2.0, 2.1, 2.9, 3.05, 6.0])) == 3
+    assert most_per_s(np.array([0.0])) == 1

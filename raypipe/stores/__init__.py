@@ -184,7 +184,7 @@ def _kind_of_path(path: Path) -> str:
 
 def _kind_of_pattern(path: Path) -> str:
     """What the first of the files is that a pattern finds: who reads them will see whether all are."""
-    from raypipe.stores.file_list import list_files
+    from raypipe.stores.addresses import list_files
 
     first = Path(list_files(str(path.absolute()), lambda _: True, "such")[0])
     kind = _kind_of_path(first)

@@ -12,7 +12,7 @@ from raypipe.stores.atomic import write_atomically
 from raypipe.stores.splits import PART_OF, check_one_split
 
 from conftest import CLASSES, samples  # isort: skip
-from test_file_list import listed, make  # isort: skip
+from test_addresses import listed, make  # isort: skip
 
 
 @pytest.mark.parametrize(

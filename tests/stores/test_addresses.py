@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores.file_list import list_files
+from raypipe.stores.addresses import list_files
 
 
 def make(folder: Path, *names: str) -> Path:

@@ -21,11 +21,11 @@ from raypipe.storage.local_cache import make_cache_folder, shared_cache
 from raypipe.storage.local_file import open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
+from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices, part_of
 from raypipe.stores.members import Index
-from raypipe.stores.remote import expand, list_shards
-from raypipe.stores.splits import check_one_split
+from raypipe.stores.remote import list_shards
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local archive below this size, a few seconds at most.
@@ -175,14 +175,7 @@ class ArchiveStore(ABC, Generic[S]):
                 found = look_up_all([shard.address for shard in listed])
                 self._files = [shard.checked(file) for shard, file in zip(listed, found, strict=True)]
             return [_RemoteArchive(file) for file in self._files]
-        path = Path(self.address)
-        paths = [self.address] if path.exists() else expand(self.address)
-        if path.is_dir():  # hidden files are what an ingest is still writing
-            names = sorted(c.name for c in path.iterdir() if c.suffix == self.suffix and c.name[0] not in "._")
-            if not names:
-                raise StoreError(f"{path} is no folder of *{self.suffix} files")
-            check_one_split(self.address, names)
-            paths = [f"{path}/{name}" for name in names]
+        paths = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
         return [_LocalArchive(each, self.suffix) for each in paths]
 
     def _scanned(self, archive: _LocalArchive | _RemoteArchive) -> S:

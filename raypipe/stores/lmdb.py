@@ -22,6 +22,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
+from raypipe.stores.addresses import is_pattern, list_files
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import check_columns, check_indices, image_and_label_first, part_of
 from raypipe.stores.lmdb_foreign import ForeignShard
@@ -29,7 +30,6 @@ from raypipe.stores.lmdb_remote import RemoteShard, open_shards
 from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, Shard, open_shard
 from raypipe.stores.metadata import Metadata
 from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
-from raypipe.stores.splits import check_one_split
 
 _FLUSH_BYTES = 32 << 20  # a few hundred images per commit: the cost of a commit no longer shows
 
@@ -126,16 +126,13 @@ class LMDBStore:
 
     def _shard_paths(self) -> list[Path]:
         path = Path(self.address)
-        if not path.exists():
+        if not path.exists() and not is_pattern(path.name):
             raise StoreError(f"{path} does not exist")
-        if not path.is_dir() or (path / "data.mdb").exists():
+        if (path / "data.mdb").exists():
             return [path]
-        # Hidden files are what an ingest is still writing.
-        shards = sorted(c for c in path.iterdir() if c.suffix == ".lmdb" and not c.name.startswith("."))
-        if not shards:
-            raise StoreError(f"{path} is neither an LMDB environment nor a folder of *.lmdb shards")
-        check_one_split(self.address, [shard.name for shard in shards])
-        return shards
+        what = "data.mdb of an LMDB environment, and no *.lmdb"
+        files = list_files(self.address, lambda name: name.endswith(".lmdb"), what, folders=True)
+        return [Path(file) for file in files]
 
 
 def _column(rows: list[dict[str, Any]], name: str, kind: str) -> Any:

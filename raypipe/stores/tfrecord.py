@@ -19,11 +19,10 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.stores.addresses import list_files
+from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.base import Columns
 from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices, part_of
 from raypipe.stores.example import features_of, kind_of, only_bytes, only_int
-from raypipe.stores.splits import PART_OF
 from raypipe.stores.tfrecord_index import CRC_BYTES, Records, is_intact, scan
 
 _SUFFIX = re.compile(r"\.(tfrecords?|tfrec)(\.gz)?$", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Which files an address means."""
+"""Which files an address means; splits that lie in one folder are not mixed, and not taken in part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores.addresses import list_files
+from raypipe.stores import open_store
+from raypipe.stores.addresses import PART_OF, check_one_split, list_files
+from raypipe.stores.atomic import write_atomically
+
+from conftest import CLASSES, samples  # isort: skip
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -41,3 +45,71 @@ def test_nothing_is_an_error_that_names_the_address(tmp_path: Path) -> None:
         listed(tmp_path / "absent" / "*.x")
     with pytest.raises(StoreError, match="stands for 0 shards"):
         listed(tmp_path / "{9..1}.x")
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train-00000-of-00002.parquet", "train"),
+        ("train-00000-of-00002-0123456789abcdef.parquet", "train"),
+        ("train-00000-of-01024", "train"),
+        ("my_set-train.tfrecord-00000-of-00100", "my_set-train.tfrecord"),
+        ("train-00000-of-00002x", None),
+        ("train-0-of-2.parquet", None),
+    ],
+)
+def test_parts_of_a_split(name: str, split: str | None) -> None:
+    match = PART_OF.match(name)
+    assert (match and match["split"]) == split
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train-00000-of-00002.x", "train-00001-of-00002.x", "test-00000-of-00001.x"],
+        ["train.x", "validation.x"],
+        ["train_0.x", "val_0.x"],
+        ["Train-1.x", "TEST-1.x"],
+    ],
+)
+def test_several_splits_in_one_folder_are_never_mixed(tmp_path: Path, names: list[str]) -> None:
+    folder = make(tmp_path / "f", *names)
+    with pytest.raises(
+        StoreError, match=r"f holds files of several splits: .*train \([12]\).*give .*/f/[\w-]+\*?\.x"
+    ):
+        listed(folder)
+    assert listed(folder / f"{names[0][:5]}*.x") == [name for name in sorted(names) if name[:5] == names[0][:5]]
+
+
+@pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
+def test_a_folder_of_two_stores_is_none(tmp_path: Path, suffix: str) -> None:
+    for name in ("train", "val"):
+        write_atomically(str(tmp_path / f"{name}.{suffix}"), samples(3), CLASSES)
+    message = rf"several splits: train \(1\), val \(1\)\. A store is one of them: give {tmp_path}/val\.{suffix}"
+    with pytest.raises(StoreError, match=message):
+        len(open_store(tmp_path))
+    (tmp_path / f"val.{suffix}").rename(tmp_path / f"train-1.{suffix}")
+    assert len(open_store(tmp_path)) == 6
+
+
+@pytest.mark.parametrize(
+    "names", [["a.x", "b.x"], ["train-0.x", "train-1.x"], ["train.x", "training_more.x", "latest.x"], ["trains.x"]]
+)
+def test_other_names_are_one_store(tmp_path: Path, names: list[str]) -> None:
+    if "train.x" in names:
+        with pytest.raises(StoreError, match=r"train \(1\), training \(1\)"):
+            check_one_split("f", names)
+    else:
+        assert listed(make(tmp_path / "f", *names)) == sorted(names)
+
+
+def test_a_part_that_is_missing_is_missed(tmp_path: Path) -> None:
+    folder = make(tmp_path / "f", *(f"train-{i:05d}-of-00004.x" for i in (0, 1, 3)))
+    with pytest.raises(StoreError, match="holds 3 of the 4 files of train: fetch the others, or say by a pattern"):
+        listed(folder)
+    assert len(listed(folder / "train-*.x")) == 3
+    make(folder, "train-00002-of-00004.x")
+    assert len(listed(folder)) == 4

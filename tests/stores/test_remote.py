@@ -21,7 +21,8 @@ from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.whole_file import read_json
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores import upload as upload_module
-from raypipe.stores.remote import MANIFEST, Listed, expand, list_shards, write_manifest
+from raypipe.stores.addresses import expand
+from raypipe.stores.remote import MANIFEST, Listed, list_shards, write_manifest
 from raypipe.stores.tar import TarStore
 from raypipe.stores.upload import new_remote
 

@@ -129,7 +129,7 @@ def open_writer(
 
         return ParquetWriter(path, columns, classes, **options)
     if suffix == ".tar":
-        from raypipe.stores.tar_writer import TarWriter
+        from raypipe.stores.tar import TarWriter
 
         return TarWriter(path, columns, classes, **options)
     raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(WRITTEN_SUFFIXES)}")

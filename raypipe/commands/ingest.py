@@ -20,9 +20,9 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
 from raypipe.stores import WRITTEN_SUFFIXES, open_store
+from raypipe.stores.addresses import expand
 from raypipe.stores.atomic import new_path
 from raypipe.stores.base import Store
-from raypipe.stores.remote import expand
 from raypipe.stores.upload import new_remote
 
 # A shard is small enough to be copied and cached as one object, and large enough to be few.

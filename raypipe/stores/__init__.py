@@ -22,14 +22,14 @@ WRITTEN_SUFFIXES = (".lmdb", ".parquet", ".tar")
 
 _LAYOUTS = """understood are:
   LMDB     a *.lmdb file, an environment folder (with data.mdb), or a folder of *.lmdb shards
-  Parquet  a *.parquet file, a folder of *.parquet files, or several: NAME-*.parquet
-  tar      an uncompressed *.tar of class/image.jpg, or of WebDataset's key.jpg beside key.cls; several of them,
-           NAME-{0000..0099}.tar; or a folder of *.tar
-  zip      a *.zip of class/image.jpg, or several: NAME-{0000..0099}.zip
+  Parquet  a *.parquet file, or a folder of them
+  tar      an uncompressed *.tar of class/image.jpg, or of WebDataset's key.jpg beside key.cls; a folder of *.tar
+  zip      a *.zip of class/image.jpg
   folder   a folder of class/image.jpg
-  TFRecord *.tfrecord or NAME-00000-of-01024, a folder of them, or several: NAME-*.tfrecord
+  TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them
   HDF5     a *.h5 or *.hdf5 file
-and the first four at s3://, gs://, az:// or abfs:// too"""
+several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and the first four at s3://, gs://, az://
+or abfs:// too"""
 
 _FROM_ARROW = (
     "as the datasets library caches them, which raypipe does not read: write it as Parquet, "
@@ -129,7 +129,7 @@ def open_writer(
 
         return ParquetWriter(path, columns, classes, **options)
     if suffix == ".tar":
-        from raypipe.stores.tar_writer import TarWriter
+        from raypipe.stores.tar import TarWriter
 
         return TarWriter(path, columns, classes, **options)
     raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(WRITTEN_SUFFIXES)}")
@@ -159,8 +159,6 @@ def _kind_of_uri(address: str) -> str:
 def _kind_of_path(path: Path) -> str:
     name = path.name.lower()
     if not path.exists():
-        if "{" in name and path.suffix in (".tar", ".zip"):
-            return path.suffix[1:]
         if "*" in name or "{" in name:
             return _kind_of_pattern(path)
         raise StoreError(f"{path} does not exist; {_LAYOUTS}")
@@ -184,12 +182,12 @@ def _kind_of_path(path: Path) -> str:
 
 def _kind_of_pattern(path: Path) -> str:
     """What the first of the files is that a pattern finds: who reads them will see whether all are."""
-    from raypipe.stores.file_list import list_files
+    from raypipe.stores.addresses import list_files
 
     first = Path(list_files(str(path.absolute()), lambda _: True, "such")[0])
     kind = _kind_of_path(first)
-    if kind not in ("parquet", "tfrecord"):
-        raise StoreError(f"{path} finds {first.name}: a pattern is for *.parquet or TFRecord; {_LAYOUTS}")
+    if kind in ("folder", "hdf5"):
+        raise StoreError(f"{path} finds {first.name}: a pattern is not for folders and HDF5; {_LAYOUTS}")
     return kind
 
 

@@ -1,4 +1,9 @@
-"""What stores of archives, tar and zip, have in common: the files, local or remote, and reads by an index."""
+"""What stores of archives, tar and zip, have in common: the files, local or remote, and reads by an index.
+
+One scan finds what is in an archive; samples are then read by position. Nothing is ever extracted, so what the
+members' names say has no effect on the disk. Which samples are those of class folders, `class/image.jpg`, is found
+here too.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,9 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,16 +26,39 @@ from raypipe.storage.local_cache import make_cache_folder, shared_cache
 from raypipe.storage.local_file import locked, open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
-from raypipe.stores.base import Columns, check_columns, check_indices, part_of
-from raypipe.stores.members import Index
-from raypipe.stores.remote import expand, list_shards
-from raypipe.stores.splits import check_one_split
+from raypipe.stores.addresses import list_files
+from raypipe.stores.base import IMAGE_SUFFIXES, Columns, check_columns, check_indices, part_of
+from raypipe.stores.remote import list_shards
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local archive below this size, a few seconds at most.
 _SMALL_BYTES = 64 << 20
 
-S = TypeVar("S")  # what a scan finds
+Scan = dict[str, Any]
+"""What a scan finds, as JSON has it. Of class folders {"members": {name: [position, num_bytes, …]}}, with what
+else tells a member's content from another's: its time, or checksum."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """The samples of one archive or of several, one archive after the other.
+
+    Attributes:
+        types: all columns, name → one of `raypipe.stores.record.COLUMN_TYPES`, image and label first.
+        classes: class names, position = label; None where they are not named.
+        labels: int64 of shape (N,); None where there are none.
+        places: of each column but the label: int64 of shape (N, k), a row per sample: position and num_bytes of
+            its member, -1 where it has none, and what else its kind of archive has.
+        bounds: int64 of shape (num_archives + 1,): the first sample of each archive, and N.
+        fingerprint: 32 hex digits.
+    """
+
+    types: dict[str, str]
+    classes: tuple[str, ...] | None
+    labels: np.ndarray | None
+    places: dict[str, np.ndarray]
+    bounds: np.ndarray
+    fingerprint: str
 
 
 class OpenFile:
@@ -39,38 +68,26 @@ class OpenFile:
         self.path, self.descriptor = path, open_regular(path)
         weakref.finalize(self, os.close, self.descriptor)
 
-    @property
-    def state(self) -> list[int]:
-        """Another one after every change: bytes, time of the change, number of the file."""
-        found = os.fstat(self.descriptor)
-        return [found.st_size, found.st_mtime_ns, found.st_ino]
 
+class _Archive:
+    """One archive. A local one stays open, so that it is the one that was scanned; a remote one is cached."""
 
-class _LocalArchive:
-    """An archive on this machine; it stays open, so that it is the one that was scanned."""
-
-    def __init__(self, path: str, suffix: str) -> None:
-        self.name = path
+    def __init__(self, address: str, remote: RemoteFile | None = None) -> None:
+        self.name, self.remote = address, remote
         try:
-            self._file = OpenFile(Path(path))
+            self._file = None if remote else OpenFile(Path(address))
         except OSError as error:
-            raise StoreError(f"{path} cannot be read as {suffix[1:]}: {error}; check the path") from error
+            kind = Path(address).suffix[1:]
+            raise StoreError(f"{address} cannot be read as {kind}: {error}; check the path") from error
 
     def use(self) -> contextlib.AbstractContextManager[OpenFile]:
+        if self.remote:
+            return shared_cache().use(self.remote, OpenFile)
+        assert self._file is not None
         return contextlib.nullcontext(self._file)
 
 
-class _RemoteArchive:
-    """An archive in an object store, read through the node's cache."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self.name, self.file = file.address, file
-
-    def use(self) -> contextlib.AbstractContextManager[OpenFile]:
-        return shared_cache().use(self.file, OpenFile)
-
-
-class ArchiveStore(ABC, Generic[S]):
+class ArchiveStore(ABC):
     """A store in archives, `NAME-{0000..0099}.SUFFIX`, one file, or a folder of them, local or remote.
 
     Remote archives are read through the node's cache, see `storage.local_cache`. Each node fetches and scans
@@ -83,11 +100,15 @@ class ArchiveStore(ABC, Generic[S]):
 
     suffix: ClassVar[str]
     index_file: ClassVar[str]  # in the cache; another layout gets another number
+    _options: tuple[str, ...] = ()  # that the scan depends on
 
     def __init__(self, address: str | Path, files: list[RemoteFile] | None = None) -> None:
         self.address = str(address) if is_remote(address) else str(Path(address).absolute())
         self._files = files
-        self._opened: tuple[Sequence[_LocalArchive | _RemoteArchive], Index] | None = None
+        self._opened: tuple[list[_Archive], Index] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.address, *self._options, self._files)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -120,7 +141,7 @@ class ArchiveStore(ABC, Generic[S]):
                 assert index.labels is not None
                 result[name] = index.labels[wanted]
             else:
-                result[name] = _values(self._contents(index, name, wanted), index.types[name])
+                result[name] = _values(self._contents(index.places[name], wanted), index.types[name])
         return result
 
     def sample_name(self, index: int) -> str:
@@ -136,29 +157,22 @@ class ArchiveStore(ABC, Generic[S]):
             shared_cache().close(self._files)
 
     @abstractmethod
-    def _scan(self, path: Path, name: str) -> S:
+    def _scan(self, path: Path, name: str) -> Scan:
         """What is in an archive; name is for errors."""
 
     @abstractmethod
-    def _index(self, names: Sequence[str], scans: Sequence[S]) -> Index:
+    def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
         """The index of all archives."""
 
     @abstractmethod
     def _content(self, file: OpenFile, name: str, place: list[int]) -> bytes | None:
-        """What is at a place of `Index.places`."""
+        """What is at a place of `Index.places`; None where it is damaged or over 512 MiB."""
 
     @abstractmethod
     def _member(self, file: OpenFile, place: list[int]) -> str:
         """The name of what is at a place of `Index.places`, for errors."""
 
-    @abstractmethod
-    def _to_json(self, scan: S) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _of_json(self, content: dict[str, Any]) -> S:
-        """The reverse; KeyError, TypeError or ValueError where it is damaged, or was made by other options."""
-
-    def _open(self) -> tuple[Sequence[_LocalArchive | _RemoteArchive], Index]:
+    def _open(self) -> tuple[list[_Archive], Index]:
         if self._opened is None:
             archives = self._archives()
             with ThreadPoolExecutor(_NUM_FETCHES) as pool:
@@ -166,73 +180,55 @@ class ArchiveStore(ABC, Generic[S]):
             self._opened = archives, self._index([archive.name for archive in archives], scans)
         return self._opened
 
-    def _archives(self) -> Sequence[_LocalArchive | _RemoteArchive]:
-        if is_remote(self.address):
-            if self._files is None:
-                listed = list_shards(self.address, self.suffix)
-                found = look_up_all([shard.address for shard in listed])
-                self._files = [shard.checked(file) for shard, file in zip(listed, found, strict=True)]
-            return [_RemoteArchive(file) for file in self._files]
-        path = Path(self.address)
-        paths = [self.address] if path.exists() else expand(self.address)
-        if path.is_dir():  # hidden files are what an ingest is still writing
-            names = sorted(c.name for c in path.iterdir() if c.suffix == self.suffix and c.name[0] not in "._")
-            if not names:
-                raise StoreError(f"{path} is no folder of *{self.suffix} files")
-            check_one_split(self.address, names)
-            paths = [f"{path}/{name}" for name in names]
-        return [_LocalArchive(each, self.suffix) for each in paths]
+    def _archives(self) -> list[_Archive]:
+        if not is_remote(self.address):
+            what = f"*{self.suffix}"
+            return [_Archive(path) for path in list_files(self.address, lambda n: n.endswith(self.suffix), what)]
+        if self._files is None:
+            listed = list_shards(self.address, self.suffix)
+            found = look_up_all([shard.address for shard in listed])
+            self._files = [shard.checked(file) for shard, file in zip(listed, found, strict=True)]
+        return [_Archive(file.address, file) for file in self._files]
 
-    def _scanned(self, archive: _LocalArchive | _RemoteArchive) -> S:
-        """What is in an archive; of a remote one by an earlier scan, which outlives the archive in the cache."""
-        if isinstance(archive, _LocalArchive):
-            return self._scanned_here(archive)
-        index = shared_cache().folder_of(archive.file) / self.index_file
-        found = self._earlier(index, [])
-        if found is None:
+    def _scanned(self, archive: _Archive) -> Scan:
+        """What is in an archive. Scans of remote and of large ones are kept on the node, for all its processes."""
+        state: list[Any] = list(self._options)
+        lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if archive.remote:
+            index = shared_cache().folder_of(archive.remote) / self.index_file
+        else:
             with archive.use() as file:
-                found = self._scan(file.path, archive.name)
-            write_json(index, self._to_json(found))
-        return found
+                found = os.fstat(file.descriptor)
+            state += [found.st_size, found.st_mtime_ns, found.st_ino]
+            try:
+                folder = make_cache_folder("scans") if found.st_size >= _SMALL_BYTES else None
+            except OSError:  # it is for speed alone
+                folder = None
+            if folder is None:
+                return self._scan(Path(archive.name), archive.name)
+            index = folder / f"{_hash(os.fsencode(archive.name))}-{self.index_file}"
+            lock = locked(index.with_suffix(".lock"))  # one process scans, and the others wait
+        with lock:
+            with contextlib.suppress(ConfigError, KeyError, TypeError):
+                kept = read_json(index)
+                if kept["state"] == state:
+                    return kept["found"]
+            with archive.use() as file:
+                scan = self._scan(file.path, archive.name)
+            with contextlib.suppress(ConfigError):
+                write_json(index, {"state": state, "found": scan})
+        return scan
 
-    def _scanned_here(self, archive: _LocalArchive) -> S:
-        """Of a large one, one of the node's processes scans, and the others wait for what it has found."""
-        with archive.use() as file:
-            state = file.state
-        if state[0] < _SMALL_BYTES:
-            return self._scan(Path(archive.name), archive.name)
-        try:
-            folder = make_cache_folder("scans")
-        except OSError:  # it is for speed alone
-            return self._scan(Path(archive.name), archive.name)
-        key = hashlib.blake2b(os.fsencode(archive.name), digest_size=16).hexdigest()
-        index = folder / f"{key}-{self.index_file}"
-        with locked(index.with_suffix(".lock")):
-            found = self._earlier(index, state)
-            if found is None:
-                found = self._scan(Path(archive.name), archive.name)
-                with contextlib.suppress(ConfigError):
-                    write_json(index, {"state": state, **self._to_json(found)})
-        return found
-
-    def _earlier(self, index: Path, state: list[int]) -> S | None:
-        """What an earlier scan has found, of an archive in the same state."""
-        try:
-            content = read_json(index)
-            return self._of_json(content) if content.get("state", []) == state else None
-        except (ConfigError, AttributeError, KeyError, TypeError, ValueError):
-            return None
-
-    def _contents(self, index: Index, column: str, wanted: np.ndarray) -> list[bytes | None]:
-        """The members of a column, read archive by archive."""
-        archives = self._open()[0]
+    def _contents(self, places: np.ndarray, wanted: np.ndarray) -> list[bytes | None]:
+        """The members at the places of some samples, read archive by archive."""
+        archives, index = self._open()
         contents: list[bytes | None] = [None] * len(wanted)
         order = np.argsort(wanted, kind="stable")
         parts = np.searchsorted(wanted[order], index.bounds)
         for number in np.flatnonzero(np.diff(parts)).tolist():
             with archives[number].use() as file:
                 for position in order[parts[number] : parts[number + 1]].tolist():
-                    place = index.places[column][wanted[position]].tolist()
+                    place = places[wanted[position]].tolist()
                     contents[position] = self._content(file, archives[number].name, place)
         return contents
 
@@ -255,6 +251,65 @@ def _text(content: bytes) -> str | None:
 
 def _number(content: bytes | None, kind: str) -> Any:
     try:
-        return (np.int64 if kind == "int64" else np.float64)((content or b"0").decode()[:64])
+        return np.dtype(kind).type((content or b"0").decode()[:64])
     except (ValueError, OverflowError):
         return 0
+
+
+def is_visible(name: PurePosixPath) -> bool:
+    """Whether a member counts: not if it is hidden, or its name is absolute or leads out of its folder."""
+    return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
+
+
+def is_image(name: PurePosixPath) -> bool:
+    """Whether a member may be a sample of class folders."""
+    return name.suffix.lower() in IMAGE_SUFFIXES and is_visible(name)
+
+
+def index_class_folders(address: str, scans: Sequence[Scan], num: int, hint: str = "") -> Index:
+    """The index of archives of class folders: samples are sorted by archive, by class, then by name.
+
+    Args:
+        address: of the store, for errors.
+        scans: of each archive.
+        num: how many of the numbers of each member become a row of `Index.places`.
+        hint: what else such archives may hold, for errors.
+
+    Raises:
+        StoreError: there are no class folders with images.
+    """
+    shards = [scan["members"] for scan in scans]
+    shared = [name.split("/") for members in shards for name in members if "/" in name]
+    if not shared:
+        where = "only images at its top, so their labels are unknown" if any(shards) else "no images"
+        raise StoreError(f"{address} has {where}: the layout is class/image.jpg, maybe below common folders{hint}")
+    depth = 0
+    # A folder that all share is a wrapper such as `train/`, as long as a class folder is left below it.
+    while len({names[depth] for names in shared}) == 1 and min(map(len, shared)) > depth + 2:
+        depth += 1
+    found = [sorted((name.split("/")[depth], name) for name in members if "/" in name) for members in shards]
+    classes = tuple(sorted({label for samples in found for label, _ in samples}))
+    class_labels = {name: label for label, name in enumerate(classes)}
+    pairs = list(zip(shards, found, strict=True))
+    return Index(
+        types={"image": "binary", "label": "int64"},
+        classes=classes,
+        labels=np.array([class_labels[label] for samples in found for label, _ in samples], dtype=np.int64),
+        places={"image": np.array([m[name][:num] for m, samples in pairs for _, name in samples], np.int64)},
+        bounds=np.cumsum([0] + [len(samples) for samples in found]),
+        fingerprint=join_digests([_digest(members, samples) for members, samples in pairs]),
+    )
+
+
+def _digest(members: dict[str, list[float]], samples: list[tuple[str, str]]) -> str:
+    lines = ("\0".join(map(str, (name, *members[name][1:]))) for _, name in samples)
+    return _hash("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+
+
+def join_digests(digests: Sequence[str]) -> str:
+    """The fingerprint of a store whose archives have these."""
+    return digests[0] if len(digests) == 1 else _hash("".join(digests).encode())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

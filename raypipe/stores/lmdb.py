@@ -18,10 +18,10 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.remote_file import RemoteFile, opened
+from raypipe.stores.addresses import is_pattern, list_files
 from raypipe.stores.base import Columns, FileStore, image_and_label_first, part_of
-from raypipe.stores.file_list import list_files
 from raypipe.stores.lmdb_foreign import ForeignShard
-from raypipe.stores.lmdb_shard import Shard, data_file, open_shard
+from raypipe.stores.lmdb_shard import Shard, open_shard
 from raypipe.stores.remote import Listed, list_shards
 
 _NUM_THREADS = 16  # a shard's metadata take about six round trips; a store may have thousands of shards
@@ -109,9 +109,14 @@ class _Shards:
 
 
 def _local_files(address: str) -> list[Path]:
-    if Path(data_file(Path(address))).exists():
-        return [Path(address)]
-    return [Path(file) for file in list_files(address, lambda name: name.endswith(".lmdb"), "*.lmdb")]
+    path = Path(address)
+    if not path.exists() and not is_pattern(path.name):
+        raise StoreError(f"{path} does not exist")
+    if (path / "data.mdb").exists():
+        return [path]
+    what = "data.mdb of an LMDB environment, and no *.lmdb"
+    files = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
+    return [Path(file) for file in files]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, is_remote, open_filesystem, open_input
-from raypipe.stores.file_list import is_pattern, list_files
+from raypipe.stores.addresses import is_pattern, list_files
 from raypipe.stores.remote import list_shards
 
 _MAGIC = b"PAR1"

@@ -14,7 +14,6 @@ stays the old one until the manifest is another.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -25,13 +24,10 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.filesystem import explained, join, open_filesystem, split
 from raypipe.storage.remote_file import RemoteFile
 from raypipe.storage.whole_file import read_json, write_json
-from raypipe.stores.splits import check_one_split
+from raypipe.stores.addresses import check_one_split, expand
 
 MANIFEST = "_raypipe.json"
 VERSION = 1
-
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_MAX_SHARDS = 100_000
 
 
 @dataclass(frozen=True)
@@ -56,24 +52,6 @@ class Listed:
                 "again"
             )
         return replace(found, digest=self.digest)
-
-
-def expand(address: str) -> list[str]:
-    """The addresses that one with `{0000..0099}` stands for; any other stands for itself.
-
-    Raises:
-        StoreError: a range goes backwards, or all together make more than 100,000 shards.
-    """
-    num_shards = 1
-    for each in _RANGE.finditer(address):
-        num_shards *= max(0, int(each[2]) - int(each[1]) + 1)
-    if not 0 < num_shards <= _MAX_SHARDS:
-        raise StoreError(f"{address} stands for {num_shards:,} shards; a store has from 1 to {_MAX_SHARDS:,}")
-    found = [address]
-    while (match := _RANGE.search(found[0])) is not None:
-        numbers = range(int(match[1]), int(match[2]) + 1)
-        found = [_RANGE.sub(f"{n:0{len(match[1])}}", name, count=1) for name in found for n in numbers]
-    return found
 
 
 def list_shards(address: str, suffix: str) -> list[Listed]:

@@ -1,29 +1,36 @@
-"""Samples in uncompressed tars: class folders, as ImageFolder has them, or the WebDataset layout.
+"""Uncompressed tars: class folders, as ImageFolder has them, or the WebDataset layout, which is written too.
 
-One scan of the headers makes an index, see `raypipe.stores.tar_index`; samples are then read by position.
-Nothing is ever extracted, so what the members' names say has no effect on the disk.
+A scan of the headers makes an index, and trusts nothing in them. The layout is in `raypipe.stores.webdataset`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Sequence
-from pathlib import Path
+import re
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from raypipe.errors import StoreError
+from raypipe.storage.local_file import open_regular
 from raypipe.storage.remote_file import RemoteFile
-from raypipe.stores.archive import ArchiveStore, OpenFile
+from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.members import Index, Members, index_class_folders
-from raypipe.stores.tar_index import member_at, scan
-from raypipe.stores.tar_writer import TarWriter
-from raypipe.stores.webdataset import Samples, index_samples
+from raypipe.stores.metadata import NAME, Metadata
+from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
+from raypipe.stores.webdataset import Grouper, encode_sample, index_samples, suffixes_of
 
-__all__ = ["TarStore", "TarWriter"]
+# Names are up to 4 KiB, extended attributes up to 64 KiB.
+_MAX_HEADER_BYTES = 128 << 10
+_MAX_NAME_BYTES = 6 << 10
+_ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
-class TarStore(ArchiveStore["Members | Samples"]):
+class TarStore(ArchiveStore):
     """A store in one tar, in several, `NAME-{0000..0099}.tar`, or in a folder of `*.tar`; see `ArchiveStore`.
 
     Class folders: members `class/image.jpg`. Classes are the folders that hold images, in the order of their
@@ -43,7 +50,7 @@ class TarStore(ArchiveStore["Members | Samples"]):
     """
 
     suffix = ".tar"
-    index_file = "tar-2.json"
+    index_file = "tar-3.json"
 
     def __init__(
         self,
@@ -55,28 +62,30 @@ class TarStore(ArchiveStore["Members | Samples"]):
         super().__init__(address, files)
         self._options = (image_column, label_column)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address, *self._options, self._files)
+    def _scan(self, path: Path, name: str) -> Scan:
+        try:
+            return _scan(path, name, *self._options)
+        except StoreError:
+            raise
+        except (tarfile.TarError, OSError) as error:
+            raise StoreError(f"{name} cannot be read as tar: {error}; {_advice(path)}") from error
+        except Exception as error:  # tarfile lets half a dozen types through on bad headers
+            reason = f"damaged header: {type(error).__name__}: {error}"
+            raise StoreError(f"{name} cannot be read as tar: {reason}; {_advice(path)}") from error
 
-    def _scan(self, path: Path, name: str) -> Members | Samples:
-        return scan(path, name, *self._options)
-
-    def _index(self, names: Sequence[str], scans: Sequence[Members | Samples]) -> Index:
-        samples = [found for found in scans if isinstance(found, Samples)]
-        folders = [found for found in scans if not isinstance(found, Samples)]
-        if not samples:
-            if self._options != ("image", "label"):
-                raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options}")
-            hint = ", or that of WebDataset, key.jpg beside key.cls"
-            return index_class_folders(self.address, folders, 2, hint)
-        if folders:
-            other = next(name for name, found in zip(names, scans, strict=True) if not isinstance(found, Samples))
-            first = next(name for name, found in zip(names, scans, strict=True) if isinstance(found, Samples))
+    def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
+        has_samples = ["samples" in scan for scan in scans]
+        if all(has_samples):
+            return index_samples(names, scans)
+        if any(has_samples):
+            first, other = names[has_samples.index(True)], names[has_samples.index(False)]
             raise StoreError(
                 f"{first} has the WebDataset layout, and {other} has not, or no labels: all tars of one store "
                 "have one layout"
             )
-        return index_samples(names, samples)
+        if self._options != ("image", "label"):
+            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options}")
+        return index_class_folders(self.address, scans, 2, ", or that of WebDataset, key.jpg beside key.cls")
 
     def _content(self, file: OpenFile, name: str, place: list[int]) -> bytes | None:
         offset, num_bytes = place[:2]
@@ -89,16 +98,164 @@ class TarStore(ArchiveStore["Members | Samples"]):
         return content
 
     def _member(self, file: OpenFile, place: list[int]) -> str:
-        return member_at(file.descriptor, place[0])
+        # A long name stands before the header proper, in an extended one: three blocks or more.
+        position = place[0]
+        for num_bytes in range(3 * tarfile.BLOCKSIZE, min(_MAX_NAME_BYTES, position) + 1, tarfile.BLOCKSIZE):
+            headers = io.BytesIO(os.pread(file.descriptor, num_bytes, position - num_bytes))
+            # What is no header makes tarfile raise anything.
+            with contextlib.suppress(Exception), tarfile.open(fileobj=headers, mode="r:") as tar:
+                member = tar.next()
+                if member is not None and member.offset_data == num_bytes:
+                    return member.name
+        header = os.pread(file.descriptor, tarfile.BLOCKSIZE, position - tarfile.BLOCKSIZE)
+        return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
 
-    def _to_json(self, scan: Members | Samples) -> dict[str, Any]:
-        if isinstance(scan, Samples):
-            return {"options": self._options, "samples": scan.to_json()}
-        return {"options": self._options, "members": scan}
 
-    def _of_json(self, content: dict[str, Any]) -> Members | Samples:
-        if tuple(content["options"]) != self._options:
-            raise ValueError("of a store with other options")
-        if "samples" in content:
-            return Samples.of_json(content["samples"])
-        return {name: tuple(place) for name, place in content["members"].items()}
+class _HeaderReader(io.BufferedReader):
+    """A tar as `tarfile` reads it while it looks for headers.
+
+    What follows a header and belongs to it, such as a long name, is read whole: a damaged size would take the
+    rest of the file for it. And for a number of n digits `tarfile` takes n² steps (CVE-2024-6232).
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"an extended header of {size} bytes at byte {self.tell()}")
+        content = super().read(size)
+        if size > tarfile.BLOCKSIZE and _ENDLESS_NUMBER.search(content):
+            raise tarfile.ReadError(
+                f"an extended header at byte {self.tell() - len(content)} is nothing but a number"
+            )
+        return content
+
+
+def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
+    """Read all headers of a tar, and the labels of a WebDataset's; name is for errors."""
+    images: dict[str, list[float]] = {}
+    with _HeaderReader(io.FileIO(path, opener=open_regular)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        # Data is read by pread, which leaves the position of the scan alone.
+        grouper = Grouper(name, image_column, label_column, lambda at, num: os.pread(file.fileno(), num, at))
+        start = -1
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
+            if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
+                raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
+            is_first, start = start < 0, tar.offset
+            path_in_tar, is_file = PurePosixPath(member.name), member.isreg() and not member.issparse()
+            if is_first and is_file and member.name == NAME:
+                grouper.note(member.offset_data, member.size)
+                continue
+            if is_file:
+                grouper.add(path_in_tar, (member.offset_data, member.size, member.mtime))
+            if grouper.is_certain:
+                images.clear()
+                continue
+            # A name replaced later by a link or a folder is that link or folder, so no sample.
+            images.pop(str(path_in_tar), None)
+            if is_file and is_image(path_in_tar):
+                images[str(path_in_tar)] = [member.offset_data, member.size, member.mtime]
+        # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
+        assert tar.fileobj is not None
+        tar.fileobj.seek(tar.offset)
+        if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
+        samples = grouper.result()
+    return {"members": images} if samples is None else {"samples": samples}
+
+
+def _advice(path: Path) -> str:
+    try:
+        with io.FileIO(path, opener=open_regular) as file:
+            start = file.read(8)
+    except OSError:
+        return "check the path"
+    for magic, method in _COMPRESSED.items():
+        if start.startswith(magic):
+            return f"it is compressed by {method}, which allows no random access: uncompress it first"
+    return "it is truncated or no tar: copy it again"
+
+
+class TarWriter:
+    """Writes one new tar in the WebDataset layout, see `raypipe.stores.webdataset.encode_sample`.
+
+    The file depends on the samples alone, not on when, where or by whom it was written. Columns with their types
+    and the class names are in the first member, `__raypipe__`, which WebDataset skips.
+
+    Args:
+        path: the file to make; it must not exist.
+        columns: all columns, name → one of `raypipe.stores.record.COLUMN_TYPES`, in order; None for
+            `image` and `label` alone. Their names become suffixes, in lower case.
+        classes: class names, position = label; None where there are none.
+        first_key: the key of the first sample, a number; the others count on.
+
+    Raises:
+        StoreError: a column's name can be no suffix.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        columns: Mapping[str, str] | None = None,
+        classes: Sequence[str] | None = None,
+        first_key: int = 0,
+    ) -> None:
+        self._path = Path(path)
+        self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
+        self._classes = None if classes is None else tuple(classes)
+        self._fingerprint = Fingerprint(self._layout.types, classes)
+        self._first_key, self._count = first_key, 0
+        self._suffixes = suffixes_of(self._layout.types)
+
+    def __enter__(self) -> TarWriter:
+        try:
+            self._file = self._path.open("xb")
+        except OSError as error:
+            raise StoreError(f"{self._path} cannot be made: {error}") from error
+        self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)
+        # Room for what it will say in the end, a longer count.
+        self._metadata_bytes = len(self._metadata()) + 20
+        self._add(NAME, self._metadata().ljust(self._metadata_bytes))
+        return self
+
+    def append(self, sample: Mapping[str, Any]) -> None:
+        """Add one sample with exactly the declared columns; None is allowed in binary and string ones."""
+        self._fingerprint.add(self._layout.pack(sample))
+        members = encode_sample(sample, self._layout.types, self._suffixes)
+        if not members:
+            raise StoreError(f"{self._path}: a sample of which all columns are None leaves no trace in a tar")
+        for suffix in sorted(members):
+            self._add(f"{self._first_key + self._count:09d}.{suffix}", members[suffix])
+        self._count += 1
+
+    def __exit__(self, *exc: object) -> None:
+        finished = False
+        try:
+            if exc[0] is None:
+                self._finish()
+                finished = True
+        except (tarfile.TarError, OSError) as error:
+            raise StoreError(f"{self._path} cannot be written: {error}") from error
+        finally:
+            if not finished:
+                self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _finish(self) -> None:
+        self._tar.close()
+        self._file.seek(tarfile.BLOCKSIZE)  # where the data of the first member is
+        self._file.write(self._metadata().ljust(self._metadata_bytes))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _metadata(self) -> bytes:
+        return Metadata(self._count, self._layout.types, self._classes, self._fingerprint.hexdigest()).to_json()
+
+    def _add(self, name: str, content: bytes) -> None:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        try:
+            self._tar.addfile(member, io.BytesIO(content))
+        except (tarfile.TarError, OSError) as error:
+            raise StoreError(f"{self._path} cannot be written: {error}") from error
+        self._tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes

@@ -19,10 +19,9 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
+from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, check_columns, check_indices, part_of
 from raypipe.stores.example import features_of, kind_of, only_bytes, only_int
-from raypipe.stores.file_list import list_files
-from raypipe.stores.splits import PART_OF
 from raypipe.stores.tfrecord_index import CRC_BYTES, Records, is_intact, scan
 
 _SUFFIX = re.compile(r"\.(tfrecords?|tfrec)(\.gz)?$", re.IGNORECASE)
@@ -41,7 +40,7 @@ class TFRecordStore:
     """A store in TFRecord files, sorted by name. Labels are as they stand: ImageNet's begin at 1.
 
     Args:
-        address: a file, a folder, or a pattern of files, see `raypipe.stores.file_list`; a relative path is made
+        address: a file, a folder, or a pattern of files, see `raypipe.stores.addresses`; a relative path is made
             absolute, since other processes have other folders.
         image_column: the feature that becomes `image`; empty = `image/encoded`, `image` or `image_raw`.
         label_column: the feature that becomes `label`; empty = `image/class/label` or `label`, or, where there

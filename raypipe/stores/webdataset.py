@@ -19,20 +19,19 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.stores.archive import Index, Scan, is_visible, join_digests
 from raypipe.stores.base import IMAGE_SUFFIXES, image_and_label_first
-from raypipe.stores.members import Index, is_visible, join_digests
 from raypipe.stores.metadata import NAME, Metadata
+from raypipe.stores.record import DEFAULT_COLUMNS
 
-LABEL_SUFFIX = "cls"
-
+_LABEL_SUFFIX = "cls"
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
 _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
@@ -41,51 +40,18 @@ _MAX_LABEL_BYTES = 64
 _MAX_JSON_BYTES = 1 << 20  # a label is not looked for in a larger one
 _MAX_METADATA_BYTES = 64 << 20  # a million class names
 
+# What an image's bytes start with → its suffix.
+_MAGIC = {
+    b"\xff\xd8\xff": "jpg",
+    b"\x89PNG": "png",
+    b"RIFF": "webp",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"II": "tif",
+    b"MM": "tif",
+}
+
 Place = tuple[int, int, float]  # position of the data, num_bytes, mtime
-
-
-@dataclass
-class Samples:
-    """The samples of one tar.
-
-    Attributes:
-        num: how many.
-        labels: int64 of shape (num,); None where there are none.
-        places: suffix → int64 of shape (num, 2): position and num_bytes, -1 where a sample has no such member;
-            "" is the image.
-        first_key: of the first sample, for errors; "" where there is none.
-        types: columns with their types, and classes, as the writer has noted them; None where it was another.
-        classes: see `types`.
-        digest: hash over the members' names, sizes and times of change, the labels, and what the writer has noted.
-    """
-
-    num: int
-    labels: np.ndarray | None
-    places: dict[str, np.ndarray]
-    first_key: str
-    types: dict[str, str] | None
-    classes: tuple[str, ...] | None
-    digest: str
-
-    def to_json(self) -> dict[str, Any]:
-        labels = None if self.labels is None else self.labels.tolist()
-        places = {suffix: place.ravel().tolist() for suffix, place in self.places.items()}
-        return {**vars(self), "labels": labels, "places": places}
-
-    @classmethod
-    def of_json(cls, content: dict[str, Any]) -> Samples:
-        """Raises what damaged content leads to: KeyError, TypeError, ValueError …"""
-        labels, classes = content["labels"], content["classes"]
-        return cls(
-            **{
-                **content,
-                "labels": None if labels is None else np.array(labels, np.int64),
-                "places": {
-                    key: np.array(flat, np.int64).reshape(-1, 2) for key, flat in content["places"].items()
-                },
-                "classes": None if classes is None else tuple(classes),
-            }
-        )
 
 
 class Grouper:
@@ -163,7 +129,7 @@ class Grouper:
         self._num_accompanied += image is not None and not _TEXT_SUFFIXES.isdisjoint(members)
         label = self._label_of(members)
         if not self._num and self._types is None:
-            taken = {image, LABEL_SUFFIX if self._label == "label" else self._label.lower()}
+            taken = {image, _LABEL_SUFFIX if self._label == "label" else self._label.lower()}
             names = [suffix for suffix in members if suffix not in taken | {"image", "label"}]
             self._places = {suffix: array("q") for suffix in ("", *names)}
         for suffix, places in list(self._places.items()):
@@ -193,7 +159,7 @@ class Grouper:
     def _label_of(self, members: dict[str, Place]) -> int | None:
         if self._types is not None and "label" not in self._types and self._label == "label":
             return None
-        suffix = LABEL_SUFFIX if self._label == "label" else self._label.lower()
+        suffix = _LABEL_SUFFIX if self._label == "label" else self._label.lower()
         if suffix in members:
             position, num_bytes, _ = members[suffix]
             text = self._read(position, min(num_bytes, _MAX_LABEL_BYTES)).strip()
@@ -215,8 +181,17 @@ class Grouper:
         self._problem = self._problem or f"the label {what:.300}, which is no integer of 64 bits"
         return None
 
-    def result(self) -> Samples | None:
-        """The samples of the tar; None where its layout is not WebDataset's.
+    def result(self) -> Scan | None:
+        """The samples of the tar, as JSON has them; None where its layout is not WebDataset's.
+
+        Returns:
+            num: how many samples.
+            labels: of each; None where there are none.
+            places: suffix → position and num_bytes of each sample's member, one behind the other, -1 where it has
+                none; "" is the image.
+            first_key: of the first sample, for errors; "" where there is none.
+            types, classes: as raypipe's writer has noted them; None where it was another.
+            digest: hash over the members' names, sizes and times of change, the labels, and what the writer noted.
 
         Raises:
             StoreError: some samples have a label, and others none or a bad one; a member is there twice; raypipe
@@ -236,63 +211,109 @@ class Grouper:
             problem = f"sample {self._unlabelled!r} has no label, and others have one"
         if problem:
             raise StoreError(
-                f"{self._name}: {problem}. Each sample of a WebDataset tar has one .{LABEL_SUFFIX} or one field "
+                f"{self._name}: {problem}. Each sample of a WebDataset tar has one .{_LABEL_SUFFIX} or one field "
                 f"{self._label!r} in its .json, and its members stand one behind the other (tar --sort=name)"
             )
-        return Samples(
-            num=self._num,
-            labels=np.array(self._labels, np.int64) if needed else None,
-            places={key: np.array(flat, np.int64).reshape(-1, 2) for key, flat in self._places.items()},
-            first_key=self._first_key,
-            types=self._types,
-            classes=self._classes,
-            digest=self._hash.hexdigest(),
-        )
+        return {
+            "num": self._num,
+            "labels": self._labels.tolist() if needed else None,
+            "places": {suffix: places.tolist() for suffix, places in self._places.items()},
+            "first_key": self._first_key,
+            "types": self._types,
+            "classes": self._classes and list(self._classes),
+            "digest": self._hash.hexdigest(),
+        }
 
 
-def index_samples(names: Sequence[str], shards: Sequence[Samples]) -> Index:
+def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Index:
     """The index of tars in the WebDataset layout: samples are in the order of the tars and of their members.
 
     Args:
         names: of the tars, for errors.
-        shards: their samples.
+        scans: of each, {"samples": what `Grouper.result` returns}.
 
     Raises:
         StoreError: some have labels and others none, or they differ in what raypipe has noted of them.
     """
+    shards = [scan["samples"] for scan in scans]
+    written, classes = shards[0]["types"], shards[0]["classes"]
     for name, shard in zip(names, shards, strict=True):
-        if (shard.types, shard.classes) != (shards[0].types, shards[0].classes):
+        if (shard["types"], shard["classes"]) != (written, classes):
             raise StoreError(
                 f"{name} and {names[0]} differ in columns or classes; all shards of one store have the same"
             )
-    filled = [(name, shard) for name, shard in zip(names, shards, strict=True) if shard.num]
-    labelled = [shard.labels is not None for _, shard in filled]
+    filled = [(name, shard) for name, shard in zip(names, shards, strict=True) if shard["num"]]
+    labelled = [shard["labels"] is not None for _, shard in filled]
     if any(labelled) and not all(labelled):
         name, shard = filled[labelled.index(False)]
-        raise StoreError(f"{name}: sample {shard.first_key!r} has no label, and those of other shards have one")
-    types = shards[0].types or _types([shard for _, shard in filled], any(labelled))
+        raise StoreError(f"{name}: sample {shard['first_key']!r} has no label, and those of other shards have one")
+    types = written or _types([shard for _, shard in filled], any(labelled))
     places = {}
     for column in types:
         if column != "label":
             suffix = "" if column == "image" else column.lower()
-            places[column] = np.concatenate(
-                [shard.places[suffix] for _, shard in filled] or [np.empty((0, 2), int)]
-            )
-    labels = [np.empty(0, np.int64), *(shard.labels for _, shard in filled if shard.labels is not None)]
+            parts = [np.array(shard["places"][suffix], np.int64) for _, shard in filled]
+            places[column] = np.concatenate([np.empty(0, np.int64), *parts]).reshape(-1, 2)
+    labels = [np.array(shard["labels"] or [], np.int64) for shard in shards]
     return Index(
         types={name: types[name] for name in image_and_label_first(types)},
-        classes=shards[0].classes,
+        classes=None if classes is None else tuple(classes),
         labels=np.concatenate(labels) if "label" in types else None,
         places=places,
-        bounds=np.cumsum([0] + [shard.num for shard in shards]),
-        fingerprint=join_digests([shard.digest for shard in shards]),
+        bounds=np.cumsum([0] + [shard["num"] for shard in shards]),
+        fingerprint=join_digests([shard["digest"] for shard in shards]),
     )
 
 
-def _types(shards: Sequence[Samples], labelled: bool) -> dict[str, str]:
+def _types(shards: Sequence[Scan], labelled: bool) -> dict[str, str]:
     """The columns that all shards have."""
     types = {"image": "binary", "label": "int64"} if labelled else {"image": "binary"}
-    for suffix in shards[0].places:
-        if suffix and all(suffix in shard.places for shard in shards):
+    for suffix in shards[0]["places"]:
+        if suffix and all(suffix in shard["places"] for shard in shards):
             types[suffix] = "string" if suffix in _TEXT_SUFFIXES else "binary"
     return types
+
+
+def suffixes_of(types: Mapping[str, str]) -> dict[str, str]:
+    """Column → suffix of its members, of all columns but the image.
+
+    Raises:
+        StoreError: a column's name can be no suffix.
+    """
+    taken = {_LABEL_SUFFIX, *_SIMPLE_IMAGES}
+    suffixes = {"label": _LABEL_SUFFIX}
+    for name in types:
+        if name in DEFAULT_COLUMNS:
+            continue
+        suffix = name.lower()
+        if not name.isprintable() or not name or "/" in name or suffix in taken:
+            raise StoreError(
+                f"column {name!r} cannot be written to a tar, where its name is the suffix of its members: it is "
+                "another's, that of images or labels, or has characters that no suffix has. Rename it"
+            )
+        taken.add(suffix)
+        suffixes[name] = suffix
+    return suffixes
+
+
+def encode_sample(
+    sample: Mapping[str, Any], types: Mapping[str, str], suffixes: Mapping[str, str]
+) -> dict[str, bytes]:
+    """The members of a sample: suffix → content, of each column that is not None.
+
+    Numbers are written in ASCII, strings in UTF-8; bytes that are no image at all as they came, as `jpg`.
+    """
+    members = {}
+    for name, value in sample.items():
+        if value is None:
+            continue
+        if name == "image":
+            suffix = next((suffix for magic, suffix in _MAGIC.items() if value.startswith(magic)), "jpg")
+            members[suffix] = bytes(value)
+        elif types[name] == "int64":
+            members[suffixes[name]] = str(int(value)).encode()
+        elif types[name] == "float64":
+            members[suffixes[name]] = repr(float(value)).encode()
+        else:
+            members[suffixes[name]] = value.encode() if types[name] == "string" else bytes(value)
+    return members

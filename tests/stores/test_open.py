@@ -219,3 +219,11 @@ def test_memory_extras() -> None:
     assert batch["name"] == ["y", "x"]
     with pytest.raises(ValueError, match="3 values for 2 images"):
         MemoryStore([b"a", b"b"], [1, 2, 3])
+
+
+@pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
+@pytest.mark.parametrize("pattern", ["train-*.{}", "train-{{0..1}}.{}"])
+def test_several_files_are_a_pattern_whatever_their_kind(tmp_path: Path, suffix: str, pattern: str) -> None:
+    for name in ("train-0", "train-1", "val"):
+        write(tmp_path / f"{name}.{suffix}")
+    assert len(open_store(tmp_path / pattern.format(suffix))) == 2

@@ -21,7 +21,8 @@ from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.whole_file import read_json
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores import upload as upload_module
-from raypipe.stores.remote import MANIFEST, Listed, expand, list_shards, write_manifest
+from raypipe.stores.addresses import expand
+from raypipe.stores.remote import MANIFEST, Listed, list_shards, write_manifest
 from raypipe.stores.tar import TarStore
 from raypipe.stores.upload import new_remote
 
@@ -168,7 +169,7 @@ def test_the_index_of_a_tar_outlives_the_tar_in_the_cache(
         proxy.sent.clear()
     again = open_store(address)
     assert again.fingerprint == store.fingerprint and not proxy.sent
-    index = next((tmp_path / "cache").glob("shards/*/tar-2.json"))
+    index = next((tmp_path / "cache").glob("shards/*/tar-3.json"))
     index.write_text("{")
     assert open_store(address).fingerprint == store.fingerprint
 

@@ -1,4 +1,4 @@
-"""Splits that lie in one folder are not mixed, and not taken in part."""
+"""Which files an address means; splits that lie in one folder are not mixed, and not taken in part."""
 
 from __future__ import annotations
 
@@ -8,11 +8,46 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
+from raypipe.stores.addresses import PART_OF, check_one_split, list_files
 from raypipe.stores.atomic import write_atomically
-from raypipe.stores.splits import PART_OF, check_one_split
 
 from conftest import CLASSES, samples  # isort: skip
-from test_file_list import listed, make  # isort: skip
+
+
+def make(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+def listed(address: Path) -> list[str]:
+    return [Path(path).name for path in list_files(str(address), lambda name: name.endswith(".x"), "*.x")]
+
+
+def test_a_file_a_folder_a_pattern_and_a_range(tmp_path: Path) -> None:
+    folder = make(tmp_path / "f", "b.x", "a.x", ".hidden.x", "_x.x", "c.y")
+    (folder / "d.x").mkdir()
+    assert listed(folder / "b.x") == ["b.x"]
+    assert listed(folder) == ["a.x", "b.x"]
+    assert listed(folder / "*.x") == ["a.x", "b.x"]
+    assert listed(folder / "b*") == ["b.x"]
+    assert listed(folder / "s-{08..11}.x") == ["s-08.x", "s-09.x", "s-10.x", "s-11.x"]
+    make(folder, "odd*name.x")
+    assert listed(folder / "odd*name.x") == ["odd*name.x"]
+
+
+def test_nothing_is_an_error_that_names_the_address(tmp_path: Path) -> None:
+    for address in (tmp_path, tmp_path / "*.x"):
+        with pytest.raises(StoreError, match=r"has no \*\.x files"):
+            listed(address)
+    with pytest.raises(StoreError, match="absent cannot be listed"):
+        listed(tmp_path / "absent" / "*.x")
+    with pytest.raises(StoreError, match="stands for 0 shards"):
+        listed(tmp_path / "{9..1}.x")
+
+
+# Splits
 
 
 @pytest.mark.parametrize(
@@ -58,11 +93,6 @@ def test_a_folder_of_two_stores_is_none(tmp_path: Path, suffix: str) -> None:
         len(open_store(tmp_path))
     (tmp_path / f"val.{suffix}").rename(tmp_path / f"train-1.{suffix}")
     assert len(open_store(tmp_path)) == 6
-
-
-def test_what_takes_no_pattern_is_told_so() -> None:
-    with pytest.raises(StoreError, match=r"train \(2\), val \(2\).*: put each into a folder of its own"):
-        check_one_split("s3://bucket/data", [f"{split}-{i}.tar" for split in ("train", "val") for i in (0, 1)])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""Which files an address means: one, those of a folder, or those that a pattern finds.
+
+train.parquet                 itself
+data                          all in it of the right names, sorted
+data/train-*.parquet          those that the pattern finds; only the last part of a path is a pattern
+train-{00000..01023}-of-01024.tfrecord
+
+Data sets come in files named by their split, `train-00000-of-00002.parquet`, which often lie in one folder. A
+folder is one store, so it must hold one split, whole. What is in object stores, `raypipe.stores.remote` lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from raypipe.errors import StoreError
+
+PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.\-])")
+"""train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
+_SPLIT = re.compile(r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])", re.IGNORECASE)
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_SHARDS = 100_000
+
+
+def is_pattern(name: str) -> bool:
+    """Whether the last part of an address stands for several files."""
+    return "*" in name or "{" in name
+
+
+def expand(address: str) -> list[str]:
+    """The addresses that one with `{0000..0099}` stands for; any other stands for itself.
+
+    Raises:
+        StoreError: a range goes backwards, or all together make more than 100,000 shards.
+    """
+    num_shards = 1
+    for each in _RANGE.finditer(address):
+        num_shards *= max(0, int(each[2]) - int(each[1]) + 1)
+    if not 0 < num_shards <= _MAX_SHARDS:
+        raise StoreError(f"{address} stands for {num_shards:,} shards; a store has from 1 to {_MAX_SHARDS:,}")
+    found = [address]
+    while (match := _RANGE.search(found[0])) is not None:
+        numbers = range(int(match[1]), int(match[2]) + 1)
+        found = [_RANGE.sub(f"{n:0{len(match[1])}}", name, count=1) for name in found for n in numbers]
+    return found
+
+
+def list_files(address: str, is_one: Callable[[str], bool], what: str, *, folders: bool = False) -> list[str]:
+    """The files of a local address.
+
+    Args:
+        address: an absolute path.
+        is_one: whether a file of this name in a folder is one of the store's; hidden ones are not.
+        what: they are, for the error.
+        folders: count folders as files, as LMDB has environments.
+
+    Raises:
+        StoreError: there are none, or those of a folder are of several splits or not all of one.
+    """
+    path = Path(address)
+    if path.is_dir():
+        names = sorted(name for name in _names_in(path, folders) if is_one(name))
+        check_one_split(address, names)
+        found = [str(path / name) for name in names]
+    elif path.exists() or not is_pattern(path.name):
+        found = [address]
+    elif "*" in path.name:
+        names = sorted(name for name in _names_in(path.parent, folders) if fnmatchcase(name, path.name))
+        found = [str(path.parent / name) for name in names]
+    else:
+        found = expand(address)
+    if not found:
+        raise StoreError(f"{address} has no {what} files")
+    return found
+
+
+def _names_in(folder: Path, folders: bool) -> list[str]:
+    """Names of what is in a folder, without what is hidden."""
+    try:
+        visible = [child for child in folder.iterdir() if child.name[0] not in "._"]
+        return [child.name for child in visible if folders or not child.is_dir()]
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be listed: {error}") from error
+
+
+def check_one_split(address: str, names: Iterable[str]) -> None:
+    """Raise StoreError unless a folder's files are of one split, as far as their names tell, and all of it."""
+    splits: dict[str, list[str]] = {}
+    for name in names:
+        splits.setdefault(_split_of(name), []).append(name)
+    named = {split: sorted(files) for split, files in splits.items() if split}
+    if len(named) > 1:
+        found = ", ".join(f"{split} ({len(files)})" for split, files in sorted(named.items()))
+        split, files = max(named.items())
+        suffix = PurePosixPath(files[0]).suffix
+        example = f"{address.rstrip('/')}/{files[0] if len(files) == 1 else f'{split}*{suffix}, in quotes'}"
+        raise StoreError(
+            f"{address} holds files of several splits: {found}. A store is one of them: give {example}"
+        )
+    for split, files in named.items():
+        parts = [match for name in files if (match := PART_OF.match(name))]
+        if parts and len({match["number"] for match in parts}) < int(parts[0]["num"]):
+            raise StoreError(
+                f"{address} holds {len(parts)} of the {int(parts[0]['num'])} files of {split}: fetch the others, "
+                "or say by a pattern, such as train-0*, that you mean those"
+            )
+
+
+def _split_of(name: str) -> str:
+    part = PART_OF.match(name)
+    if part:
+        return part["split"]
+    split = _SPLIT.match(name)
+    return split[1].lower() if split else ""

@@ -21,7 +21,7 @@ from raypipe.commands import cli_audit, cli_bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
 from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
-from raypipe.storage.owner import check_owner
+from raypipe.storage.run_folder import check_owner
 
 
 def ingest(

@@ -45,46 +45,41 @@ _DEFAULTS = {
     "RAYPIPE_STORAGE_TIMEOUT_S": 20,
     "RAYPIPE_STORAGE_RETRY_S": 120,
 }
-# Where credentials stand, instead of in an address of a scheme.
+# Scheme → its kind of file system.
+_KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+# Where credentials stand, instead of in an address.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
     "http": "RAY_AUTH_TOKEN, or RAY_JOB_HEADERS",
+    "https": "RAY_AUTH_TOKEN, or RAY_JOB_HEADERS",
 }
-_CREDENTIALS |= {"gcs": _CREDENTIALS["gs"], "abfs": _CREDENTIALS["az"], "abfss": _CREDENTIALS["az"]}
-_CREDENTIALS |= {"https": _CREDENTIALS["http"]}
-# What a file system is made of beside its address: another value makes another one.
-_ENVIRONMENT = (
-    *_DEFAULTS,
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_REGION",
-    "AWS_DEFAULT_REGION",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AZURE_STORAGE_ACCOUNT",
-    "AZURE_STORAGE_ACCOUNT_NAME",
-    "AZURE_STORAGE_KEY",
-    "AZURE_STORAGE_ACCOUNT_KEY",
-    "AZURE_STORAGE_SAS_TOKEN",
-)
+# What a file system is made of beside its address begins with one of these: another value makes another one.
+_ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
+# Options of an address of each scheme.
+_OPTIONS = {
+    "s3": ("endpoint_override", "scheme", "region", "anonymous"),
+    "gs": ("endpoint_override", "scheme", "project_id"),
+    "az": ("blob_storage_authority", "dfs_storage_authority", "scheme"),
+}
 # In the path of Ray's copies of working directories (ray._private.runtime_env).
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 # Part of an error's text → what to do about it.
 _ADVICE = {
     "NO_SUCH_BUCKET": "there is no such bucket: make it, or mend the address",
     "not found. To create buckets": "make the bucket, or mend the address",
-    "ACCESS_DENIED": "check the credentials, which every node needs",
-    "INVALID_ACCESS_KEY_ID": "check the credentials, which every node needs",
-    "SIGNATURE_DOES_NOT_MATCH": "check the credentials, which every node needs",
+    **dict.fromkeys(
+        ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403"),
+        "check the credentials, which every node needs",
+    ),
     "OAuth2": "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS",
     "DefaultAzureCredential": "check the credentials, which every node needs: AZURE_STORAGE_KEY",
     "NETWORK_CONNECTION": "check the network, and AWS_ENDPOINT_URL if it is set",
-    "HTTP status 403": "check the credentials, which every node needs",
-    "HTTP status 503": "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS",
-    "SLOW_DOWN": "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS",
+    **dict.fromkeys(
+        ("HTTP status 503", "SLOW_DOWN"),
+        "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS",
+    ),
 }
 
 
@@ -126,7 +121,7 @@ def refuse_credentials(address: str | Path) -> None:
     base, _, query = str(address).partition("?")
     if without_credentials(base) != base or "@" in query:
         scheme = base.partition("://")[0]
-        names = _CREDENTIALS.get(scheme, "variables")
+        names = _CREDENTIALS.get(_KINDS.get(scheme, scheme), "variables")
         raise ConfigError(
             f"{address} holds credentials, which would be printed, logged and kept with the run: take them out of "
             f"the address, and set {names} in the environment of every node"
@@ -149,18 +144,16 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     if scheme == "file":
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
-    if scheme not in _MAKERS:
+    if scheme not in _KINDS:
         raise ConfigError(f"{uri} is of an unknown scheme; understood are {_UNDERSTOOD}")
     rest, _, query = rest.partition("?")
     host, _, path = rest.partition("/")
-    bucket = host.rpartition("@")[2]
-    if scheme.startswith("abfs"):
-        bucket = host.partition("@")[0]
+    bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
     if not bucket:
         raise ConfigError(f"{uri} names no bucket")
-    settings = tuple(os.environ.get(name, "") for name in _ENVIRONMENT)
+    settings = frozenset((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
     try:
-        filesystem = _filesystem(scheme, host, query, settings, os.getpid())
+        filesystem = _filesystem(_KINDS[scheme], host, query, settings, os.getpid())
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{uri}: {one_line(error)}") from error
     return filesystem, f"{bucket}/{unquote(path)}".rstrip("/")
@@ -188,10 +181,18 @@ def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _filesystem(scheme: str, host: str, query: str, settings: tuple[str, ...], pid: int) -> pyarrow.fs.FileSystem:
+def _filesystem(
+    kind: str, host: str, query: str, settings: frozenset[tuple[str, str]], pid: int
+) -> pyarrow.fs.FileSystem:
     """One per process, so that connections are used again; never one that a parent process made."""
     options = dict(parse_qsl(query, keep_blank_values=True))
-    return _MAKERS[scheme](host, options)
+    for name in options:
+        if name not in _OPTIONS[kind]:
+            raise ConfigError(
+                f"{kind}://{host}: unknown option {name!r}; there are {', '.join(_OPTIONS[kind])}; credentials "
+                f"stand in the environment: {_CREDENTIALS[kind]}"
+            )
+    return {"s3": _s3, "gs": _gcs, "az": _azure}[kind](host, options)
 
 
 class S3FileSystem(pyarrow.fs.S3FileSystem):
@@ -224,12 +225,7 @@ def _s3(bucket: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         options |= {"endpoint_override": parts.netloc, "scheme": parts.scheme}
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
-    for name, value in given.items():
-        if name not in ("endpoint_override", "scheme", "region", "anonymous"):
-            raise ConfigError(
-                f"s3://{bucket}: unknown option {name!r}; there are endpoint_override, scheme, region, anonymous"
-            )
-        options[name] = value
+    options |= given
     if "anonymous" in options:
         options["anonymous"] = options["anonymous"].lower() == "true"
     if "region" not in options:
@@ -240,15 +236,9 @@ def _s3(bucket: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
 
 
 def _gcs(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
-    login, _, bucket = host.rpartition("@")  # anonymous@, or none
-    unknown = [name for name in given if name not in ("endpoint_override", "scheme", "project_id")]
-    if unknown:
-        raise ConfigError(
-            f"gs://{bucket}: unknown option {unknown[0]!r}; there are endpoint_override, scheme, project_id"
-        )
     retry = timedelta(seconds=_setting("RAYPIPE_STORAGE_RETRY_S"))
     options: dict[str, Any] = given
-    return pyarrow.fs.GcsFileSystem(anonymous=bool(login), retry_time_limit=retry, **options)
+    return pyarrow.fs.GcsFileSystem(anonymous=host.startswith("anonymous@"), retry_time_limit=retry, **options)
 
 
 def _azure(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
@@ -259,38 +249,24 @@ def _azure(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
         account = server.partition(".")[0]
     if not account:
         raise ConfigError(f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are {_AZURE_FORMS}")
-    options: dict[str, Any] = {}
-    for name, value in given.items():
-        if name == "scheme":
-            options |= {"blob_storage_scheme": value, "dfs_storage_scheme": value}
-        elif name in ("blob_storage_authority", "dfs_storage_authority"):
-            options[name] = value
-        else:
-            raise ConfigError(
-                f"az://{container}: unknown option {name!r}; there are blob_storage_authority, "
-                "dfs_storage_authority, scheme; a SAS token stands in AZURE_STORAGE_SAS_TOKEN"
-            )
+    options: dict[str, Any] = dict(given)
+    if "scheme" in options:
+        options["blob_storage_scheme"] = options["dfs_storage_scheme"] = options.pop("scheme")
     key = environment("AZURE_STORAGE_KEY") or environment("AZURE_STORAGE_ACCOUNT_KEY")
     if key:
         options["account_key"] = key
     elif environment("AZURE_STORAGE_SAS_TOKEN"):
         options["sas_token"] = environment("AZURE_STORAGE_SAS_TOKEN")
-    try:
-        make = pyarrow.fs.AzureFileSystem
-    except AttributeError:
-        raise ConfigError("this pyarrow is built without Azure: install the one of PyPI or conda-forge") from None
-    return make(account, **options)
-
-
-_MAKERS = {"s3": _s3, "gs": _gcs, "gcs": _gcs, "az": _azure, "abfs": _azure, "abfss": _azure}
+    if not hasattr(pyarrow.fs, "AzureFileSystem"):
+        raise ConfigError("this pyarrow is built without Azure: install the one of PyPI or conda-forge")
+    return pyarrow.fs.AzureFileSystem(account, **options)
 
 
 def _setting(name: str) -> float:
     text = os.environ.get(name) or _DEFAULTS[name]
-    try:
+    value = 0.0
+    with contextlib.suppress(ValueError):
         value = float(text)
-    except ValueError:
-        value = 0.0
     if not value > 0:
         raise ConfigError(f"{name} must be a positive number, got {text!r}")
     return value

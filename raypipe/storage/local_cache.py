@@ -1,11 +1,13 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
-    CACHE/shards/KEY/    one folder per version of an object, see raypipe.storage.shard_folder
-        use.lock         shared lock: somebody has it open, or is about to; exclusive: it is being evicted.
-                         Its time of change is when it was last opened
-        fetch.lock       exclusive lock: somebody is downloading or checking it
-    CACHE/shards/.lock   exclusive lock: somebody is making room
-    CACHE/shards/.wanted is touched by who waits for room: all others close what they do not use at the moment
+    CACHE/shards/KEY/        one folder per version of an object
+        data, data.json      the whole object; what it is, its digest, and since which start of the machine
+        partial, partial.json    its first bytes, while it is being downloaded; what it will be
+        use.lock             shared lock: somebody has it open, or is about to; exclusive: it is being evicted.
+                             Its time of change is when it was last opened
+        fetch.lock           exclusive lock: somebody is downloading or checking it
+    CACHE/shards/.lock       exclusive lock: somebody is making room
+    CACHE/shards/.wanted     is touched by who waits for room: all others close what they do not use at the moment
 
 All processes of a node share it. A shard is downloaded once, by whoever comes first, while others wait. It is
 evicted, least recently opened first, when another needs its room, and never while any process has it open. Its
@@ -31,11 +33,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.download import fetch
-from raypipe.storage.file_lock import POLL_S, locked, open_lock, progress, try_lock, wait_for_lock
-from raypipe.storage.local_file import make_own_folder
-from raypipe.storage.remote_file import RemoteFile
-from raypipe.storage.shard_folder import ShardFolder
+from raypipe.storage.local_file import (
+    POLL_S,
+    locked,
+    make_own_folder,
+    open_lock,
+    progress,
+    try_lock,
+    wait_for_lock,
+)
+from raypipe.storage.remote_file import LocalCopy, RemoteFile
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +88,12 @@ def shared_cache() -> LocalCache:
     if not text.isdecimal():
         raise ConfigError(f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}")
     key = (cache_folder() / "shards", int(text))
-    with _caches_mutex:
-        if key not in _caches:
-            try:
-                make_cache_folder("shards")
-            except OSError as error:
-                raise StoreError(
-                    f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder"
-                ) from error
-            _caches[key] = LocalCache(*key)
-        return _caches[key]
+    if key not in _caches:
+        try:
+            make_cache_folder("shards")
+        except OSError as error:
+            raise StoreError(f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder") from error
+    return _caches.setdefault(key, LocalCache(*key))  # another thread may have been faster
 
 
 class LocalCache:
@@ -184,16 +187,18 @@ class LocalCache:
 
     def _enter(self, file: RemoteFile, opener: Callable[[Path], T]) -> tuple[int, T]:
         """The descriptor whose lock keeps a shard in the cache, and the opened shard."""
-        path = self.folder_of(file)
+        folder = LocalCopy(self.folder_of(file))
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            folder.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{path} cannot be made: {error}; set RAYPIPE_CACHE to another folder") from error
-        folder, descriptor = ShardFolder(path), open_lock(path / "use.lock")
+            raise StoreError(
+                f"{folder.path} cannot be made: {error}; set RAYPIPE_CACHE to another folder"
+            ) from error
+        descriptor = open_lock(folder.use_lock)
         try:
             wait_for_lock(descriptor, exclusive=False)
             if not folder.holds(file):
-                with locked(path / "fetch.lock"):
+                with locked(folder.path / "fetch.lock"):
                     self._complete(file, folder)
             os.utime(descriptor)
             return descriptor, opener(folder.data)
@@ -201,7 +206,7 @@ class LocalCache:
             os.close(descriptor)
             raise
 
-    def _complete(self, file: RemoteFile, folder: ShardFolder) -> None:
+    def _complete(self, file: RemoteFile, folder: LocalCopy) -> None:
         """Make `folder.data` the whole shard. The caller holds its use.lock and its fetch.lock."""
         if folder.holds(file):
             return  # another process has done it
@@ -212,16 +217,17 @@ class LocalCache:
             folder.clear()
         self._make_room(file, folder)
         logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
-        fetch(file, folder)
+        folder.fetch(file)
 
-    def _make_room(self, file: RemoteFile, folder: ShardFolder) -> None:
+    def _make_room(self, file: RemoteFile, folder: LocalCopy) -> None:
         """Evict shards until this one fits, and reserve its room."""
         deadline = time.monotonic() + self._wait_s
         while True:
             with locked(self._folder / ".lock"):
                 others = (path for path in self._folder.iterdir() if path.name[0] != "." and path != folder.path)
-                sizes = {path: ShardFolder(path).num_bytes() for path in others}
-                limit = self._limit_bytes or _default_limit(self._folder, sum(sizes.values()))
+                sizes = {path: LocalCopy(path).num_bytes() for path in others}
+                free_bytes = shutil.disk_usage(self._folder).free
+                limit = self._limit_bytes or int(_DISK_SHARE * (free_bytes + sum(sizes.values())))
                 if file.num_bytes > limit:
                     raise StoreError(
                         f"{file.address} has {file.num_bytes:,} bytes, the cache in {self._folder} a limit of "
@@ -249,20 +255,17 @@ class _Open:
         self.descriptor, self.content, self.users = descriptor, content, 1
 
 
-def _default_limit(folder: Path, held_bytes: int) -> int:
-    return int(_DISK_SHARE * (shutil.disk_usage(folder).free + held_bytes))
-
-
 def _evict(sizes: dict[Path, int], wanted: int) -> bool:
     """Evict, least recently opened first, until at most `wanted` bytes are left; whether that could be."""
     left = sum(sizes.values())
-    for path in sorted(filter(sizes.get, sizes), key=lambda path: _changed(path / "use.lock")):
+    folders = [LocalCopy(path) for path, num_bytes in sizes.items() if num_bytes]
+    for folder in sorted(folders, key=lambda folder: _changed(folder.use_lock)):
         if left <= wanted:
             break
-        descriptor = open_lock(path / "use.lock")
+        descriptor = open_lock(folder.use_lock)
         if try_lock(descriptor, exclusive=True):  # nobody has it open
-            ShardFolder(path).clear()
-            left -= sizes[path]
+            folder.clear()
+            left -= sizes[folder.path]
         os.close(descriptor)
     return left <= wanted
 
@@ -286,13 +289,10 @@ def _changed(path: Path) -> int:
 
 
 _caches: dict[tuple[Path, int], LocalCache] = {}
-_caches_mutex = threading.Lock()
 
 
 def _forget() -> None:
     """In a forked child, whose locks are its parent's: it takes its own."""
-    global _caches_mutex
-    _caches_mutex = threading.Lock()
     for cache in _caches.values():
         cache.abandon()
     _caches.clear()

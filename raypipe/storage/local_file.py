@@ -1,12 +1,19 @@
-"""What may be opened on this machine, where others have named or made it: regular files, folders of one's own."""
+"""What the processes of one machine share safely: regular files, folders of one's own, and locks on files.
+
+The kernel frees the locks of a process that dies.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from raypipe.errors import StoreError
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -16,6 +23,10 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a link",
 }
+POLL_S = 0.05
+
+on_progress: list[Callable[[], None]] = []
+"""Called while a download, or the wait for another process's, goes on: such time is not the transform's."""
 
 
 def check_regular(mode: int) -> None:
@@ -47,11 +58,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o777) 
 
 @contextlib.contextmanager
 def regular_path(path: str | Path) -> Iterator[str]:
-    """Within, a path by which a library may open the very file that was found to be a regular one.
-
-    Raises:
-        OSError: it cannot be opened, or is something else.
-    """
+    """Within, a path by which a library may open the very file that `open_regular` has opened."""
     descriptor = open_regular(path)
     try:
         yield f"/dev/fd/{descriptor}"
@@ -77,3 +84,55 @@ def make_own_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_own_folder(folder):
         raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of a lock file, which is made if it is not there; closing it frees the lock.
+
+    Raises:
+        StoreError: the file cannot be made, or what is there is a link, or no file.
+    """
+    try:
+        return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise StoreError(f"{path.parent} cannot be written to: {path.name}: {error}") from error
+
+
+def try_lock(descriptor: int, exclusive: bool) -> bool:
+    """Take a lock, shared or exclusive, if nobody holds it otherwise; whether that could be."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_for_lock(descriptor: int, exclusive: bool) -> None:
+    """Take a lock as soon as whoever holds it gives it back, or dies."""
+    while not try_lock(descriptor, exclusive):
+        progress()
+        time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within, no other process is within."""
+    descriptor = open_lock(path)
+    try:
+        wait_for_lock(descriptor, exclusive=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def progress() -> None:
+    """Tell whoever watches over this process that it has a reason to take its time."""
+    for call in on_progress:
+        call()
+
+
+def boot_id() -> str:
+    """Another one after each start of the machine; empty where that goes unnoticed, as it does but on Linux."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""

@@ -14,7 +14,14 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.storage.filesystem import check_lasting, explained, is_remote, open_filesystem, open_input
+from raypipe.storage.filesystem import (
+    check_bucket,
+    check_lasting,
+    explained,
+    is_remote,
+    open_filesystem,
+    open_input,
+)
 
 # What a scan of 14 million members takes; the longest runs' digests are a tenth of it.
 _MAX_JSON_BYTES = 1 << 30
@@ -111,13 +118,11 @@ def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 def check_place(address: str | Path) -> None:
     """Raise ConfigError where no file can be written, before the work of making its content."""
     with explained(ConfigError, f"{address} cannot be written"):
-        filesystem, path = _place(address, "written")
+        _, path = _place(address, "written")
         check_lasting(str(address), "the file to write")
-        if is_remote(address):
-            bucket = path.partition("/")[0]
-            if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:
-                raise ConfigError(f"{address} cannot be written: there is no bucket {bucket}: make it first")
-            return
+    if is_remote(address):
+        check_bucket(str(address))
+        return
     folder = path.rpartition("/")[0]
     if not Path(folder).is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{address} cannot be written: expected is a file in a folder that can be written to")

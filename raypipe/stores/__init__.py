@@ -121,11 +121,11 @@ def open_writer(
     """
     suffix = Path(path).suffix
     if suffix == ".lmdb":
-        from raypipe.stores.lmdb import LMDBWriter
+        from raypipe.stores.lmdb_shard import LMDBWriter
 
         return LMDBWriter(path, columns, classes, **options)
     if suffix == ".parquet":
-        from raypipe.stores.parquet import ParquetWriter
+        from raypipe.stores.parquet_files import ParquetWriter
 
         return ParquetWriter(path, columns, classes, **options)
     if suffix == ".tar":

@@ -21,15 +21,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.file_lock import locked
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import make_cache_folder, shared_cache
-from raypipe.storage.local_file import open_regular
+from raypipe.storage.local_file import locked, open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import IMAGE_SUFFIXES, check_columns, check_indices, part_of
+from raypipe.stores.base import IMAGE_SUFFIXES, Columns, check_columns, check_indices, part_of
 from raypipe.stores.remote import list_shards
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time

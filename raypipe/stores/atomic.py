@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.storage.file_lock import open_lock, try_lock
+from raypipe.storage.local_file import open_lock, try_lock
 from raypipe.stores import open_writer
 
 

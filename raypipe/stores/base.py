@@ -1,4 +1,4 @@
-"""What every store is: an indexed, read-only collection of N encoded samples.
+"""What every store is: an indexed, read-only collection of N encoded samples; and what all stores check alike.
 
 A store object holds only its address and options. It opens lazily, once per process, and pickles as
 its address and options, so that it may be sent to any actor. Stores know neither Ray nor torch.
@@ -6,19 +6,49 @@ its address and options, so that it may be sent to any actor. Stores know neithe
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from raypipe.console import printable
+from raypipe.errors import StoreError
 
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value);
 int and float columns are numpy arrays of shape (n,); other columns are lists of n objects."""
 
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+"""Suffixes, in lower case, of the files that folder and tar stores take for samples."""
+
+MAX_SAMPLE_BYTES = 1 << 29
+"""A file, member or record above this size is no encoded image, and reading it might take all memory: its sample
+has the image None. It is the size of 179 million pixels, the decoder's limit, as RGB uncompressed; what unpacks or
+joins such a value holds it twice."""
+
+
+class Contents(Protocol):
+    """What is known of a store's samples; see `Store`."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def classes(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def groups(self) -> np.ndarray | None: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
 
 @runtime_checkable
-class Store(Protocol):
+class Store(Contents, Protocol):
     """An indexed, read-only collection of encoded samples.
 
     A store may have one method more, `sample_name(index: int) -> str`: what a sample is called where it comes
@@ -34,20 +64,6 @@ class Store(Protocol):
     """
 
     address: str
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def classes(self) -> tuple[str, ...] | None: ...
-
-    @property
-    def groups(self) -> np.ndarray | None: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples by index, in the order asked for, duplicates included.
@@ -72,6 +88,95 @@ class Store(Protocol):
         ...
 
 
+class OpenContents(Contents, Protocol):
+    """What a `FileStore` holds while it is open."""
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        """`Store.read`, of indices and columns that are there."""
+        ...
+
+    def sample_name(self, index: int) -> str: ...
+
+
+C = TypeVar("C", bound=OpenContents)
+
+
+class FileStore(ABC, Generic[C]):
+    """A `Store` at an address: it pickles as its address and options, and `_open` makes its contents at first use.
+
+    Args:
+        address: a path or URI; a relative path is made absolute, since other processes have other folders.
+        options: what else the constructor of the subclass takes, in its order.
+    """
+
+    def __init__(self, address: str | Path, *options: Any) -> None:
+        self.address = str(address) if "://" in str(address) else str(Path(address).absolute())
+        self._options = options
+        self._opened: C | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.address, *self._options)
+
+    @abstractmethod
+    def _open(self) -> C:
+        """Find out what is at the address; raises StoreError."""
+
+    @property
+    def _contents(self) -> C:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self._contents.columns
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        return self._contents.classes
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        return self._contents.groups
+
+    @property
+    def fingerprint(self) -> str:
+        return self._contents.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        """Read samples, see `Store.read`."""
+        wanted = check_indices(indices, len(self), self.address)
+        check_columns(columns, self.columns, self.address)
+        return self._contents.read(wanted, columns)
+
+    def sample_name(self, index: int) -> str:
+        """A sample's file, and its place in it."""
+        return self._contents.sample_name(index)
+
+    def close(self) -> None:
+        self._opened = None
+
+
+class StoreWriter(Protocol):
+    """Writes one new store, sample after sample.
+
+    A writer is a context manager. Leaving it normally finishes the store; leaving it by an exception
+    removes what it wrote. Writers write where they are told: atomicity at the final address is the
+    business of `raypipe.stores.destination`.
+    """
+
+    def append(self, sample: dict[str, Any]) -> None:
+        """Add one sample: `image` bytes, `label` int, and the extra columns declared to the writer."""
+        ...
+
+    def __enter__(self) -> StoreWriter: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
 def name_of(store: Store, index: int) -> str:
     """What a store calls a sample, fit to be printed in a line; empty where it has no name, or cannot tell now."""
     try:
@@ -85,18 +190,38 @@ def title_of(address: object, index: object, name: object) -> str:
     return f"{address or 'store'} sample {index}{f' ({name})' if name else ''}"
 
 
-class StoreWriter(Protocol):
-    """Writes one new store, sample after sample.
+def part_of(bounds: np.ndarray, index: int) -> tuple[int, int]:
+    """The part that holds a sample, and its number within it; part i begins with the sample bounds[i]."""
+    number = int(np.searchsorted(bounds, index, "right")) - 1
+    return number, index - int(bounds[number])
 
-    A writer is a context manager. Leaving it normally finishes the store; leaving it by an exception
-    removes what it wrote. Writers write where they are told: atomicity at the final address is the
-    business of `raypipe.commands.ingest`.
+
+def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address: str) -> np.ndarray:
+    """Return the indices as int64 of shape (n,).
+
+    Raises:
+        IndexError: an index is outside [0, num_samples). Negative ones do not count from the end.
     """
+    wanted = np.asarray(indices)
+    if wanted.size == 0:
+        return np.empty(0, np.int64)
+    if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+        raise IndexError(f"indices must be integers of shape (n,), not {wanted.dtype} of {wanted.shape}")
+    outside = wanted[(wanted < 0) | (wanted >= num_samples)]
+    if outside.size:
+        raise IndexError(f"index {outside[0]} is outside [0, {num_samples}) of {address}")
+    return wanted.astype(np.int64, copy=False)
 
-    def append(self, sample: dict[str, Any]) -> None:
-        """Add one sample: `image` bytes, `label` int, and the extra columns declared to the writer."""
-        ...
 
-    def __enter__(self) -> StoreWriter: ...
+def check_columns(wanted: Iterable[str], present: Iterable[str], address: str) -> None:
+    """Raise StoreError if a column is asked for that the store lacks."""
+    present = tuple(present)
+    for name in wanted:
+        if name not in present:
+            raise StoreError(f"{address} has no column {name!r}; its columns are: {', '.join(present)}")
 
-    def __exit__(self, *exc: object) -> None: ...
+
+def image_and_label_first(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names with `image`, then `label`, in front, and the others in their given order."""
+    first = {"image": 0, "label": 1}
+    return tuple(sorted(names, key=lambda name: first.get(name, 2)))

@@ -7,115 +7,85 @@ import io
 import os
 import stat
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import check_regular, open_regular
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, check_columns, check_indices
+from raypipe.stores.base import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
 
 
-class FolderStore:
+class FolderStore(FileStore["_Scan"]):
     """A store in `root/class/**/file`.
 
     Every folder in the root is a class, in the order of the names, even one without images: a split
     that lacks a class then keeps the labels of the others. Samples are sorted by class, then by path.
     Hidden files and folders do not count, files in the root neither. Links are followed; a folder to which
     several lead counts once in a class, by the path of the fewest folders, and of these by the first.
+    A file that cannot be read, or is over 512 MiB, is an image None.
 
     Args:
-        address: the root; a relative one is made absolute, since other processes have other folders.
+        address: the root.
     """
 
     def __init__(self, address: str | Path) -> None:
-        self.address = str(Path(address).absolute())
-        self._scanned: _Scan | None = None
+        super().__init__(address)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address,)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("image", "label")
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self._scan().classes
-
-    @property
-    def groups(self) -> None:
-        return None
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash over the class names and the files' relative paths and sizes."""
-        return self._scan().fingerprint
-
-    def __len__(self) -> int:
-        return len(self._scan().paths)
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`. A file that cannot be read, or is over 512 MiB, is an image None."""
-        scan = self._scan()
-        wanted = check_indices(indices, len(scan.paths), self.address)
-        check_columns(columns, self.columns, self.address)
-        result: Columns = {}
-        for name in columns:
-            if name == "label":
-                result[name] = scan.labels[wanted]
-            else:
-                result[name] = [_content(f"{self.address}/{scan.paths[i]}") for i in wanted.tolist()]
-        return result
-
-    def sample_name(self, index: int) -> str:
-        """The path of a sample's file."""
-        return f"{self.address}/{self._scan().paths[index]}"
-
-    def close(self) -> None:
-        self._scanned = None
-
-    def _scan(self) -> _Scan:
-        if self._scanned is None:
-            self._scanned = _Scan(self.address)
-        return self._scanned
+    def _open(self) -> _Scan:
+        return _Scan(self.address)
 
 
 class _Scan:
     """What is in a folder: class names, and the relative path and label of each sample."""
 
+    columns = ("image", "label")
+    groups = None
+
     def __init__(self, root: str) -> None:
+        self._root = root
         try:
             entries = sorted(_visible(root), key=lambda entry: entry.name)
             self.classes = tuple(entry.name for entry in entries if stat.S_ISDIR(_mode(entry)))
-            self.paths: list[str] = []
-            labels: list[int] = []
-            for label, name in enumerate(self.classes):
-                images = sorted(_images(root, name))
-                self.paths += images
-                labels += [label] * len(images)
+            images = [sorted(_images(root, name)) for name in self.classes]
         except OSError as error:
             raise StoreError(f"{root} cannot be scanned: {error}") from error
-        if not self.paths:
+        self._paths = [path for of_class in images for path in of_class]
+        self._labels = np.repeat(np.arange(len(images)), [len(of_class) for of_class in images])
+        if not self._paths:
             raise StoreError(
                 f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}): "
                 "the layout is root/class/image.jpg"
             )
-        self.labels = np.array(labels, dtype=np.int64)
-        self._root = root
-        self._fingerprint: str | None = None
 
-    @property
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @cached_property
     def fingerprint(self) -> str:
+        """Hash over the class names and the files' relative paths and sizes."""
         # Only here are the sizes asked for: one system call per file, which readers need not pay.
-        if self._fingerprint is None:
-            digest = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
-            for path in self.paths:
-                digest.update(f"{path}\0{_num_bytes(f'{self._root}/{path}')}\n".encode(errors="surrogateescape"))
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+        digest = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
+        for index, path in enumerate(self._paths):
+            try:
+                num_bytes = Path(self.sample_name(index)).stat().st_size
+            except OSError:
+                num_bytes = -1
+            digest.update(f"{path}\0{num_bytes}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        result: Columns = {}
+        for name in columns:
+            if name == "label":
+                result[name] = self._labels[indices]
+            else:
+                result[name] = [_bytes_of(self.sample_name(index)) for index in indices.tolist()]
+        return result
+
+    def sample_name(self, index: int) -> str:
+        return f"{self._root}/{self._paths[index]}"
 
 
 def _visible(folder: str) -> Iterator[os.DirEntry[str]]:
@@ -158,17 +128,10 @@ def _mode(entry: os.DirEntry[str]) -> int:
     return stat.S_IFDIR if entry.is_dir() else entry.stat().st_mode
 
 
-def _content(path: str) -> bytes | None:
+def _bytes_of(path: str) -> bytes | None:
     try:
         with io.BufferedReader(io.FileIO(path, opener=open_regular)) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             return file.read(num_bytes) if num_bytes <= MAX_SAMPLE_BYTES else None
     except OSError:
         return None
-
-
-def _num_bytes(path: str) -> int:
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return -1

@@ -31,8 +31,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, check_columns, check_indices
 
 _MAX_BYTES = 64 << 20  # of neighbouring rows that are read at a time: a chunk of them is decompressed once
 _READER_BYTES, _READER_CPU_S = 1 << 30, 10.0

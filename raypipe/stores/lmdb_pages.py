@@ -32,7 +32,7 @@ from typing import Protocol
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.stores.checks import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1

@@ -1,18 +1,31 @@
-"""One LMDB file in raypipe's own layout, opened for reading."""
+"""One LMDB file in raypipe's own layout: its reader, and its writer.
+
+Keys are the index as big-endian uint64, values are records (see `raypipe.stores.record`), and the key
+`__raypipe__` holds a JSON record: version, count, columns, classes, fingerprint. Nothing is pickled.
+
+The lmdb library writes; `raypipe.stores.lmdb_pages` reads, since the library trusts its files.
+"""
 
 from __future__ import annotations
 
+import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import lmdb
 
 from raypipe.errors import StoreError
 from raypipe.stores.lmdb_pages import LMDBFile, RandomAccess
 from raypipe.stores.metadata import NAME, Metadata
-from raypipe.stores.record import RecordLayout
+from raypipe.stores.record import FileWriter, RecordLayout
 
 METADATA_KEY = NAME.encode()
 KEY = struct.Struct(">Q")
+
+_FIRST_MAP_BYTES = 1 << 30  # it doubles as often as needed
+_FLUSH_BYTES = 32 << 20  # a few hundred images per commit: the cost of a commit no longer shows
 
 
 def open_shard(path: Path | str, source: RandomAccess | None = None) -> Shard | None:
@@ -99,3 +112,51 @@ class Shard:
                 raise StoreError(f"{self.path} cannot be read at key {key}: {error}") from error
             if value is not None:
                 rows[position] = self.layout.unpack(value, columns)
+
+
+class LMDBWriter(FileWriter):
+    """Writes one new LMDB file in raypipe's own layout, and leaves no lock file beside it."""
+
+    failures = (lmdb.Error, OSError)
+
+    def _begin(self) -> None:
+        # No lock: this writer has just made the file, so nobody else can be in it. No sync before
+        # the end: until __exit__ the file is worth nothing anyway.
+        self._map_bytes = _FIRST_MAP_BYTES
+        self._env = lmdb.open(str(self._path), subdir=False, lock=False, sync=False, map_size=self._map_bytes)
+        self._count = self._pending_bytes = 0
+        self._pending: list[tuple[bytes, bytes]] = []
+
+    def _add(self, sample: Mapping[str, Any], record: bytes) -> None:
+        self._pending.append((KEY.pack(self._count), record))
+        self._count += 1
+        self._pending_bytes += len(record)
+        if self._pending_bytes >= _FLUSH_BYTES:
+            self._flush()
+
+    def _finish(self) -> None:
+        metadata = Metadata(self._count, self._layout.types, self._classes, self._fingerprint.hexdigest())
+        self._pending.append((METADATA_KEY, metadata.to_json()))
+        self._flush()
+        # LMDB may count a page at the end that it then had no need to write; readers take a file that is
+        # shorter than its pages for truncated.
+        required_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if self._path.stat().st_size < required_bytes:
+            os.truncate(self._path, required_bytes)
+        self._env.sync(True)
+
+    def _close(self) -> None:
+        self._env.close()
+
+    def _flush(self) -> None:
+        """Commit what is pending, in a larger map if this one is full."""
+        while self._pending:
+            try:
+                with self._env.begin(write=True) as txn:
+                    for key, value in self._pending:
+                        txn.put(key, value, append=True)
+                self._pending.clear()
+            except lmdb.MapFullError:
+                self._map_bytes *= 2
+                self._env.set_mapsize(self._map_bytes)
+        self._pending_bytes = 0

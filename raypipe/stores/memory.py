@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import check_columns, check_indices
+from raypipe.stores.base import Columns, check_columns, check_indices
 
 
 class MemoryStore:
@@ -31,56 +30,41 @@ class MemoryStore:
         columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
         group_size: int | None = None,
     ) -> None:
-        self._images = list(images)
-        self._columns: dict[str, Any] = {"image": self._images}
+        self._columns: dict[str, Any] = {"image": list(images)}
         if labels is not None:
             self._columns["label"] = np.asarray(labels, dtype=np.int64)
         for name, values in (columns or {}).items():
-            array = np.asarray(values) if _are_numbers(values) else None
-            self._columns[name] = list(values) if array is None else array
+            self._columns[name] = np.asarray(values) if _are_numbers(values) else list(values)
         for name, held in self._columns.items():
-            if len(held) != len(self._images):
-                raise ValueError(f"column {name!r} has {len(held)} values for {len(self._images)} images")
-        self._classes = None if classes is None else tuple(classes)
-        if group_size is not None and group_size < 1:
-            raise ValueError(f"group_size must be at least 1, not {group_size}")
-        self._group_size = group_size
-        self._fingerprint = self._hash()
-        self.address = f"memory:{self._fingerprint[:8]}"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self._columns)
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        return self._classes
-
-    @property
-    def groups(self) -> np.ndarray | None:
-        if self._group_size is None:
-            return None
-        starts = np.arange(0, len(self), self._group_size, dtype=np.int64)
-        return np.append(starts, len(self))
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
+            if len(held) != len(self):
+                raise ValueError(f"column {name!r} has {len(held)} values for {len(self)} images")
+        self.columns = tuple(self._columns)
+        self.classes = None if classes is None else tuple(classes)
+        self.groups: np.ndarray | None = None
+        if group_size is not None:
+            if group_size < 1:
+                raise ValueError(f"group_size must be at least 1, not {group_size}")
+            self.groups = np.append(np.arange(0, len(self), group_size, dtype=np.int64), len(self))
+        self.fingerprint = self._hash(group_size)
+        self.address = f"memory:{self.fingerprint[:8]}"
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._columns["image"])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`."""
         wanted = check_indices(indices, len(self), self.address)
         check_columns(columns, self._columns, self.address)
-        return {name: _take(self._columns[name], wanted) for name in columns}
+        return {
+            name: held[wanted] if isinstance(held, np.ndarray) else [held[index] for index in wanted.tolist()]
+            for name, held in ((name, self._columns[name]) for name in columns)
+        }
 
     def close(self) -> None:
         """Do nothing: there are no files."""
 
-    def _hash(self) -> str:
-        digest = hashlib.blake2b(repr((self._classes, self._group_size)).encode(), digest_size=16)
+    def _hash(self, group_size: int | None) -> str:
+        digest = hashlib.blake2b(repr((self.classes, group_size)).encode(), digest_size=16)
         for name, held in self._columns.items():
             digest.update(repr((name, len(held))).encode())
             if isinstance(held, np.ndarray):
@@ -94,11 +78,6 @@ class MemoryStore:
 
 
 def _are_numbers(values: Sequence[Any] | np.ndarray) -> bool:
-    array = np.asarray(values) if isinstance(values, np.ndarray) else None
-    if array is not None:
-        return array.dtype.kind in "iuf" and array.ndim == 1
+    if isinstance(values, np.ndarray):
+        return values.dtype.kind in "iuf" and values.ndim == 1
     return len(values) > 0 and all(isinstance(value, int | float | np.number) for value in values)
-
-
-def _take(held: Any, wanted: np.ndarray) -> Any:
-    return held[wanted] if isinstance(held, np.ndarray) else [held[index] for index in wanted.tolist()]

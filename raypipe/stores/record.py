@@ -1,4 +1,4 @@
-"""One sample as one value: the bytes that raypipe's own layouts store, and that writers fingerprint.
+"""One sample as one value: the bytes that raypipe's own layouts store, and that writers fingerprint; their base.
 
     | fixed columns, 8 bytes each, little-endian | for each variable column: uint32 length | bytes |
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Collection, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from raypipe.errors import StoreError
 
@@ -125,3 +127,76 @@ class Fingerprint:
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
+
+
+class FileWriter(ABC):
+    """Writes one new file, a `StoreWriter`.
+
+    Args:
+        path: the file to make; it must not exist.
+        columns: all columns, name → one of `COLUMN_TYPES`, in order; None for `image` and `label` alone.
+        classes: class names, position = label; None where there are none.
+    """
+
+    failures: ClassVar[tuple[type[Exception], ...]]
+    """What is raised where a file cannot be written."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        columns: Mapping[str, str] | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        self._path = Path(path)
+        self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
+        self._classes = None if classes is None else tuple(classes)
+        self._fingerprint = Fingerprint(self._layout.types, self._classes)
+
+    def __enter__(self) -> Self:
+        try:
+            self._path.open("xb").close()
+            try:
+                self._begin()
+            except BaseException:
+                self._path.unlink()
+                raise
+        except self.failures as error:
+            raise StoreError(f"{self._path} cannot be made: {error}") from error
+        return self
+
+    def append(self, sample: Mapping[str, Any]) -> None:
+        """Add one sample with exactly the declared columns; None is allowed in binary and string ones."""
+        record = self._layout.pack(sample)
+        self._fingerprint.add(record)
+        try:
+            self._add(sample, record)
+        except self.failures as error:
+            raise StoreError(f"{self._path} cannot be written: {error}") from error
+
+    def __exit__(self, *exc: object) -> None:
+        finished = False
+        try:
+            if exc[0] is None:
+                self._finish()
+                finished = True
+        except self.failures as error:
+            raise StoreError(f"{self._path} cannot be written: {error}") from error
+        finally:
+            self._close()
+            if not finished:
+                self._path.unlink(missing_ok=True)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Open the file, which is there and empty."""
+
+    @abstractmethod
+    def _add(self, sample: Mapping[str, Any], record: bytes) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Put all on the disk."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Close the file, finished or not."""

@@ -18,7 +18,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
-from raypipe.stores.checks import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.metadata import NAME, Metadata
 from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
 from raypipe.stores.webdataset import Grouper, encode_sample, index_samples, suffixes_of

@@ -25,8 +25,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.addresses import PART_OF, list_files
-from raypipe.stores.base import Columns
-from raypipe.stores.checks import MAX_SAMPLE_BYTES, check_columns, check_indices, part_of
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, check_columns, check_indices, part_of
 
 _SUFFIX = re.compile(r"\.(tfrecords?|tfrec)(\.gz)?$", re.IGNORECASE)
 # What the images and labels of ImageNet and TF-Slim are called, then of others; and the lists that hold them.

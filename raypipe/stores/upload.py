@@ -18,7 +18,7 @@ import pyarrow.fs
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
 from raypipe.storage.local_cache import cache_folder, make_cache_folder
-from raypipe.storage.shard_folder import digest_of_file
+from raypipe.storage.remote_file import digest_of_file
 from raypipe.stores.remote import MANIFEST, Listed, is_complete, names_in, write_manifest
 
 logger = logging.getLogger(__name__)

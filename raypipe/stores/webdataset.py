@@ -27,7 +27,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.archive import Index, Scan, is_visible, join_digests
-from raypipe.stores.checks import IMAGE_SUFFIXES, image_and_label_first
+from raypipe.stores.base import IMAGE_SUFFIXES, image_and_label_first
 from raypipe.stores.metadata import NAME, Metadata
 from raypipe.stores.record import DEFAULT_COLUMNS
 

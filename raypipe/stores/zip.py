@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
-from raypipe.stores.checks import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES
 
 # Of two million files; `zipfile` takes some 700 bytes for each while it reads.
 _MAX_DIRECTORY_BYTES = 256 << 20

@@ -13,7 +13,7 @@ import ray
 
 from raypipe.errors import ResourceError
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.storage import file_lock
+from raypipe.storage import local_file
 from raypipe.transform.micro_batch import FIRST_ATTEMPT, Attempt
 
 # A restarted actor asks what is known of so many micro-batches before it trusts the world again. What killed it
@@ -61,11 +61,11 @@ class Guard:
                 why = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
                 attempt = Attempt(dict.fromkeys(orders.bad, why), self._touch if orders.careful else None)
         self._watch()
-        file_lock.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
+        local_file.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
         try:
             yield attempt
         finally:
-            file_lock.on_progress.remove(self._watch)
+            local_file.on_progress.remove(self._watch)
             faulthandler.cancel_dump_traceback_later()
         if attempt.before_sample:
             ray.get(self._supervisor.ended.remote(self._actor))

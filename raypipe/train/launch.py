@@ -30,8 +30,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split,
 )
-from raypipe.storage.lease import RunExistsError, taken
-from raypipe.storage.owner import check_owner
+from raypipe.storage.run_folder import RunExistsError, check_owner, taken
 from raypipe.storage.whole_file import write_text
 from raypipe.stores import open_store, store_options
 from raypipe.stores.digits import digits_stores

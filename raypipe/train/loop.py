@@ -31,7 +31,7 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import progress
 from raypipe.metrics.timing import StageTimes, diagnose
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.storage.lease import is_held
+from raypipe.storage.run_folder import is_held
 from raypipe.streaming.handover import feed
 from raypipe.streaming.pipeline import StreamSpec
 from raypipe.streaming.rank_stream import Feed, SegmentFeed

@@ -10,7 +10,7 @@ RUN/stop               is made to end the run, with a checkpoint, at its next li
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/report.html        all of it as one page, see `raypipe.pages.report`
 RUN/checkpoint_*/      see `raypipe.train.checkpoints`
-RUN/lease/             who has the folder, see `raypipe.storage.lease`
+RUN/lease/             who has the folder, see `raypipe.storage.run_folder`
 RUN/ray/               Ray Train's own
 """
 

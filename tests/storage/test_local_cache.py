@@ -17,11 +17,10 @@ import pytest
 from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage import download, file_lock, shard_folder
+from raypipe.storage import local_file, remote_file
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.local_cache import LocalCache, shared_cache
-from raypipe.storage.remote_file import RemoteFile, look_up, look_up_all
-from raypipe.storage.shard_folder import digest_of_file
+from raypipe.storage.remote_file import LocalCopy, RemoteFile, digest_of_file, look_up, look_up_all
 
 SIZE = 200_000
 Put = Callable[..., RemoteFile]
@@ -32,7 +31,7 @@ def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A faultless proxy before the server, to count what passes."""
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        monkeypatch.setattr(download, "PART_BYTES", 20_000)
+        monkeypatch.setattr(remote_file, "PART_BYTES", 20_000)
         yield made
 
 
@@ -71,10 +70,10 @@ def program(tmp_path: Path, file: RemoteFile, then: str, limit: int = 0) -> subp
     code = f"""
 import hashlib, os, sys, time
 from pathlib import Path
-from raypipe.storage import download
+from raypipe.storage import remote_file
 from raypipe.storage.local_cache import LocalCache
 from raypipe.storage.remote_file import RemoteFile
-download.PART_BYTES = 20_000
+remote_file.PART_BYTES = 20_000
 with LocalCache(Path({str(tmp_path / "shards")!r}), {limit}).use(RemoteFile(**{vars(file)!r}), Path) as path:
     print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True)
     {then}
@@ -156,7 +155,7 @@ def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
         if len(num_parts) == 4:
             raise OSError("the network is gone")
 
-    monkeypatch.setattr(file_lock, "on_progress", [fail])
+    monkeypatch.setattr(local_file, "on_progress", [fail])
     with pytest.raises(StoreError, match=r"s3://.*/a cannot be read: the network is gone"):
         content_of(cache, file)
     sent(proxy)
@@ -237,7 +236,7 @@ def test_an_object_that_changes_while_it_is_downloaded_is_refused(
         if len(calls) == 2:
             put()
 
-    monkeypatch.setattr(file_lock, "on_progress", [change])
+    monkeypatch.setattr(local_file, "on_progress", [change])
     cache = LocalCache(tmp_path / "shards")
     with pytest.raises(StoreError, match="has changed since the store was opened"):
         content_of(cache, old)
@@ -295,14 +294,14 @@ def test_after_a_start_of_the_machine_a_file_is_hashed_before_it_is_trusted(
     file = put()
     data = LocalCache(tmp_path / "shards").folder_of(file) / "data"
     content = content_of(LocalCache(tmp_path / "shards"), file)
-    monkeypatch.setattr(shard_folder, "boot_id", lambda: "another")
+    monkeypatch.setattr(remote_file, "boot_id", lambda: "another")
     assert content_of(LocalCache(tmp_path / "shards"), file) == content and sent(proxy) == SIZE
     assert json.loads(data.with_suffix(".json").read_text())["boot"] == "another"
     # Power that fails leaves zeros in files, and their sizes and times as they were.
     stat = data.stat()
     data.write_bytes(bytes(SIZE))
     os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    monkeypatch.setattr(shard_folder, "boot_id", lambda: "a third")
+    monkeypatch.setattr(remote_file, "boot_id", lambda: "a third")
     assert content_of(LocalCache(tmp_path / "shards"), file) == content and sent(proxy) == SIZE
 
 
@@ -310,11 +309,11 @@ def test_a_partial_file_of_before_a_start_of_the_machine_is_not_gone_on_with(
     put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = put()
-    folder = shard_folder.ShardFolder(LocalCache(tmp_path / "shards").folder_of(file))
+    folder = LocalCopy(LocalCache(tmp_path / "shards").folder_of(file))
     folder.path.mkdir(parents=True)
     folder.reserve(file)
     folder.partial.write_bytes(bytes(SIZE // 2))
-    monkeypatch.setattr(shard_folder, "boot_id", lambda: "another")
+    monkeypatch.setattr(remote_file, "boot_id", lambda: "another")
     assert content_of(LocalCache(tmp_path / "shards"), file) == remote_bytes(file)
     assert sent(proxy) == 2 * SIZE
 

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores.lmdb import LMDBStore, LMDBWriter
-from raypipe.stores.lmdb_shard import KEY, METADATA_KEY
+from raypipe.stores.lmdb import LMDBStore
+from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, LMDBWriter
 
 PAGE_BYTES = 4096
 METADATA = {
@@ -308,8 +308,9 @@ def test_forks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [10, 3_000, 200_000])
-def test_writer_grows_its_map(tmp_path: Path, num_bytes: int) -> None:
-    path = write(tmp_path / "a.lmdb", num_samples=300, num_bytes=num_bytes, map_bytes=64 << 10)
+def test_writer_grows_its_map(tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypipe.stores.lmdb_shard._FIRST_MAP_BYTES", 64 << 10)
+    path = write(tmp_path / "a.lmdb", num_samples=300, num_bytes=num_bytes)
     batch = LMDBStore(path).read(np.arange(300))
     assert batch["label"].tolist() == list(range(300))
     assert batch["image"] == [bytes([i % 256]) * num_bytes for i in range(300)]

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,16 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.storage import lease
+from raypipe.commands.cli import _finish, parse_run
+from raypipe.config import RunConfig
+from raypipe.errors import ConfigError
+from raypipe.storage import run_folder
 from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.lease import RunExistsError, is_held, taken
+from raypipe.storage.run_folder import RunExistsError, check_owner, is_held, taken
+from raypipe.train.launch import store_config, train
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of the module, in tenths of seconds instead of seconds."""
     for name, seconds in (("_RENEW_S", 0.5), ("_EXPIRES_S", 3.0), ("_LOOK_S", 0.1), ("_RACE_S", 0.5)):
-        monkeypatch.setattr(lease, name, seconds)
+        monkeypatch.setattr(run_folder, name, seconds)
 
 
 @contextlib.contextmanager
@@ -60,7 +66,7 @@ def test_a_process_that_was_killed_loses_the_folder_at_once(tmp_path: Path) -> N
         os.waitpid(child, 0)
         begun = time.monotonic()
         with taken(run_uri) as mine:
-            assert time.monotonic() - begun < lease._EXPIRES_S / 4
+            assert time.monotonic() - begun < run_folder._EXPIRES_S / 4
             assert [path.stem for path in (tmp_path / "lease").iterdir()] == [mine.token]
 
 
@@ -81,7 +87,7 @@ def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
 def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "_RACE_S", 30.0)  # on a busy machine, too
+    monkeypatch.setattr(run_folder, "_RACE_S", 30.0)  # on a busy machine, too
     go, had, children = tmp_path / "go", tmp_path / "had", []
     had.mkdir()
     for number in range(6):
@@ -129,7 +135,7 @@ def test_another_machines_run_loses_the_folder_when_it_is_no_more_heard_of(
     begun = time.monotonic()
     with taken(run_uri) as mine:
         # The storage may know times to the second only.
-        assert time.monotonic() - begun > lease._EXPIRES_S - 1.5
+        assert time.monotonic() - begun > run_folder._EXPIRES_S - 1.5
         assert is_held(run_uri, mine.token) and not is_held(run_uri, "ab")
     assert (
         "is held by process 1 of u on far, since 2026-01-01 00:00:00 UTC: waiting up to 3 s"
@@ -189,9 +195,73 @@ def test_a_lease_in_a_bucket_that_is_given_back_while_it_is_renewed_stays_given_
         time.sleep(1)  # in which it is given back, or would be
         return found
 
-    monkeypatch.setattr(lease, "is_held", slow_look)
+    monkeypatch.setattr(run_folder, "is_held", slow_look)
     with taken(f"{bucket}/run"):
         assert looked.wait(30)
     time.sleep(2)
     with taken(f"{bucket}/run") as mine:
         assert [claim.name for claim in mine.claims()] == [f"{mine.token}.json"]
+
+
+# Whose it is
+
+STRANGER = 12345
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file another user's."""
+    if os.getuid() == 0:
+        os.chown(path, STRANGER, -1, follow_symlinks=False)
+    else:  # nobody else may: then it is this process that is another user's
+        monkeypatch.setattr(os, "getuid", lambda: STRANGER)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose configuration names code, which says that it was imported."""
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "planted", raising=False)  # of the test before
+    run = RunConfig(trust=True)
+    run = dataclasses.replace(run, augment=dataclasses.replace(run.augment, module="planted:module"))
+    store_config(run, (tmp_path / "run").as_uri())
+    config = tmp_path / "run" / "config.yaml"
+    assert "trust" not in config.read_text()
+    config.write_text(config.read_text() + "trust: true\n")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("whose", [".", "config.yaml", "checkpoint_1/state.pt", "tune/link"])
+def test_a_resume_from_what_another_user_owns_runs_nothing_without_an_explicit_word(
+    whose: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checkpoint_1/state.pt", "tune/tuner.pkl"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_bytes(b"")
+    (folder / "tune/link").symlink_to("tuner.pkl")
+    parse_run([f"--resume={folder}"], None)
+    give_away(folder / whose, monkeypatch)
+    with pytest.raises(SystemExit):
+        _finish(lambda: train(parse_run([f"--resume={folder}"], None)))
+    shown = capfd.readouterr().err
+    assert f"{folder}" in shown and "belongs to user" in shown and "add --trust=true" in shown
+    with pytest.raises(ConfigError, match="belongs to user"):
+        train(RunConfig(resume=str(folder)))
+    assert not (folder.parent / "ran").exists()
+    # The word is the user's, and then it goes on: to what the configuration names.
+    with pytest.raises(SystemExit):
+        _finish(lambda: train(parse_run([f"--resume={folder}", "--trust=true"], None)))
+    assert (folder.parent / "ran").exists() and "planted:module" in capfd.readouterr().err
+
+
+def test_the_stored_configuration_is_not_even_parsed_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "config.yaml").write_text("no: [yaml")
+    give_away(folder / "config.yaml", monkeypatch)
+    with pytest.raises(ConfigError, match=r"config\.yaml belongs to user|run belongs to user"):
+        parse_run([f"--resume={folder}"], None)
+
+
+def test_ones_own_folder_roots_and_a_bucket_need_no_word(tmp_path: Path, bucket: str) -> None:
+    for run in (str(tmp_path), tmp_path.as_uri(), "/etc/ssl", f"{bucket}/runs/mine", str(tmp_path / "nowhere")):
+        check_owner(run, trusted=False)

@@ -25,7 +25,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.addresses import PART_OF, list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, check_columns, check_indices, part_of
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, part_of
 
 _SUFFIX = re.compile(r"\.(tfrecords?|tfrec)(\.gz)?$", re.IGNORECASE)
 # What the images and labels of ImageNet and TF-Slim are called, then of others; and the lists that hold them.
@@ -69,8 +69,11 @@ def is_tfrecord(name: str) -> bool:
     return bool(_SUFFIX.search(name)) or (part is not None and part.end() == len(name))
 
 
-class TFRecordStore:
+class TFRecordStore(FileStore["_Opened"]):
     """A store in TFRecord files, sorted by name. Labels are as they stand: ImageNet's begin at 1.
+
+    A record over 512 MiB, or whose checksum is wrong, or that is no Example with one image, is an image None
+    and a label 0. An Example without its label raises StoreError.
 
     Args:
         address: a file, a folder, or a pattern of files, see `raypipe.stores.addresses`; a relative path is made
@@ -80,71 +83,17 @@ class TFRecordStore:
             is none, a store without labels.
     """
 
-    classes = groups = None
-
     def __init__(self, address: str | Path, image_column: str = "", label_column: str = "") -> None:
-        self.address = str(Path(address).absolute())
-        self._names = {"image": image_column, "label": label_column}
-        self._opened: _Opened | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address, *self._names.values())
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self._open().features)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash over the lengths and checksums of all records, and over the features' names."""
-        opened = self._open()
-        names = repr(sorted(opened.features.items())).encode()
-        return hashlib.blake2b(names + b"".join(file.digest for file in opened.files), digest_size=16).hexdigest()
-
-    def __len__(self) -> int:
-        return int(self._open().offsets[-1])
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`.
-
-        A record over 512 MiB, or whose checksum is wrong, or that is no Example with one image, is an image None
-        and a label 0. An Example without its label raises StoreError.
-        """
-        opened = self._open()
-        wanted = check_indices(indices, len(self), self.address)
-        check_columns(columns, opened.features, self.address)
-        images: list[bytes | None] = [None] * len(wanted)
-        labels = np.zeros(len(wanted), np.int64)
-        order = np.argsort(wanted, kind="stable")
-        bounds = np.searchsorted(wanted[order], opened.offsets)
-        for number in np.flatnonzero(np.diff(bounds)).tolist():
-            with _reading(opened.files[number].path) as descriptor:
-                for position in order[bounds[number] : bounds[number + 1]].tolist():
-                    row = int(wanted[position] - opened.offsets[number])
-                    found = _sample(opened.files[number], descriptor, row, opened.features)
-                    images[position], labels[position] = found
-        result = {"image": images, "label": labels}
-        return {name: result[name] for name in columns}
-
-    def sample_name(self, index: int) -> str:
-        """A sample's file, and its record in it."""
-        opened = self._open()
-        number, record = part_of(opened.offsets, index)
-        return f"{opened.files[number].path}, record {record}"
-
-    def close(self) -> None:
-        self._opened = None
+        super().__init__(address, image_column, label_column)
 
     def _open(self) -> _Opened:
-        if self._opened is None:
-            paths = list_files(self.address, is_tfrecord, "TFRecord")
-            with ThreadPoolExecutor(_NUM_THREADS) as pool:
-                files = list(pool.map(_scan, paths))
-            offsets = np.cumsum([0] + [len(file.starts) - 1 for file in files], dtype=np.int64)
-            if not offsets[-1]:
-                raise StoreError(f"{self.address} has no records")
-            self._opened = _Opened(files, offsets, _chosen(self.address, files, self._names))
-        return self._opened
+        paths = list_files(self.address, is_tfrecord, "TFRecord")
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            files = list(pool.map(_scan, paths))
+        offsets = np.cumsum([0] + [len(file.starts) - 1 for file in files], dtype=np.int64)
+        if not offsets[-1]:
+            raise StoreError(f"{self.address} has no records")
+        return _Opened(files, offsets, _chosen(self.address, files, *self._options))
 
 
 @dataclass(frozen=True)
@@ -164,6 +113,38 @@ class _Opened:
     files: list[_File]
     offsets: np.ndarray
     features: dict[str, str]
+    classes = groups = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.features)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over the lengths and checksums of all records, and over the features' names."""
+        names = repr(sorted(self.features.items())).encode()
+        return hashlib.blake2b(names + b"".join(file.digest for file in self.files), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        images: list[bytes | None] = [None] * len(indices)
+        labels = np.zeros(len(indices), np.int64)
+        order = np.argsort(indices, kind="stable")
+        bounds = np.searchsorted(indices[order], self.offsets)
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            file = self.files[number]
+            with _reading(file.path) as descriptor:
+                for position in order[bounds[number] : bounds[number + 1]].tolist():
+                    row = int(indices[position] - self.offsets[number])
+                    images[position], labels[position] = _sample(file, descriptor, row, self.features)
+        result = {"image": images, "label": labels}
+        return {name: result[name] for name in columns}
+
+    def sample_name(self, index: int) -> str:
+        number, record = part_of(self.offsets, index)
+        return f"{self.files[number].path}, record {record}"
 
 
 def _scan(path: str) -> _File:
@@ -246,7 +227,7 @@ def _sample(file: _File, descriptor: int, row: int, names: dict[str, str]) -> tu
     return found["image"][0], found["label"][0] if "label" in names else 0
 
 
-def _chosen(address: str, files: list[_File], given: dict[str, str]) -> dict[str, str]:
+def _chosen(address: str, files: list[_File], image: str, label: str) -> dict[str, str]:
     """Which features become the columns, by the first record that has any."""
     firsts = ((file, row) for file in files for row in range(min(len(file.starts) - 1, 16)))
     for file, row in firsts:
@@ -259,7 +240,7 @@ def _chosen(address: str, files: list[_File], given: dict[str, str]) -> dict[str
         )
     kinds = {name: (one.WhichOneof("kind") or "empty").removesuffix("_list") for name, one in features.items()}
     chosen: dict[str, str] = {}
-    for column, name in given.items():
+    for column, name in (("image", image), ("label", label)):
         names = [name] if name else _USUAL[column]
         found = [each for each in names if kinds.get(each) == _KINDS[column]]
         if found:

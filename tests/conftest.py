@@ -20,7 +20,7 @@ import s3_server
 from full_disk import small_disk
 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -129,7 +129,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {name: folder / f"{name}.lmdb" for name in ("train", "val")}
     write_atomically(str(paths["train"]), samples(100), CLASSES)
     write_atomically(str(paths["val"]), samples(22, first=1000), CLASSES)
-    from raypipe.stores.parquet import ParquetWriter
+    from raypipe.stores.parquet_files import ParquetWriter
 
     paths["parquet"] = folder / "train.parquet"
     with ParquetWriter(paths["parquet"], classes=CLASSES, row_group_size=10) as writer:

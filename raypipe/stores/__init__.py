@@ -132,7 +132,7 @@ def open_writer(
 
         return LMDBWriter(path, columns, classes, **options)
     if suffix == ".parquet":
-        from raypipe.stores.parquet import ParquetWriter
+        from raypipe.stores.parquet_files import ParquetWriter
 
         return ParquetWriter(path, columns, classes, **options)
     if suffix == ".tar":

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from raypipe.storage.local_file import locked, open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import IMAGE_SUFFIXES, Columns, check_columns, check_indices, part_of
+from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, part_of
 from raypipe.stores.remote import list_shards
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
@@ -87,74 +87,69 @@ class _Archive:
         return contextlib.nullcontext(self._file)
 
 
-class ArchiveStore(ABC):
-    """A store in archives, `NAME-{0000..0099}.SUFFIX`, one file, or a folder of them, local or remote.
+class _Opened:
+    """The archives of a store, and what is in them; see `OpenContents`."""
 
-    Remote archives are read through the node's cache, see `storage.local_cache`. Each node fetches and scans
-    all of them once; what was found stays in its cache, as it does of local ones that are not small.
+    groups = None
 
-    Args:
-        address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
-        files: of a remote store, as they were found by who opened it first; None = they are looked for.
-    """
-
-    suffix: ClassVar[str]
-    index_file: ClassVar[str]  # in the cache; another layout gets another number
-    _options: tuple[str, ...] = ()  # that the scan depends on
-
-    def __init__(self, address: str | Path, files: list[RemoteFile] | None = None) -> None:
-        self.address = str(address) if is_remote(address) else str(Path(address).absolute())
-        self._files = files
-        self._opened: tuple[list[_Archive], Index] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address, *self._options, self._files)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self._open()[1].types)
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        return self._open()[1].classes
-
-    @property
-    def groups(self) -> None:
-        return None
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash over the members' names, sizes, and times of change or checksums."""
-        return self._open()[1].fingerprint
+    def __init__(self, kind: type[ArchiveStore], archives: list[_Archive], index: Index) -> None:
+        self._kind, self._archives, self._index = kind, archives, index
+        self.columns, self.classes, self.fingerprint = tuple(index.types), index.classes, index.fingerprint
 
     def __len__(self) -> int:
-        return int(self._open()[1].bounds[-1])
+        return int(self._index.bounds[-1])
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`. A member over 512 MiB is None; numbers that are damaged are 0."""
-        index = self._open()[1]
-        wanted = check_indices(indices, len(self), self.address)
-        check_columns(columns, index.types, self.address)
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        index = self._index
         result: Columns = {}
         for name in columns:
             if name == "label":
                 assert index.labels is not None
-                result[name] = index.labels[wanted]
+                result[name] = index.labels[indices]
             else:
-                result[name] = _values(self._contents(index.places[name], wanted), index.types[name])
+                result[name] = _values(self._read(index.places[name], indices), index.types[name])
         return result
 
+    def _read(self, places: np.ndarray, indices: np.ndarray) -> list[bytes | None]:
+        """The members at the places of some samples, read archive by archive."""
+        contents: list[bytes | None] = [None] * len(indices)
+        order = np.argsort(indices, kind="stable")
+        parts = np.searchsorted(indices[order], self._index.bounds)
+        for number in np.flatnonzero(np.diff(parts)).tolist():
+            archive = self._archives[number]
+            with archive.use() as file:
+                for position in order[parts[number] : parts[number + 1]].tolist():
+                    place = places[indices[position]].tolist()
+                    contents[position] = self._kind.content(file, archive.name, place)
+        return contents
+
     def sample_name(self, index: int) -> str:
-        """A sample's archive, and its image's member in it."""
-        archives, found = self._open()
-        archive = archives[part_of(found.bounds, index)[0]]
+        archive = self._archives[part_of(self._index.bounds, index)[0]]
         with archive.use() as file:
-            return f"{archive.name}, {self._member(file, found.places['image'][index].tolist())}"
+            return f"{archive.name}, {self._kind.member(file, self._index.places['image'][index].tolist())}"
+
+
+class ArchiveStore(FileStore[_Opened]):
+    """A store in archives, `NAME-{0000..0099}.SUFFIX`, one file, or a folder of them, local or remote.
+
+    Remote archives are read through the node's cache, see `storage.local_cache`. Each node fetches and scans
+    all of them once; what was found stays in its cache, as it does of local ones that are not small. The
+    fingerprint is a hash over the members' names, sizes, and times of change or checksums. A member over 512 MiB
+    is None; numbers that are damaged are 0.
+
+    Args:
+        address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
+        options: strings that the scan depends on, and last, of a remote store, the files as they were found by who
+            opened it first; None = they are looked for.
+    """
+
+    suffix: ClassVar[str]
+    index_file: ClassVar[str]  # in the cache; another layout gets another number
 
     def close(self) -> None:
-        self._opened = None
-        if self._files:
-            shared_cache().close(self._files)
+        super().close()
+        if self._options[-1]:
+            shared_cache().close(self._options[-1])
 
     @abstractmethod
     def _scan(self, path: Path, name: str) -> Scan:
@@ -164,35 +159,35 @@ class ArchiveStore(ABC):
     def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
         """The index of all archives."""
 
+    @staticmethod
     @abstractmethod
-    def _content(self, file: OpenFile, name: str, place: list[int]) -> bytes | None:
+    def content(file: OpenFile, name: str, place: list[int]) -> bytes | None:
         """What is at a place of `Index.places`; None where it is damaged or over 512 MiB."""
 
+    @staticmethod
     @abstractmethod
-    def _member(self, file: OpenFile, place: list[int]) -> str:
+    def member(file: OpenFile, place: list[int]) -> str:
         """The name of what is at a place of `Index.places`, for errors."""
 
-    def _open(self) -> tuple[list[_Archive], Index]:
-        if self._opened is None:
-            archives = self._archives()
-            with ThreadPoolExecutor(_NUM_FETCHES) as pool:
-                scans = list(pool.map(self._scanned, archives))
-            self._opened = archives, self._index([archive.name for archive in archives], scans)
-        return self._opened
-
-    def _archives(self) -> list[_Archive]:
-        if not is_remote(self.address):
-            what = f"*{self.suffix}"
-            return [_Archive(path) for path in list_files(self.address, lambda n: n.endswith(self.suffix), what)]
-        if self._files is None:
-            listed = list_shards(self.address, self.suffix)
-            found = look_up_all([shard.address for shard in listed])
-            self._files = [shard.checked(file) for shard, file in zip(listed, found, strict=True)]
-        return [_Archive(file.address, file) for file in self._files]
+    def _open(self) -> _Opened:
+        if is_remote(self.address):
+            *options, files = self._options
+            if files is None:
+                listed = list_shards(self.address, self.suffix)
+                found = look_up_all([shard.address for shard in listed])
+                files = [shard.checked(file) for shard, file in zip(listed, found, strict=True)]
+                self._options = (*options, files)
+            archives = [_Archive(file.address, file) for file in files]
+        else:
+            paths = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
+            archives = [_Archive(path) for path in paths]
+        with ThreadPoolExecutor(_NUM_FETCHES) as pool:
+            scans = list(pool.map(self._scanned, archives))
+        return _Opened(type(self), archives, self._index([archive.name for archive in archives], scans))
 
     def _scanned(self, archive: _Archive) -> Scan:
         """What is in an archive. Scans of remote and of large ones are kept on the node, for all its processes."""
-        state: list[Any] = list(self._options)
+        state: list[Any] = list(self._options[:-1])
         lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if archive.remote:
             index = shared_cache().folder_of(archive.remote) / self.index_file
@@ -218,19 +213,6 @@ class ArchiveStore(ABC):
             with contextlib.suppress(ConfigError):
                 write_json(index, {"state": state, "found": scan})
         return scan
-
-    def _contents(self, places: np.ndarray, wanted: np.ndarray) -> list[bytes | None]:
-        """The members at the places of some samples, read archive by archive."""
-        archives, index = self._open()
-        contents: list[bytes | None] = [None] * len(wanted)
-        order = np.argsort(wanted, kind="stable")
-        parts = np.searchsorted(wanted[order], index.bounds)
-        for number in np.flatnonzero(np.diff(parts)).tolist():
-            with archives[number].use() as file:
-                for position in order[parts[number] : parts[number + 1]].tolist():
-                    place = places[wanted[position]].tolist()
-                    contents[position] = self._content(file, archives[number].name, place)
-        return contents
 
 
 def _values(contents: list[bytes | None], kind: str) -> Any:

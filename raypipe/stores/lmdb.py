@@ -115,7 +115,8 @@ def _local_files(address: str) -> list[Path]:
     if (path / "data.mdb").exists():
         return [path]
     what = "data.mdb of an LMDB environment, and no *.lmdb"
-    return [Path(file) for file in list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)]
+    files = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
+    return [Path(file) for file in files]
 
 
 @dataclass(frozen=True)

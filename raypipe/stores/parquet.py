@@ -11,7 +11,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,20 @@ import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import open_input
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, check_columns, check_indices, part_of
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, part_of
 from raypipe.stores.parquet_files import Dataset, open_dataset
 from raypipe.stores.parquet_pages import bounded
-from raypipe.stores.parquet_writer import ParquetWriter
-
-__all__ = ["ParquetStore", "ParquetWriter"]
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
 
 
-class ParquetStore:
+class ParquetStore(FileStore["_Groups"]):
     """A store in Parquet files, sorted by name, that all have one schema.
 
+    Null images are None, text that is no UTF-8 as well; null labels raise StoreError.
+
     Args:
-        address: path or URI of a file or folder; a relative path is made absolute, since other
-            processes have other folders.
+        address: path or URI of a file or folder.
         image_column: the column that becomes `image`.
         label_column: the column, of any integer type, that becomes `label`. A file without a column
             `label` is a store without labels; any other name must be there.
@@ -51,64 +48,17 @@ class ParquetStore:
         label_column: str = "label",
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
-        self.address = str(address) if "://" in str(address) else str(Path(address).absolute())
-        self._options = (image_column, label_column, cache_bytes)
-        self._opened: _Opened | None = None
+        super().__init__(address, image_column, label_column, cache_bytes)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address, *self._options)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self._open().dataset.columns)
+    def _open(self) -> _Groups:
+        image_column, label_column, cache_bytes = self._options
+        return _Groups(open_dataset(self.address, image_column, label_column), cache_bytes)
 
     @property
-    def classes(self) -> tuple[str, ...] | None:
-        return self._open().dataset.classes
-
-    @property
-    def groups(self) -> np.ndarray:
-        return self._open().dataset.offsets
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash over the files' footers: schema, rows, sizes, positions and statistics, not the data; and over the
-        names of the image and label columns, where they are not `image` and `label`.
-
-        Files by `ParquetWriter` hold a hash of the data in the footer.
-        """
-        return self._open().dataset.fingerprint
-
-    def __len__(self) -> int:
-        return int(self._open().dataset.offsets[-1])
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`.
-
-        Null images are None, text that is no UTF-8 as well; null labels raise StoreError.
-        """
-        opened = self._open()
-        dataset = opened.dataset
-        wanted = check_indices(indices, len(self), self.address)
-        check_columns(columns, dataset.columns, self.address)
-        # Each group is visited once: its rows stand together in `order`.
-        order = np.argsort(wanted, kind="stable")
-        bounds = np.searchsorted(wanted[order], dataset.offsets)
-        parts: dict[str, list[Any]] = {name: [] for name in columns}
-        for group in np.flatnonzero(np.diff(bounds)).tolist():
-            rows = wanted[order[bounds[group] : bounds[group + 1]]] - dataset.offsets[group]
-            decoded = opened.group(group, columns)
-            for name in columns:
-                where = f"{dataset.groups[group].path}, column {dataset.columns[name].name!r}"
-                parts[name].append(_take(decoded[name], rows, name == "label", where))
-        places = np.argsort(order, kind="stable")  # where in `order` each asked-for sample stands
-        return {name: _join(parts[name], places, dataset.columns[name].type, name == "label") for name in columns}
-
-    def sample_name(self, index: int) -> str:
-        """A sample's file, row group, and row in it."""
-        dataset = self._open().dataset
-        number, row = part_of(dataset.offsets, index)
-        return f"{dataset.groups[number].path}, row group {dataset.groups[number].row_group}, row {row}"
+    def _contents(self) -> _Groups:
+        if self._opened is not None and self._opened.pid != os.getpid():
+            self.close()  # in a forked child, since its parent's lock may have been held
+        return super()._contents
 
     def cached_bytes(self) -> int:
         """Return the size of the decoded row groups held now."""
@@ -116,72 +66,78 @@ class ParquetStore:
 
     def forwards(self) -> ParquetStore:
         """The same store for one who goes through it once, from one end to the other: it keeps one row group."""
-        return ParquetStore(self.address, *self._options[:2], cache_bytes=0)
-
-    def close(self) -> None:
-        self._opened = None
-
-    def _open(self) -> _Opened:
-        # A forked child starts anew, since its parent's lock may have been held.
-        if self._opened is None or self._opened.pid != os.getpid():
-            image_column, label_column, cache_bytes = self._options
-            self._opened = _Opened(open_dataset(self.address, image_column, label_column), cache_bytes)
-        return self._opened
+        image_column, label_column, _ = self._options
+        return ParquetStore(self.address, image_column, label_column, cache_bytes=0)
 
 
-@dataclass
-class _Opened:
-    """An open dataset, and its decoded row groups, the last used last."""
+class _Groups:
+    """The row groups of an open dataset, the last used ones decoded."""
 
-    dataset: Dataset
-    cache_bytes: int
-    pid: int = field(default_factory=os.getpid)
-    num_bytes: int = 0
-    _cache: OrderedDict[int, dict[str, pa.ChunkedArray]] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, dataset: Dataset, cache_bytes: int) -> None:
+        self._dataset, self._cache_bytes, self.num_bytes = dataset, cache_bytes, 0
+        self.columns, self.classes = tuple(dataset.columns), dataset.classes
+        self.groups, self.fingerprint = dataset.offsets, dataset.fingerprint
+        self._cache: OrderedDict[int, dict[str, pa.ChunkedArray]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.pid = os.getpid()
 
-    def group(self, group: int, names: Iterable[str]) -> dict[str, pa.ChunkedArray]:
+    def __len__(self) -> int:
+        return int(self.groups[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        # Each group is visited once: its rows stand together in `order`.
+        order = np.argsort(indices, kind="stable")
+        bounds = np.searchsorted(indices[order], self.groups)
+        parts: dict[str, list[Any]] = {name: [] for name in columns}
+        for group in np.flatnonzero(np.diff(bounds)).tolist():
+            rows = indices[order[bounds[group] : bounds[group + 1]]] - self.groups[group]
+            decoded = self._decoded(group, columns)
+            for name in columns:
+                where = f"{self._dataset.groups[group].path}, column {self._dataset.columns[name].name!r}"
+                parts[name].append(_take(decoded[name], rows, name == "label", where))
+        places = np.argsort(order, kind="stable")  # where in `order` each asked-for sample stands
+        return {
+            name: _join(parts[name], places, self._dataset.columns[name].type, name == "label") for name in columns
+        }
+
+    def sample_name(self, index: int) -> str:
+        number, row = part_of(self.groups, index)
+        return f"{self._dataset.groups[number]}, row {row}"
+
+    def _decoded(self, number: int, names: Iterable[str]) -> dict[str, pa.ChunkedArray]:
         """Return columns of a row group, maybe with others that were asked for earlier."""
         with self._lock:
-            held = self._cache.pop(group, {})
-            missing = [name for name in names if name not in held]
-            if missing:
-                try:
-                    loaded = self._load(group, missing)
-                except BaseException:
-                    self.num_bytes -= _num_bytes(held)  # it has left the cache
-                    raise
-                self.num_bytes += _num_bytes(loaded)
-                held = held | loaded
-            self._cache[group] = held
-            while self.num_bytes > self.cache_bytes and len(self._cache) > 1:
+            held = self._cache.pop(number, {})
+            self.num_bytes -= _num_bytes(held)  # it comes back as the last used
+            held |= self._load(number, [name for name in names if name not in held])
+            self._cache[number] = held
+            self.num_bytes += _num_bytes(held)
+            while self.num_bytes > self._cache_bytes and len(self._cache) > 1:
                 _, evicted = self._cache.popitem(last=False)
                 self.num_bytes -= _num_bytes(evicted)
             return held
 
-    def _load(self, group: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
-        place = self.dataset.groups[group]
-        fields = {name: self.dataset.columns[name] for name in names}
+    def _load(self, number: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
+        if not names:
+            return {}
+        group = self._dataset.groups[number]
+        fields = {name: self._dataset.columns[name] for name in names}
         # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.
         leaves = [f"{f.name}.bytes" if _is_hf_image(name, f) else f.name for name, f in fields.items()]
         try:
-            with open_input(self.dataset.filesystem, place.path) as file:
-                bytes_of, in_dictionaries = bounded(file, place.metadata, place.row_group, leaves)
-                reader = pq.ParquetFile(bytes_of, metadata=place.metadata, read_dictionary=in_dictionaries)
+            with open_input(self._dataset.filesystem, group.path) as file:
+                bytes_of, in_dictionaries = bounded(file, group.metadata, group.row_group, leaves)
+                reader = pq.ParquetFile(bytes_of, metadata=group.metadata, read_dictionary=in_dictionaries)
                 # One thread: a reader inside an actor has the CPUs of that actor and no more.
-                table = reader.read_row_group(place.row_group, columns=leaves, use_threads=False)
+                table = reader.read_row_group(group.row_group, columns=leaves, use_threads=False)
         except (pa.ArrowException, OSError, ValueError) as error:
             reason = " ".join(str(error).split())  # pyarrow's have several lines
-            raise StoreError(
-                f"{place.path}, row group {place.row_group}, cannot be read: {reason}; copy or ingest it again"
-            ) from error
+            raise StoreError(f"{group}, cannot be read: {reason}; copy or ingest it again") from error
         except StoreError as error:  # over a limit
-            raise StoreError(f"{place.path}, row group {place.row_group}: {error}") from error
-        num_rows = place.metadata.row_group(place.row_group).num_rows
-        if table.num_rows != num_rows:
+            raise StoreError(f"{group}: {error}") from error
+        if table.num_rows != group.num_rows:
             raise StoreError(
-                f"{place.path}, row group {place.row_group}, has {table.num_rows} rows, but declares {num_rows}; "
-                "copy or ingest it again"
+                f"{group}, has {table.num_rows} rows, but declares {group.num_rows}; copy or ingest it again"
             )
         return {
             name: pc.struct_field(table[f.name], "bytes") if _is_hf_image(name, f) else table[f.name]

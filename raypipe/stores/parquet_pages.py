@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.stores.wire import varint
 
 MAX_GROUP_BYTES = 1 << 29
 """What the wanted columns of one row group may unpack to, with the largest page beside them: half of 1 GiB, since
@@ -238,9 +237,9 @@ def _skip(data: memoryview, at: int, kind: int, depth: int) -> int:
     if kind == _STRUCT:
         return _struct(data, at, (0,) * (depth + 1), {})
     if kind in (_I16, _I32, _I64):
-        return varint(data, at)[1]
+        return _varint(data, at)[1]
     if kind == _BINARY:
-        num_bytes, at = varint(data, at)
+        num_bytes, at = _varint(data, at)
         return at + num_bytes
     if kind in (1, 2, _BYTE, _DOUBLE):
         return at + (8 if kind == _DOUBLE else 1)
@@ -248,9 +247,9 @@ def _skip(data: memoryview, at: int, kind: int, depth: int) -> int:
     if kind in (_LIST, _SET):
         kinds, num, at = [size & 15], size >> 4, at + 1
         if num == 15:
-            num, at = varint(data, at)
+            num, at = _varint(data, at)
     elif kind == _MAP:
-        num, at = varint(data, at)
+        num, at = _varint(data, at)
         kinds = [_byte(data, at) >> 4, _byte(data, at) & 15] if num else []
         at += len(kinds[1:])
     else:
@@ -269,6 +268,20 @@ def _byte(data: memoryview, at: int) -> int:
 
 
 def _integer(data: memoryview, at: int) -> tuple[int, int]:
-    value, at = varint(data, at)
+    value, at = _varint(data, at)
     value &= 0xFFFFFFFF
     return (value >> 1) ^ -(value & 1), at
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    """Return the number that begins at `at`, in 64 bits without a sign, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(message):
+            raise ValueError("it ends within a number")
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & (1 << 64) - 1, at
+    raise ValueError("a number of more than ten bytes")

@@ -20,7 +20,7 @@ from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.metadata import NAME, Metadata
-from raypipe.stores.record import DEFAULT_COLUMNS, Fingerprint, RecordLayout
+from raypipe.stores.record import FileWriter
 from raypipe.stores.webdataset import Grouper, encode_sample, index_samples, suffixes_of
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
@@ -59,12 +59,11 @@ class TarStore(ArchiveStore):
         label_column: str = "label",
         files: list[RemoteFile] | None = None,
     ) -> None:
-        super().__init__(address, files)
-        self._options = (image_column, label_column)
+        super().__init__(address, image_column, label_column, files)
 
     def _scan(self, path: Path, name: str) -> Scan:
         try:
-            return _scan(path, name, *self._options)
+            return _scan(path, name, *self._options[:2])
         except StoreError:
             raise
         except (tarfile.TarError, OSError) as error:
@@ -83,11 +82,12 @@ class TarStore(ArchiveStore):
                 f"{first} has the WebDataset layout, and {other} has not, or no labels: all tars of one store "
                 "have one layout"
             )
-        if self._options != ("image", "label"):
-            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options}")
+        if self._options[:2] != ("image", "label"):
+            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options[:2]}")
         return index_class_folders(self.address, scans, 2, ", or that of WebDataset, key.jpg beside key.cls")
 
-    def _content(self, file: OpenFile, name: str, place: list[int]) -> bytes | None:
+    @staticmethod
+    def content(file: OpenFile, name: str, place: list[int]) -> bytes | None:
         offset, num_bytes = place[:2]
         if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
             return None
@@ -97,7 +97,8 @@ class TarStore(ArchiveStore):
             raise StoreError(f"{name} has become shorter than {offset + num_bytes} bytes; copy it again")
         return content
 
-    def _member(self, file: OpenFile, place: list[int]) -> str:
+    @staticmethod
+    def member(file: OpenFile, place: list[int]) -> str:
         # A long name stands before the header proper, in an extended one: three blocks or more.
         position = place[0]
         for num_bytes in range(3 * tarfile.BLOCKSIZE, min(_MAX_NAME_BYTES, position) + 1, tarfile.BLOCKSIZE):
@@ -175,22 +176,22 @@ def _advice(path: Path) -> str:
     return "it is truncated or no tar: copy it again"
 
 
-class TarWriter:
+class TarWriter(FileWriter):
     """Writes one new tar in the WebDataset layout, see `raypipe.stores.webdataset.encode_sample`.
 
     The file depends on the samples alone, not on when, where or by whom it was written. Columns with their types
-    and the class names are in the first member, `__raypipe__`, which WebDataset skips.
+    and the class names are in the first member, `__raypipe__`, which WebDataset skips. The names of columns become
+    suffixes, in lower case.
 
     Args:
-        path: the file to make; it must not exist.
-        columns: all columns, name → one of `raypipe.stores.record.COLUMN_TYPES`, in order; None for
-            `image` and `label` alone. Their names become suffixes, in lower case.
-        classes: class names, position = label; None where there are none.
+        path, columns, classes: see `FileWriter`.
         first_key: the key of the first sample, a number; the others count on.
 
     Raises:
         StoreError: a column's name can be no suffix.
     """
+
+    failures = (tarfile.TarError, OSError)
 
     def __init__(
         self,
@@ -199,47 +200,24 @@ class TarWriter:
         classes: Sequence[str] | None = None,
         first_key: int = 0,
     ) -> None:
-        self._path = Path(path)
-        self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
-        self._classes = None if classes is None else tuple(classes)
-        self._fingerprint = Fingerprint(self._layout.types, classes)
+        super().__init__(path, columns, classes)
         self._first_key, self._count = first_key, 0
         self._suffixes = suffixes_of(self._layout.types)
 
-    def __enter__(self) -> TarWriter:
-        try:
-            self._file = self._path.open("xb")
-        except OSError as error:
-            raise StoreError(f"{self._path} cannot be made: {error}") from error
-        self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)
+    def _begin(self) -> None:
+        self._file = self._path.open("r+b")
+        self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)
         # Room for what it will say in the end, a longer count.
         self._metadata_bytes = len(self._metadata()) + 20
-        self._add(NAME, self._metadata().ljust(self._metadata_bytes))
-        return self
+        self._member(NAME, self._metadata().ljust(self._metadata_bytes))
 
-    def append(self, sample: Mapping[str, Any]) -> None:
-        """Add one sample with exactly the declared columns; None is allowed in binary and string ones."""
-        self._fingerprint.add(self._layout.pack(sample))
+    def _add(self, sample: Mapping[str, Any], record: bytes) -> None:
         members = encode_sample(sample, self._layout.types, self._suffixes)
         if not members:
             raise StoreError(f"{self._path}: a sample of which all columns are None leaves no trace in a tar")
         for suffix in sorted(members):
-            self._add(f"{self._first_key + self._count:09d}.{suffix}", members[suffix])
+            self._member(f"{self._first_key + self._count:09d}.{suffix}", members[suffix])
         self._count += 1
-
-    def __exit__(self, *exc: object) -> None:
-        finished = False
-        try:
-            if exc[0] is None:
-                self._finish()
-                finished = True
-        except (tarfile.TarError, OSError) as error:
-            raise StoreError(f"{self._path} cannot be written: {error}") from error
-        finally:
-            if not finished:
-                self._path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self._file.close()
 
     def _finish(self) -> None:
         self._tar.close()
@@ -248,14 +226,15 @@ class TarWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
     def _metadata(self) -> bytes:
         return Metadata(self._count, self._layout.types, self._classes, self._fingerprint.hexdigest()).to_json()
 
-    def _add(self, name: str, content: bytes) -> None:
+    def _member(self, name: str, content: bytes) -> None:
         member = tarfile.TarInfo(name)
         member.size = len(content)
-        try:
-            self._tar.addfile(member, io.BytesIO(content))
-        except (tarfile.TarError, OSError) as error:
-            raise StoreError(f"{self._path} cannot be written: {error}") from error
+        self._tar.addfile(member, io.BytesIO(content))
         self._tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes

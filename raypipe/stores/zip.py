@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
+from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 
@@ -35,6 +36,9 @@ class ZipStore(ArchiveStore):
 
     suffix = ".zip"
     index_file = "zip-2.json"
+
+    def __init__(self, address: str | Path, files: list[RemoteFile] | None = None) -> None:
+        super().__init__(address, files)
 
     def _scan(self, path: Path, name: str) -> Scan:
         """Each member is [position of the local header, num_bytes, checksum, bytes in the file, method]."""
@@ -70,7 +74,8 @@ class ZipStore(ArchiveStore):
     def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
         return index_class_folders(self.address, scans, 5)
 
-    def _content(self, file: OpenFile, name: str, place: list[int]) -> bytes | None:
+    @staticmethod
+    def content(file: OpenFile, name: str, place: list[int]) -> bytes | None:
         position, num_bytes, checksum, stored_bytes, method = place
         if max(num_bytes, stored_bytes) > MAX_SAMPLE_BYTES:
             return None
@@ -88,7 +93,8 @@ class ZipStore(ArchiveStore):
             raise StoreError(f"{name} has become shorter than {position + stored_bytes} bytes; copy it again")
         return None
 
-    def _member(self, file: OpenFile, place: list[int]) -> str:
+    @staticmethod
+    def member(file: OpenFile, place: list[int]) -> str:
         num_bytes, _ = _LOCAL_HEADER.unpack(os.pread(file.descriptor, _LOCAL_HEADER.size, place[0]))
         name = os.pread(file.descriptor, num_bytes, place[0] + _LOCAL_HEADER.size)
         return name.decode(errors="backslashreplace")

@@ -193,7 +193,7 @@ def test_a_reader_that_dies_is_one_error_and_the_next_read_goes_on(
 ) -> None:
     store = HDF5Store(write(tmp_path / "a.h5", images=PIXELS))
     before = store.read(np.array([4]), ("image",))
-    os.kill(store._opened._process.pid, number)
+    os.kill(store._opened.process.pid, number)
     with pytest.raises(StoreError, match=rf"a\.h5 cannot be read as HDF5: libhdf5 .*{reason}.* at row 4"):
         store.read(np.array([4]), ("image",))
     assert store.read(np.array([4]), ("image",)) == before
@@ -202,10 +202,10 @@ def test_a_reader_that_dies_is_one_error_and_the_next_read_goes_on(
 def test_no_reader_is_left_behind(tmp_path: Path) -> None:
     store = HDF5Store(write(tmp_path / "a.h5", images=PIXELS))
     assert len(store) == NUM
-    readers = [store._opened._process]
+    readers = [store._opened.process]
     store.close()
     assert store.fingerprint
-    readers.append(store._opened._process)
+    readers.append(store._opened.process)
     del store
     gc.collect()
     assert all(reader.poll() is not None for reader in readers)

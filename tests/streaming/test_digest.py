@@ -17,7 +17,7 @@ from raypipe.device.prefetcher import HostBatch
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores import open_store
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import DigestFile, batch_digest, combine, compare, iterate_digests, settings_of
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec

@@ -125,7 +125,7 @@ def make_store(folder: Path, count: int) -> str:
     """An LMDB of smooth random photographs of about ImageNet's size, 400 x 350."""
     import cv2
 
-    from raypipe.stores.atomic import write_atomically
+    from raypipe.stores.destination import write_atomically
 
     def picture(index: int) -> bytes:
         coarse = np.random.default_rng(index).integers(0, 256, (24, 28, 3), np.uint8)

@@ -14,7 +14,7 @@ import numpy as np
 import simplejpeg
 
 from raypipe.stores import open_store
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 
 _SHARDS = 16  # of the formats that are read by shards: several for each worker
 _SHARD_BYTES = 1 << 26

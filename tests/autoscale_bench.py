@@ -181,7 +181,7 @@ def main() -> None:
         import ray
         from conftest import samples
 
-        from raypipe.stores.atomic import write_atomically
+        from raypipe.stores.destination import write_atomically
 
         store = Path(folder, "train.lmdb")
         write_atomically(str(store), samples(40), tuple("abcde"))

@@ -20,7 +20,7 @@ import s3_server
 from full_disk import small_disk
 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,7 +20,7 @@ from raypipe.metrics.records import parse
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.bad_list import write_bad_list
-from raypipe.stores.upload import new_remote
+from raypipe.stores.destination import new_remote
 
 from conftest import CLASSES, samples  # isort: skip
 

@@ -23,7 +23,7 @@ from raypipe.commands import cli
 from raypipe.commands.policies import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.stores import Store
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.presets import PRESETS, check_transform
 

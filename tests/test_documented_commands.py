@@ -27,7 +27,7 @@ from documented import PAGES, ROOT, blocks, commands
 from raypipe.commands import cli
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 
 from conftest import CLASSES, picture, samples  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip

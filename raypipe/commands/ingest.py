@@ -21,9 +21,8 @@ from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
 from raypipe.stores import WRITTEN_SUFFIXES, open_store
 from raypipe.stores.addresses import expand
-from raypipe.stores.atomic import new_path
 from raypipe.stores.base import Store
-from raypipe.stores.upload import new_remote
+from raypipe.stores.destination import new_path, new_remote
 
 # A shard is small enough to be copied and cached as one object, and large enough to be few.
 _SHARD_BYTES = 1 << 30

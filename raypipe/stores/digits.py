@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raypipe.storage.local_cache import cache_folder
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 
 NUM_VAL = 360
 """Samples held out for validation, the same share of each class."""

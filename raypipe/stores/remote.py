@@ -65,30 +65,26 @@ def list_shards(address: str, suffix: str) -> list[Listed]:
         StoreError: there is nothing, a folder is not complete or holds several splits, or it cannot be reached.
     """
     expanded = expand(address)
-    if len(expanded) > 1 or expanded != [address]:
+    if expanded != [address]:
         return [Listed(name) for name in expanded]
-    with explained(StoreError, f"{address} cannot be opened"):
-        folder, pattern = split(address)
-        if "*" in pattern:
-            found = names_in(*open_filesystem(folder))
-            shards = [Listed(join(folder, name)) for name in sorted(found) if fnmatchcase(name, pattern)]
-            if not shards:
-                raise StoreError(f"{address} finds no files")
-            return shards
-        filesystem, path = open_filesystem(address)
-        kind = filesystem.get_file_info(path).type
-        if kind == pyarrow.fs.FileType.File:
-            return [Listed(address)]
-        if kind == pyarrow.fs.FileType.NotFound:
-            raise StoreError(f"{address} does not exist, or its bucket does not")
-        names = names_in(filesystem, path)
+    folder, pattern = split(address)
+    if "*" in pattern:
+        with explained(StoreError, f"{address} cannot be opened"):
+            found = sorted(names_in(*open_filesystem(folder)))
+        found = [name for name in found if fnmatchcase(name, pattern)]
+        if not found:
+            raise StoreError(f"{address} finds no files")
+        return [Listed(join(folder, name)) for name in found]
+    names = _names_at(address)
+    if names is None:
+        return [Listed(address)]
     if MANIFEST in names:
         return _of_manifest(address)
-    named = sorted(name for name in names if name.endswith(suffix))
-    if not named:
+    found = sorted(name for name in names if name.endswith(suffix))
+    if not found:
         raise StoreError(f"{address} has no *{suffix} files")
-    check_one_split(address, named)
-    return [Listed(join(address, name)) for name in named]
+    check_one_split(address, found)
+    return [Listed(join(address, name)) for name in found]
 
 
 def kind_of_folder(address: str) -> str:
@@ -97,15 +93,18 @@ def kind_of_folder(address: str) -> str:
     Raises:
         StoreError: it cannot be reached.
     """
+    suffixes = {name.rpartition(".")[2] for name in _names_at(address) or ()} & {"lmdb", "parquet", "tar"}
+    return suffixes.pop() if len(suffixes) == 1 else ""
+
+
+def _names_at(address: str) -> set[str] | None:
+    """`names_in` the folder at an address; None where an object is."""
     with explained(StoreError, f"{address} cannot be opened"):
         filesystem, path = open_filesystem(address)
         kind = filesystem.get_file_info(path).type
         if kind == pyarrow.fs.FileType.NotFound:
             raise StoreError(f"{address} does not exist, or its bucket does not")
-        if kind == pyarrow.fs.FileType.File:
-            return ""
-        suffixes = {name.rpartition(".")[2] for name in names_in(filesystem, path)} & {"lmdb", "parquet", "tar"}
-    return suffixes.pop() if len(suffixes) == 1 else ""
+        return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, path)
 
 
 def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:

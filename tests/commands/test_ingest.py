@@ -25,8 +25,8 @@ from raypipe.commands.ingest import ingest as _ingest
 from raypipe.commands.shard_copy import Reencode, digest_of
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.stores import open_store
-from raypipe.stores.atomic import new_path, write_atomically
 from raypipe.stores.base import Store
+from raypipe.stores.destination import new_path, write_atomically
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode import decode
 

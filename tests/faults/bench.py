@@ -34,7 +34,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch, HostBatch
 from raypipe.plan.cursor import CURSOR_FILE
 from raypipe.plan.schedule import rank_of
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import feed
 from raypipe.streaming.pipeline import StreamSpec

@@ -9,7 +9,7 @@ import pytest
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
 from raypipe.stores.addresses import PART_OF, check_one_split, list_files
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 
 from conftest import CLASSES, samples  # isort: skip
 

@@ -19,12 +19,11 @@ from s3_server import FaultyProxy
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.whole_file import read_json
-from raypipe.stores import Store, open_store, open_writer
-from raypipe.stores import upload as upload_module
+from raypipe.stores import Store, destination, open_store, open_writer
 from raypipe.stores.addresses import expand
+from raypipe.stores.destination import new_remote
 from raypipe.stores.remote import MANIFEST, Listed, list_shards, write_manifest
 from raypipe.stores.tar import TarStore
-from raypipe.stores.upload import new_remote
 
 CLASSES = ("ant", "bee", "cat")
 IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (9000 * i) for i in range(12)]
@@ -258,7 +257,7 @@ def test_a_store_is_written_over_as_a_whole(bucket: str, tmp_path: Path) -> None
 def test_an_upload_that_fails_leaves_the_old_store_or_none(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, copied = upload_module._copy, []
+    copy, copied = destination._copy, []
 
     def fail_at_the_second(file: Path, shard: Listed) -> None:
         copied.append(shard)
@@ -267,7 +266,7 @@ def test_an_upload_that_fails_leaves_the_old_store_or_none(
         copy(file, shard)
 
     upload(tmp_path, f"{bucket}/old.lmdb")
-    monkeypatch.setattr(upload_module, "_copy", fail_at_the_second)
+    monkeypatch.setattr(destination, "_copy", fail_at_the_second)
     for name, overwrite in (("new.lmdb", False), ("old.lmdb", True)):
         copied.clear()
         with pytest.raises(StoreError, match=rf"{name} cannot be written: the network is gone"):

@@ -17,7 +17,7 @@ from raypipe.device.prefetcher import HostBatch
 from raypipe.errors import RaypipeError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores import open_store
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import Combiner, batch_digest, combine, iterate_digests
 from raypipe.streaming.pipeline import StreamSpec
 

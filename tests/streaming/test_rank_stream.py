@@ -22,7 +22,7 @@ from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.atomic import write_atomically
+from raypipe.stores.destination import write_atomically
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.pipeline import StreamSpec
 from raypipe.streaming.rank_stream import Feed

@@ -6,7 +6,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.atomic import new_path, write_atomically
+from raypipe.stores.destination import new_path, write_atomically
 
 SAMPLES = [{"image": b"abc", "label": 1}, {"image": b"de", "label": 0}]
 

@@ -31,7 +31,7 @@ from raypipe.plan.schedule import MicroBatchId, Segment, Split
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import Follower, News
+from raypipe.streaming.supervisor import Follower
 from raypipe.transform.micro_batch import BadSampleBudget
 from raypipe.transform.quarantine import record_bad
 
@@ -117,7 +117,7 @@ class Feed:
         self.cursor = start
         self.first_batch_s = 0.0
         self.num_bad = self.num_fallback = 0
-        self._news = News(supervisor)
+        self._supervisor = supervisor
         self._start = start
         self._created = time.perf_counter()
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
@@ -190,16 +190,12 @@ class Feed:
             strength=self.strength(epoch, step),
         )
 
-    def events(self) -> list[tuple[str, str]]:
-        """Kind and text of what has happened to the stream since the last call; does not wait for the newest.
+    def follow(self, tell: Callable[[str, str], None]) -> Follower:
+        """Have what happens to the stream told, in a thread, within a second or two, by kind and text.
 
         A "fault" went wrong and was mended; "scale" is a new size of the pool, and why.
         """
-        return self._news.read()
-
-    def follow(self, tell: Callable[[str, str], None]) -> Follower:
-        """Have each of these events told, in a thread, within a second or two; in place of `events`."""
-        return Follower(self._news, tell)
+        return Follower(self._supervisor, tell)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -246,10 +242,6 @@ class Feed:
         self._computing = (split, augmented)
         return batch
 
-    def _end_step(self, epoch: int, step: int) -> None:
-        """All of a training step is consumed."""
-        self.cursor = Cursor(epoch, step, self.plan.fingerprint)
-
     def _judge(self, batch: Batch) -> None:
         """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
         store = self._stores[batch.at.split]
@@ -295,23 +287,21 @@ class SegmentFeed:
     """This rank's share of one segment. Iterates over steps, and goes on where it was left.
 
     Attributes:
-        split: "train" or "val".
-        epoch: e.
+        split, epoch: of the segment.
         first_step, num_steps: steps first_step … num_steps - 1 are delivered.
     """
 
     def __init__(self, feed: Feed, segment: Segment) -> None:
         self.split, self.epoch = segment.split, segment.epoch
         self.first_step, self.num_steps = segment.first_step, segment.num_steps
-        self._feed = feed
-        self._steps = self._iterate()
+        self._steps = self._iterate(feed)
 
     def __iter__(self) -> Iterator[Step]:
         return self._steps
 
-    def _iterate(self) -> Iterator[Step]:
+    def _iterate(self, feed: Feed) -> Iterator[Step]:
         for number in range(self.first_step, self.num_steps):
-            step = Step(self._feed, self.split, self.epoch, number)
+            step = Step(feed, self.split, self.epoch, number)
             yield step
             for _ in step:
                 pass
@@ -324,20 +314,19 @@ class Step:
         split, epoch, number: the step's place.
     """
 
-    def __init__(self, feed: Feed, split: Any, epoch: int, number: int) -> None:
+    def __init__(self, feed: Feed, split: Split, epoch: int, number: int) -> None:
         self.split, self.epoch, self.number = split, epoch, number
-        self._feed = feed
-        self._batches = self._iterate()
+        self._micros = range(feed.rank, feed.plan.config.per_step, feed.world_size)
+        self._batches = self._iterate(feed)
 
     def __len__(self) -> int:
-        return self._feed.plan.config.per_step // self._feed.world_size
+        return len(self._micros)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches
 
-    def _iterate(self) -> Iterator[Batch]:
-        feed = self._feed
-        for micro in range(feed.rank, feed.plan.config.per_step, feed.world_size):
+    def _iterate(self, feed: Feed) -> Iterator[Batch]:
+        for micro in self._micros:
             yield feed._next(MicroBatchId(self.split, self.epoch, self.number, micro))
         if self.split == "train":
-            feed._end_step(self.epoch, self.number + 1)
+            feed.cursor = Cursor(self.epoch, self.number + 1, feed.plan.fingerprint)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
+from raypipe.failures import get
 from raypipe.lookup import version_of
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import rank_of
@@ -114,18 +115,11 @@ def iterate_digests(
     """
     import ray
 
-    from raypipe.failures import get
     from raypipe.streaming.pipeline import splits
 
-    consume = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
-
-    def digests_of(iterator: DataIterator) -> Iterator[MicroBatchDigest]:
-        stream: Any = consume.remote(iterator)
-        for made in stream:
-            yield from get(made)
-
+    consume: Any = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
     iterators = splits(spec, cursor, max_actors=max_actors, world_size=world_size)
-    ranks = [digests_of(iterator) for iterator in iterators]
+    ranks = [_digests_of(consume.remote(iterator)) for iterator in iterators]  # all begin now: none goes alone
     for at in spec.plan.micro_batches(cursor):
         rank = rank_of(at.micro, world_size)
         found = next(ranks[rank], None)
@@ -136,6 +130,11 @@ def iterate_digests(
     for rank, left in enumerate(ranks):
         for found in left:
             raise RaypipeError(f"rank {rank} expected the end, the stream brought {found.name}")
+
+
+def _digests_of(stream: Any) -> Iterator[MicroBatchDigest]:
+    for made in stream:
+        yield from get(made)
 
 
 @dataclass(frozen=True)

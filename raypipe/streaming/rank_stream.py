@@ -49,9 +49,16 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         RaypipeError: what went wrong in an actor, without the layers around it.
     """
     failure: BaseException | None = None
-    threads: list[threading.Thread] = []
+    before, threads = set(threading.enumerate()), list[threading.Thread]()
     try:
-        yield from _rows(iterator, threads)
+        for row in iterator.iter_batches(
+            batch_size=None,  # type: ignore[arg-type]
+            batch_format="numpy",
+            prefetch_batches=1,
+        ):
+            if not threads:
+                threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
+            yield host_batch(row)
     except Exception as error:
         failure = cause_of(error)
     finally:
@@ -65,19 +72,6 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
     # Here, and not above: the error would hold on to the frames of the execution.
     if failure is not None:
         raise failure
-
-
-def _rows(iterator: DataIterator, threads: list[threading.Thread]) -> Iterator[HostBatch]:
-    """Puts the threads that Ray Data starts for it into `threads`."""
-    before = set(threading.enumerate())
-    for row in iterator.iter_batches(
-        batch_size=None,  # type: ignore[arg-type]
-        batch_format="numpy",
-        prefetch_batches=1,
-    ):
-        if not threads:
-            threads += [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
-        yield host_batch(row)
 
 
 class Feed:
@@ -124,9 +118,8 @@ class Feed:
         self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
-        self._config, self._quarantine = spec.transform, spec.quarantine
+        self._spec = spec
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self._stores = spec.stores
         clock = self._clocks["train"]
         self._source = source = host_batches(iterator)
         seed_of = self.plan.micro_batch_seed
@@ -169,15 +162,8 @@ class Feed:
 
         Transfers and decoding are counted with "train". On CUDA the newest micro-batches may be missing.
         """
-        clock, counts = self._clocks[split].totals(), self._counts[split]
-        return replace(
-            counts,
-            wait_s=clock["wait"],
-            transfer_s=clock["transfer"],
-            decode_s=clock["decode"],
-            augment_s=clock["augment"],
-            compute_s=clock["compute"],
-        )
+        seconds = {f"{stage}_s": total for stage, total in self._clocks[split].totals().items()}
+        return replace(self._counts[split], **seconds)
 
     def _export(self) -> None:
         epoch, step = self.cursor.epoch, self.cursor.step
@@ -244,7 +230,7 @@ class Feed:
 
     def _judge(self, batch: Batch) -> None:
         """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
-        store = self._stores[batch.at.split]
+        store = self._spec.stores[batch.at.split]
         bad = [
             {
                 "store": store.address,
@@ -256,8 +242,8 @@ class Feed:
             for row, error in batch.failed.items()
         ]
         if bad:
-            record_bad(self._quarantine, batch.at, bad, by="device")
-            if self._config.on_bad_sample == "raise":
+            record_bad(self._spec.quarantine, batch.at, bad, by="device")
+            if self._spec.transform.on_bad_sample == "raise":
                 title = title_of(store.address, bad[0]["index"], bad[0]["name"])
                 raise SampleError(f"{title}: {bad[0]['error']}")
         self._budget.spend(len(bad), len(batch.index), bad[-1] if bad else None)

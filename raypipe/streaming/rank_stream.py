@@ -162,7 +162,7 @@ class Feed:
 
         Transfers and decoding are counted with "train". On CUDA the newest micro-batches may be missing.
         """
-        seconds = {f"{stage}_s": total for stage, total in self._clocks[split].totals().items()}
+        seconds: dict[str, Any] = {f"{stage}_s": total for stage, total in self._clocks[split].totals().items()}
         return replace(self._counts[split], **seconds)
 
     def _export(self) -> None:

@@ -66,12 +66,7 @@ class Decision:
 
 
 class PoolSizer:
-    """Decides on a pool's size; pure, but for what it has seen.
-
-    Args:
-        rules: its bounds and pace: max_actors is a number.
-        now: seconds of a monotonic clock.
-    """
+    """Decides on a pool's size within its bounds and at its pace; knows no clock but the seconds it is told."""
 
     def __init__(self, rules: PoolConfig, now: float) -> None:
         self._rules, self._at = rules, now
@@ -82,11 +77,8 @@ class PoolSizer:
         """What is seen at a moment, and held since the last one; returns a new size where there should be one.
 
         Args:
-            now: seconds of a monotonic clock.
             waiting: share of the ranks for which no finished micro-batch is there, in [0, 1].
-            active: actors at work.
-            running: actors that have started.
-            pending: actors that have not yet, for want of a node or of time.
+            active, running, pending: actors at work, started, and not yet, for want of a node or of time.
         """
         seen = (now - self._at) * np.array([1, waiting, active, running])
         self._at, self._growth, self._calm = now, self._growth + seen, self._calm + seen

@@ -173,9 +173,8 @@ class Allocation:
     """Who gets what.
 
     Attributes:
-        workers: W, training processes; where training is elastic, the most.
-        gpu: whether each has a GPU.
-        cpus_per_worker: CPUs that Ray reserves for each.
+        workers: W; where training is elastic, the most.
+        gpu, cpus_per_worker: whether each has a GPU, and CPUs that Ray reserves for each.
         max_actors: transform actors that the pool may grow to.
         min_workers: where training is elastic, the fewest; else 0.
         idle_gpus: that no job holds and the run has no use for, where W was derived from M.
@@ -193,9 +192,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     """Share out a cluster between trainers and transform actors. Pure.
 
     Args:
-        offer: what there is.
-        pool: what the transform actors need.
-        train: what the trainers need; None = there are no trainers.
+        train: what the trainers need; None = there are none.
         per_step: M, which W must divide.
 
     Raises:

@@ -73,13 +73,7 @@ def combine(digests: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True)
 class MicroBatchDigest:
-    """What is left of a micro-batch.
-
-    Attributes:
-        name: of its place.
-        digest: 16 bytes.
-        num_samples: with weight.
-    """
+    """What is left of a micro-batch: the name of its place, 16 bytes, and how many samples have weight."""
 
     name: str
     digest: bytes
@@ -139,13 +133,7 @@ def _digests_of(stream: Any) -> Iterator[MicroBatchDigest]:
 
 @dataclass(frozen=True)
 class DigestFile:
-    """The digests of a stream.
-
-    Attributes:
-        address: of the file.
-        settings: that the stream was made with.
-        micro_batches: name → digest, 32 hex digits, in the order of the stream.
-    """
+    """The digests of a stream: the settings that it was made with, and name → 32 hex digits, in its order."""
 
     address: str
     settings: dict[str, Any]
@@ -198,14 +186,7 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
 
 
 def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int) -> dict[str, Any]:
-    """What a stream is made with, as names and plain values.
-
-    Args:
-        spec: the stream.
-        workers: W.
-        actors: of the pool, at most.
-        from_step, to_step: the range, in training steps counted through all epochs.
-    """
+    """What a stream is made with, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
     settings: dict[str, Any] = {
         "plan": spec.plan.fingerprint,

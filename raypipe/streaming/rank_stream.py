@@ -82,8 +82,7 @@ class Feed:
         rank, world_size: of this process.
         cursor: the place after the last step that was consumed whole; put it in the checkpoint.
         first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
-        num_bad: bad samples seen by this rank.
-        num_fallback: samples that the training device was to decode, and the host had to.
+        num_bad, num_fallback: bad samples seen by this rank; and those that the host had to decode for its device.
         exported: what this rank exports as metrics; a training loop may add what it has learnt.
     """
 

@@ -44,8 +44,6 @@ class MicroBatchSource(Datasource):
     """What is left of a plan's schedule at a cursor, as lazy ReadTasks in the order of the stream.
 
     Args:
-        plan: the run's plan.
-        cursor: where to start.
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, which hears of readers that begin; None = nobody does.
         group: the ranks whose micro-batches these are.
@@ -129,10 +127,8 @@ class _Announcer:
     """Tells the Supervisor what a reader that has died before is about to read, should it die of it.
 
     Args:
-        supervisor: its handle.
         share: of the schedule, for people.
         reads: whether it reads anything but the plan.
-        targets: see `read_encoded`.
     """
 
     def __init__(self, supervisor: Any, share: str, reads: bool, targets: Mapping[str, str] | None) -> None:

@@ -42,19 +42,12 @@ _PATIENCE_S = 5.0  # for the last events, at a run's end
 
 @dataclass(frozen=True)
 class Orders:
-    """How an actor is to go about a micro-batch, or a reader about its share.
+    """How an actor is to go about a micro-batch, or a reader about its share."""
 
-    Attributes:
-        careful: announce each sample, or row group, before it is touched.
-        bad: indices of samples of this split that have killed their process.
-        error: why the run must end; empty = it need not.
-        place: of a reader: where it is to raise that error.
-    """
-
-    careful: bool = False
-    bad: tuple[int, ...] = ()
-    error: str = ""
-    place: int = 0
+    careful: bool = False  # announce each sample, or row group, before it is touched
+    bad: tuple[int, ...] = ()  # indices of samples of this split that have killed their process
+    error: str = ""  # why the run must end; empty = it need not
+    place: int = 0  # of a reader: where it is to raise that error
 
 
 @dataclass

@@ -30,7 +30,9 @@ from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.supervisor import Orders
-from raypipe.transform.targets import EncodedSample, as_bytes, read_encoded
+from raypipe.transform.micro_batch import read_encoded
+from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.targets import as_bytes
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -53,17 +55,17 @@ def place_of(row: dict[str, Any]) -> MicroBatchId:
 
 def read_samples(
     store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None
-) -> tuple[list[Any], np.ndarray]:
-    """Encoded images, and labels int64 (B,), of int64 indices (B,); padding is None and 0.
+) -> tuple[list[EncodedSample], np.ndarray]:
+    """Samples, and labels int64 (B,), of int64 indices (B,); padding has no image, and label 0.
 
     Args:
-        targets: see `read_encoded`; where there are any, samples and padding are `EncodedSample`s.
+        targets: see `read_encoded`.
     """
     real = indices != PADDING
     read, read_labels = read_encoded(store, indices[real], targets)
     if real.all():
         return read, read_labels
-    samples: list[Any] = [EncodedSample(None) if targets else None] * len(indices)
+    samples = [EncodedSample(None)] * len(indices)
     labels = np.zeros(len(indices), np.int64)
     for position, sample in zip(np.flatnonzero(real), read, strict=True):
         samples[position] = sample
@@ -219,11 +221,9 @@ class _Announcer:
         self._supervisor.has_read.remote(self._task)
 
 
-def _encoded(samples: list[Any], labels: np.ndarray, targets: bool) -> list[Any]:
-    if not targets:
-        return [samples, labels]
+def _encoded(samples: list[EncodedSample], labels: np.ndarray, targets: bool) -> list[Any]:
     images, *columns = zip(*samples, strict=True)
-    return [images, labels, *([as_bytes(value) for value in column] for column in columns)]
+    return [images, labels, *([as_bytes(value) for value in column] for column in columns if targets)]
 
 
 class StoreSource(Datasource):

@@ -23,22 +23,20 @@ from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import ActorMetrics
 from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
 from raypipe.stores.base import Store, name_of
-from raypipe.streaming.guard import Guard
+from raypipe.streaming.guard import BadSampleBudget, Guard, record_bad
 from raypipe.streaming.source import SPLITS, place_of, read_samples
-from raypipe.transform.encoded_transform import EncodedMicroBatchTransform, encoded_transform
 from raypipe.transform.micro_batch import (
     FIRST_ATTEMPT,
     Attempt,
-    BadSampleBudget,
     MicroBatchResult,
     MicroBatchTransform,
+    ReadSample,
+    Sample,
+    micro_batch_transform,
+    read_encoded,
 )
-from raypipe.transform.presets import build_transform
-from raypipe.transform.quarantine import record_bad
 from raypipe.transform.sample_cache import open_caches
-from raypipe.transform.sample_transform import Key
-from raypipe.transform.target_transform import micro_batch_transform
-from raypipe.transform.targets import EncodedSample, read_encoded
+from raypipe.transform.sample_transform import EncodedSample, Key
 
 if TYPE_CHECKING:
     from raypipe.streaming.pipeline import StreamSpec
@@ -68,26 +66,14 @@ class TransformWorker:
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[Split, MicroBatchTransform] = {}
         for split, store in spec.stores.items():
-            transform = spec.transforms[split]
-            options: dict[str, Any] = {
-                "on_bad_sample": config.on_bad_sample,
-                "exact": split == "val",
-                "store_address": store.address,
-                "sample_name": functools.partial(name_of, store),
-            }
-            if config.decode == "gpu":
-                self._transforms[split] = EncodedMicroBatchTransform(
-                    encoded_transform(transform, config), **options
-                )
-                continue
-            if isinstance(transform, str | list):
-                transform = build_transform(transform, config.size)
             self._transforms[split] = micro_batch_transform(
-                transform,
+                spec.transforms[split],
                 config,
-                cache=self._caches.get(split),
                 probe=functools.partial(self._first_samples, split),
-                **options,
+                exact=split == "val",
+                store_address=store.address,
+                sample_name=functools.partial(name_of, store),
+                cache=self._caches.get(split),
             )
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
@@ -115,11 +101,7 @@ class TransformWorker:
             "epoch": np.array([at.epoch]),
             "step": np.array([at.step]),
             "micro": np.array([at.micro]),
-            **(
-                {"image": result.image}
-                if isinstance(result.image, np.ndarray)
-                else {name: array[None] for name, array in result.image.items()}
-            ),
+            **{name: array[None] for name, array in result.arrays.items()},
             "label": result.label[None],
             "index": result.index[None],
             "weight": result.weight[None],
@@ -137,13 +119,11 @@ class TransformWorker:
         indices = self._plan.indices(at)
         cache = self._caches.get(at.split)
         kept = cache.find(indices) if cache else {}
-        samples: list[Any]
+        samples: list[Sample | ReadSample]
         if row and "encoded" in row and row["encoded"].is_valid:
-            samples = row["encoded"].as_py()
+            parts = [row[name].as_py() for name in ("encoded", "mask", "boxes") if name in row]
+            samples = [EncodedSample(*sample) for sample in zip(*parts, strict=True)]
             labels = np.asarray(row["label"].values)
-            if self._targets:
-                parts = (samples, row["mask"].as_py(), row["boxes"].as_py())
-                samples = [EncodedSample(*sample) for sample in zip(*parts, strict=True)]
         elif attempt.before_sample:  # each by itself, once it is announced: to read it may be what kills
             samples = [functools.partial(self._read, at.split, index) for index in indices.tolist()]
             labels = np.zeros(len(indices), np.int64)
@@ -154,14 +134,15 @@ class TransformWorker:
             wanted[list(kept)] = PADDING
             if attempt.bad:  # it would not come back
                 wanted[np.isin(indices, list(attempt.bad))] = PADDING
-            samples, labels = read_samples(self._stores[at.split], wanted, self._targets)
+            read, labels = read_samples(self._stores[at.split], wanted, self._targets)
+            samples = [*read]
             for position, decoded in kept.items():
                 labels[position] = decoded.label
         for position, decoded in kept.items():
             samples[position] = decoded
         read_s = time.perf_counter() - started
 
-        def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:
+        def read_substitute(position: int, attempt: int) -> tuple[ReadSample, int, int, Key]:
             index = self._plan.substitute(at, int(indices[position]), attempt)
             k0, k1 = self._plan.sample_keys(at, np.array([index]))[0].tolist()
             return functools.partial(self._read, at.split, index), 0, index, (k0, k1)
@@ -174,11 +155,11 @@ class TransformWorker:
         )
         return result, read_s, len(kept)
 
-    def _read(self, split: Split, index: int) -> tuple[Any, int]:
+    def _read(self, split: Split, index: int) -> tuple[EncodedSample, int]:
         (sample,), (label,) = read_encoded(self._stores[split], np.array([index]), self._targets)
         return sample, int(label)
 
-    def _first_samples(self, split: Split) -> Iterator[Any]:
+    def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
         kept = self._plan.kept[split]
         num_samples = len(self._stores[split]) - len(kept.left_out)
         for index in kept.indices(np.arange(min(16, num_samples))).tolist():

@@ -30,7 +30,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, TARGET_SCHEMA, Read, read_samples, source_row
 from raypipe.streaming.supervisor import Orders
-from raypipe.transform.targets import read_encoded
+from raypipe.transform.micro_batch import read_encoded
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -15,23 +15,21 @@ from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import ActorMetrics
 from raypipe.plan.schedule import PADDING, MicroBatchId, Split
 from raypipe.stores.base import name_of
-from raypipe.streaming.guard import Guard
+from raypipe.streaming.guard import BadSampleBudget, Guard, record_bad
 from raypipe.streaming.row import PLACE_SCHEMA, made_row, place_of, read_of, read_samples
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.encoded_transform import EncodedMicroBatchTransform, encoded_transform
 from raypipe.transform.micro_batch import (
     FIRST_ATTEMPT,
     Attempt,
-    BadSampleBudget,
     MicroBatchResult,
     MicroBatchTransform,
+    ReadSample,
+    Sample,
+    micro_batch_transform,
+    read_encoded,
 )
-from raypipe.transform.presets import build_transform
-from raypipe.transform.quarantine import record_bad
 from raypipe.transform.sample_cache import open_caches
-from raypipe.transform.sample_transform import Key
-from raypipe.transform.target_transform import micro_batch_transform
-from raypipe.transform.targets import read_encoded
+from raypipe.transform.sample_transform import EncodedSample, Key
 
 
 class TransformWorker:
@@ -56,26 +54,14 @@ class TransformWorker:
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[Split, MicroBatchTransform] = {}
         for split, store in spec.stores.items():
-            transform = spec.transforms[split]
-            options: dict[str, Any] = {
-                "on_bad_sample": config.on_bad_sample,
-                "exact": split == "val",
-                "store_address": store.address,
-                "sample_name": functools.partial(name_of, store),
-            }
-            if config.decode == "gpu":
-                self._transforms[split] = EncodedMicroBatchTransform(
-                    encoded_transform(transform, config), **options
-                )
-                continue
-            if isinstance(transform, str | list):
-                transform = build_transform(transform, config.size)
             self._transforms[split] = micro_batch_transform(
-                transform,
+                spec.transforms[split],
                 config,
-                cache=self._caches.get(split),
                 probe=functools.partial(self._first_samples, split),
-                **options,
+                exact=split == "val",
+                store_address=store.address,
+                sample_name=functools.partial(name_of, store),
+                cache=self._caches.get(split),
             )
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
@@ -111,9 +97,10 @@ class TransformWorker:
         indices = self._plan.indices(at)
         cache = self._caches.get(at.split)
         kept = cache.find(indices) if cache else {}
-        read = read_of(table) if table is not None else None
-        if read is not None:
-            samples, labels = read
+        samples: list[Sample | ReadSample]
+        given = read_of(table) if table is not None else None
+        if given is not None:
+            samples, labels = [*given[0]], given[1]
         elif attempt.before_sample:  # each by itself, once it is announced: to read it may be what kills
             samples = [functools.partial(self._read, at.split, index) for index in indices.tolist()]
             labels = np.zeros(len(indices), np.int64)
@@ -122,14 +109,15 @@ class TransformWorker:
             wanted[list(kept)] = PADDING
             if attempt.bad:  # it would not come back
                 wanted[np.isin(indices, list(attempt.bad))] = PADDING
-            samples, labels = read_samples(self._stores[at.split], wanted, self._targets)
+            read, labels = read_samples(self._stores[at.split], wanted, self._targets)
+            samples = [*read]
         for position, decoded in kept.items():
             samples[position] = decoded
-            if read is None:
+            if given is None:
                 labels[position] = decoded.label
         read_s = time.perf_counter() - started
 
-        def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:
+        def read_substitute(position: int, attempt: int) -> tuple[ReadSample, int, int, Key]:
             index = self._plan.substitute(at, int(indices[position]), attempt)
             k0, k1 = self._plan.sample_keys(at, np.array([index]))[0].tolist()
             return functools.partial(self._read, at.split, index), 0, index, (k0, k1)
@@ -142,11 +130,11 @@ class TransformWorker:
         )
         return result, read_s, len(kept)
 
-    def _read(self, split: Split, index: int) -> tuple[Any, int]:
+    def _read(self, split: Split, index: int) -> tuple[EncodedSample, int]:
         (sample,), (label,) = read_encoded(self._stores[split], np.array([index]), self._targets)
         return sample, int(label)
 
-    def _first_samples(self, split: Split) -> Iterator[Any]:
+    def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
         kept = self._plan.kept[split]
         num_samples = len(self._stores[split]) - len(kept.left_out)
         for index in kept.indices(np.arange(min(16, num_samples))).tolist():

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from raypipe import open_store
-from raypipe.transform.jpeg_extension import why_no_extension
-from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe import TransformConfig, open_store
+from raypipe.transform.decode import why_no_extension
 from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_transform import EncodedSample, Images
 
 
-def measure(images: list[bytes], modes: dict[str, Callable[..., Any]], epoch: int) -> dict[str, float]:
+def measure(images: list[EncodedSample], modes: dict[str, Callable[..., Any]], epoch: int) -> dict[str, float]:
     """Images/s by mode; which mode comes first changes from image to image."""
     spent_ns = dict.fromkeys(modes, 0)
     names = list(modes)
@@ -46,14 +46,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     store = open_store(options.store)
-    images = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
+    encoded = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
+    images = [EncodedSample(image) for image in encoded]
     names = ["off", "exact", "scaled"] if why_no_extension() else ["off", "exact", "exact-", "scaled", "scaled-"]
     transform = build_transform(options.transform, options.size)
     modes = {
-        name: MicroBatchTransform(
+        name: Images(
             transform,
-            crop_decode=name.rstrip("-"),
-            check_whole=not name.endswith("-"),  # type: ignore[arg-type]
+            TransformConfig(crop_decode=name.rstrip("-"), check_whole=not name.endswith("-")),  # type: ignore[arg-type]
         ).one
         for name in names
     }

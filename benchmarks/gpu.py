@@ -40,7 +40,8 @@ from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import HostBatch, on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.models import build_model, build_optimizer
-from raypipe.transform.encoded import EncodedTransform
+from raypipe.transform.encoded import EncodedTransform, pack
+from raypipe.transform.sample_transform import EncodedSample
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
 Fed = tuple[torch.Tensor, torch.Tensor, Mixed | None]
@@ -186,7 +187,8 @@ def measure_decode(args: Any, device: torch.device, store: str) -> float:
     opened, rows = raypipe.open_store(store), np.arange(args.micro_batch)
     images = opened.read(rows % len(opened), ("image",))["image"]
     keys = np.stack([rows, rows], 1).astype(np.uint64)
-    batch, _ = EncodedTransform("light", args.size).run(images, keys)
+    transform = EncodedTransform("light", TransformConfig(size=args.size))
+    batch = pack(transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True))
     decoder = DeviceDecoder(args.size, device)
     decoder.decode(**batch)
     started, count = time.perf_counter(), 10

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from raypipe import PoolConfig, TransformConfig, open_store
-from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe.transform.micro_batch import micro_batch_transform
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import SampleCache, open_caches
+from raypipe.transform.sample_transform import EncodedSample
 
 MODES = ("off", "memory", "disk")
 MICRO_BATCH = 50
@@ -30,9 +31,9 @@ MICRO_BATCH = 50
 class Mode:
     """One way to make micro-batches of images that are in memory."""
 
-    def __init__(self, images: list[bytes], transform: Any, cache: SampleCache | None) -> None:
+    def __init__(self, images: list[EncodedSample], transform: Any, cache: SampleCache | None) -> None:
         self._images, self._cache = images, cache
-        self._transform = MicroBatchTransform(transform, cache=cache)
+        self._transform = micro_batch_transform(transform, TransformConfig(), cache=cache)
 
     def __call__(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, int]:
         """The pixels of a micro-batch, and the CPU time that it took, ns."""
@@ -41,7 +42,7 @@ class Mode:
         images = [kept.get(position, self._images[index]) for position, index in enumerate(indices.tolist())]
         keys = np.stack([np.full(len(indices), epoch), indices], axis=1).astype(np.uint64)
         columns = {"image": images, "label": np.zeros(len(indices), np.int64), "index": indices}
-        made = self._transform.run(columns, keys).image
+        made = self._transform.run(columns, keys).arrays["image"]
         return made, time.thread_time_ns() - started_ns
 
 
@@ -77,14 +78,15 @@ def main() -> None:
         from raypipe.transform.decode import decode
 
         images = [cv2.imencode(".png", decode(image)[:, :, ::-1])[1].tobytes() for image in images]
+    samples = [EncodedSample(image) for image in images]
     config = TransformConfig(train=options.transform, size=options.size)
     transform = build_transform(options.transform, options.size)
     caches = {
         name: open_caches(PoolConfig(cache=name), {"train": store}, config).get("train")  # type: ignore[arg-type]
         for name in MODES
     }
-    modes = {name: Mode(images, transform, cache) for name, cache in caches.items()}
-    Mode(images, transform, None)(np.arange(5), 0)  # imports, and first allocations
+    modes = {name: Mode(samples, transform, cache) for name, cache in caches.items()}
+    Mode(samples, transform, None)(np.arange(5), 0)  # imports, and first allocations
     first, *later = (epoch_of(modes, num, epoch) for epoch in range(options.repeats + 1))
     print(
         f"{num} {'PNG' if options.png else 'images'}, {options.transform} at {options.size} px, images/s of a core"

@@ -17,10 +17,10 @@ import statistics
 import numpy as np
 from crop_decode import measure
 
-from raypipe import open_store
-from raypipe.transform.jpeg_extension import why_no_extension
-from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe import TransformConfig, open_store
+from raypipe.transform.decode import why_no_extension
 from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_transform import EncodedSample, Images
 
 NAMES = ["light", "heavy", "tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
 
@@ -36,8 +36,11 @@ def main() -> None:
     if os.environ.get("OMP_NUM_THREADS") != "1":
         parser.error("set OMP_NUM_THREADS=1: work of torch's other threads is not counted")
     store = open_store(options.store)
-    images = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
-    modes = {name: MicroBatchTransform(build_transform(name, options.size)).one for name in options.transforms}
+    encoded = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
+    images = [EncodedSample(image) for image in encoded]
+    modes = {
+        name: Images(build_transform(name, options.size), TransformConfig()).one for name in options.transforms
+    }
     measure(images[:20], modes, 0)
     repeats = [measure(images, modes, epoch) for epoch in range(1, options.repeats + 1)]
     print(f"{len(images)} images to {options.size} px; extension: {why_no_extension() or 'used'}")

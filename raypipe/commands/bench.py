@@ -231,20 +231,16 @@ class CeilingWorker:
     """One process of the ceiling, with its images in memory and warmed up."""
 
     def __init__(self, store: Store, transform: TransformConfig) -> None:
-        from raypipe.transform.micro_batch import MicroBatchTransform
         from raypipe.transform.presets import build_transform
+        from raypipe.transform.sample_transform import EncodedSample, Images
 
         store.read(np.arange(1), ("image",))  # opens it
         began_cpu = time.process_time()
-        self._images = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
-        self._read_cpu_s = (time.process_time() - began_cpu) / len(self._images)
-        self._apply = MicroBatchTransform(
-            build_transform(transform.train, transform.size),
-            decode_min_side=transform.decode_min_side or None,
-            crop_decode=transform.crop_decode,
-            check_whole=transform.check_whole,
-            exif=transform.exif,
-        ).one
+        encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
+        self._read_cpu_s = (time.process_time() - began_cpu) / len(encoded)
+        self._encoded_bytes = sum(map(len, encoded)) / len(encoded)
+        self._images = [EncodedSample(image) for image in encoded]
+        self._apply = Images(build_transform(transform.train, transform.size), transform).one
         for image in self._images[:8]:
             self._apply(image, (0, 0))
 
@@ -262,7 +258,7 @@ class CeilingWorker:
             "images_per_s": done / elapsed,
             "read_cpu_s": self._read_cpu_s,
             "transform_cpu_s": (time.process_time() - began_cpu) / done,
-            "encoded_bytes": sum(len(image) for image in images) / len(images),
+            "encoded_bytes": self._encoded_bytes,
         }
 
 

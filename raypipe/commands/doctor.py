@@ -105,7 +105,7 @@ def check_decoding() -> Check:
 
 def check_extension() -> Check:
     """The compiled decoder of JPEGs."""
-    from raypipe.transform.jpeg_extension import why_no_extension
+    from raypipe.transform.decode import why_no_extension
 
     why = why_no_extension()
     if why:

@@ -25,11 +25,14 @@ from raypipe.pages.picture import Tile, draw
 from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.stores.base import Store, name_of
 from raypipe.transform.decode import decode
-from raypipe.transform.micro_batch import MicroBatchResult
-from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import Key
-from raypipe.transform.target_transform import check_targets, micro_batch_transform
-from raypipe.transform.targets import decode_boxes, decode_mask, read_encoded
+from raypipe.transform.micro_batch import (
+    MicroBatchResult,
+    check_transforms,
+    micro_batch_transform,
+    read_encoded,
+)
+from raypipe.transform.sample_transform import EncodedSample, Key
+from raypipe.transform.targets import decode_boxes, decode_mask
 from raypipe.transform.transform_steps import brief
 
 # Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
@@ -42,7 +45,7 @@ class Stages:
     """One micro-batch on its way to the model.
 
     Attributes:
-        transformed: by the CPU transform, bad samples substituted; `image` is a dict of arrays (B, …).
+        transformed: by the CPU transform, bad samples substituted.
         augmented: uint8 (B, h, w, 3), what the device's operations make of it.
         fed: the same, mixed: what the model gets, normalisation undone.
         mixed: the other half of the targets; None = not mixed.
@@ -67,10 +70,10 @@ class Preview:
     def __init__(self, plan: Plan, store: Store, transform: TransformConfig, augment: AugmentConfig) -> None:
         self.plan, self.store, self.config, self.augment = plan, store, transform, augment
         self._targets = transform.target_columns
-        check_targets(transform, {"train": transform.train}, {"train": store})
-        made = build_transform(transform.train, transform.size)
+        transform = replace(transform, decode="cpu")  # without a GPU this is the nearest that there is
+        check_transforms(transform, {"train": transform.train}, {"train": store})
         self._transform = micro_batch_transform(
-            made, transform, store_address=store.address, sample_name=functools.partial(name_of, store)
+            transform.train, transform, store_address=store.address, sample_name=functools.partial(name_of, store)
         )
         device, targets = torch.device("cpu"), bool(self._targets)
         # The mixing draws from a generator of its own, so the operations draw the same without it.
@@ -112,7 +115,7 @@ class Preview:
         """All of one micro-batch. Raises SampleError for a bad sample without a good substitute."""
         indices = self.plan.indices(at)
 
-        def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:
+        def read_substitute(position: int, attempt: int) -> tuple[EncodedSample, int, int, Key]:
             index = self.plan.substitute(at, int(indices[position]), attempt)
             (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets)
             k0, k1 = self.plan.sample_keys(at, np.array([index]))[0].tolist()
@@ -121,9 +124,7 @@ class Preview:
         samples, labels = read_encoded(self.store, indices, self._targets)
         columns = {"image": samples, "label": labels, "index": indices}
         result = self._transform.run(columns, self.plan.sample_keys(at, indices), read_substitute)
-        if not self._targets:
-            result.image = {"image": result.image[0]}
-        image = torch.from_numpy(result.image["image"]).permute(0, 3, 1, 2)
+        image = torch.from_numpy(result.arrays["image"]).permute(0, 3, 1, 2)
         target, counts = torch.from_numpy(result.label), result.index >= 0
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": self.strength(at.epoch, at.step)}
         augmented, _ = self._augment_only(image, target, counts, **drawn)
@@ -141,7 +142,7 @@ class Preview:
         lines = (self._class(label), f"sample {index}")
         drawn: dict[str, Any] = {}
         try:
-            image = decode(sample.image if self._targets else sample, exif=self.config.exif)
+            image = decode(sample.image, exif=self.config.exif)
             height, width = image.shape[:2]
             if "mask" in self._targets:
                 drawn["mask"] = decode_mask(sample.mask, (height, width))
@@ -168,9 +169,9 @@ class Preview:
             other = self._class(int(mixed.target[row]))
             label = (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
         # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
-        drawn = {name: array[row].copy() for name, array in result.image.items() if name != "image"}
+        drawn = {name: array[row].copy() for name, array in result.arrays.items() if name != "image"}
         return [
-            Tile(None if reason else result.image["image"][row].copy(), lines, reason, **drawn),
+            Tile(None if reason else result.arrays["image"][row].copy(), lines, reason, **drawn),
             Tile(stages.augmented[row].copy(), (own,), **drawn),
             Tile(stages.fed[row].copy(), label, **drawn),
         ]

@@ -24,8 +24,7 @@ from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.storage.filesystem import as_uri
 from raypipe.storage.whole_file import write_text
 from raypipe.stores.base import Store
-from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
-from raypipe.transform.encoded import image_size
+from raypipe.transform.decode import decode, encode_jpeg, image_size, resize_short_side
 
 _NUM_LABELS, _NUM_HEADERS, _NUM_SHOWN = 20_000, 512, 24
 _NUM_MICRO_BATCHES = 64  # whose mixing is looked at

@@ -81,12 +81,7 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray, inverse: bool = 
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Every sample may stand anywhere: for stores with cheap random access.
-
-    Attributes:
-        size: N.
-        seed: the run's seed.
-    """
+    """Every sample may stand anywhere: for stores with cheap random access."""
 
     size: int
     seed: int
@@ -203,12 +198,7 @@ class Kept:
 
 
 class KeptOrder:
-    """An order of what is left of a store.
-
-    Args:
-        order: of the kept samples, by number.
-        kept: which they are.
-    """
+    """An order of what is left of a store: one of the kept samples, by number, and which they are."""
 
     def __init__(self, order: GlobalOrder | StoredOrder | WindowOrder, kept: Kept) -> None:
         self.order, self.kept, self.size = order, kept, order.size

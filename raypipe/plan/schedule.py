@@ -51,11 +51,9 @@ class Segment:
     """One pass over one split, or what is left of it after a resume.
 
     Attributes:
-        split: "train" or "val".
-        epoch: e.
-        first_step: the step that the segment starts with; 0 except right after a resume.
-        num_steps: steps in the whole pass, or up to where the plan is cut off; steps first_step … num_steps - 1
-            are delivered.
+        split, epoch: which.
+        first_step, num_steps: steps first_step … num_steps - 1 are delivered; the first is 0 except right after a
+            resume, and the last that of the whole pass unless the plan is cut off.
     """
 
     split: Split
@@ -91,9 +89,7 @@ class RankGroup:
     The groups' streams, put together, are the stream: what a rank gets does not depend on G.
 
     Attributes:
-        index: g, the group's number, in [0, W / R).
-        size: R.
-        world_size: W.
+        index, size, world_size: the group's number in [0, W / R), R, and W.
     """
 
     index: int = 0
@@ -174,10 +170,7 @@ class Plan:
         """The plan of a run over a training store and, maybe, a validation store.
 
         Args:
-            config: the order's settings.
-            train, val: the stores.
-            leave_out, val_leave_out: indices of samples of each that the run is to do without; all others keep
-                their indices.
+            leave_out, val_leave_out: indices of samples of each store to exclude; all others keep their indices.
 
         Raises:
             ConfigError: what is left of the store is smaller than one step, or it has no groups to shuffle in
@@ -195,9 +188,7 @@ class Plan:
                 f"{config.per_step} x {config.micro_batch}: lower plan.micro_batch or plan.per_step"
             )
         shuffle = config.shuffle
-        groups = train.groups
-        if groups is not None:
-            groups = kept["train"].numbers(groups)
+        groups = None if train.groups is None else kept["train"].numbers(train.groups)
         if shuffle == "auto":
             shuffle = "global" if groups is None else "window"
         order: GlobalOrder | StoredOrder | WindowOrder
@@ -274,8 +265,7 @@ class Plan:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
                 f"{self.fingerprint}: the training store, its leave_out, seed, micro_batch, per_step or shuffle "
-                "differ. "
-                "Restore those settings, or start a new run"
+                "differ. Restore those settings, or start a new run"
             )
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
             raise CursorError(

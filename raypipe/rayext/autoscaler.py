@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 from ray.data._internal.actor_autoscaler.default_actor_autoscaler import DefaultActorAutoscaler
 from ray.data._internal.cluster_autoscaler.rate_based_cluster_autoscaler import RateBasedClusterAutoscaler
@@ -64,79 +65,45 @@ class Decision:
     reason: str
 
 
-class _Window:
-    """Means over the time since it began."""
-
-    def __init__(self, now: float) -> None:
-        self.since = now
-        self.seconds = self._waiting = self._active = self._running = 0.0
-
-    def add(self, seconds: float, waiting: float, active: int, running: int) -> None:
-        self.seconds += seconds
-        self._waiting += waiting * seconds
-        self._active += active * seconds
-        self._running += running * seconds
-
-    @property
-    def waiting(self) -> float:
-        return self._waiting / self.seconds
-
-    @property
-    def active(self) -> float:
-        return self._active / self.seconds
-
-    @property
-    def busy(self) -> float:
-        return self._active / self._running if self._running else 0.0
-
-
 class PoolSizer:
-    """Decides on a pool's size; pure, but for what it has seen.
-
-    Args:
-        rules: its bounds and pace: max_actors is a number.
-        now: seconds of a monotonic clock.
-    """
+    """Decides on a pool's size within its bounds and at its pace; knows no clock but the seconds it is told."""
 
     def __init__(self, rules: PoolConfig, now: float) -> None:
-        self._rules = rules
-        self._at = now
-        self._growth, self._shrinkage = _Window(now), _Window(now)
+        self._rules, self._at = rules, now
+        # Sums over two windows of time: seconds, and those times waiting, active and running.
+        self._growth, self._calm = np.zeros(4), np.zeros(4)
 
     def observe(self, now: float, *, waiting: float, active: int, running: int, pending: int) -> Decision | None:
         """What is seen at a moment, and held since the last one; returns a new size where there should be one.
 
         Args:
-            now: seconds of a monotonic clock.
             waiting: share of the ranks for which no finished micro-batch is there, in [0, 1].
-            active: actors at work.
-            running: actors that have started.
-            pending: actors that have not yet, for want of a node or of time.
+            active, running, pending: actors at work, started, and not yet, for want of a node or of time.
         """
-        for window in (self._growth, self._shrinkage):
-            window.add(now - self._at, waiting, active, running)
-        self._at = now
+        seen = (now - self._at) * np.array([1, waiting, active, running])
+        self._at, self._growth, self._calm = now, self._growth + seen, self._calm + seen
         rules, size = self._rules, running + pending
         decision = None
-        if self._growth.seconds >= rules.grow_after_s:
-            growth, self._growth = self._growth, _Window(now)
-            if growth.waiting > rules.grow_wait:
-                self._shrinkage = _Window(now)
-                if not pending and growth.busy > _BUSY and size < rules.max_actors:
-                    grown = min(rules.max_actors, max(size + 1, math.floor(size * rules.grow_factor)))
+        if self._growth[0] >= rules.grow_after_s:
+            seconds, waited, worked, ran = self._growth.tolist()
+            self._growth = np.zeros(4)
+            if waited > rules.grow_wait * seconds:
+                self._calm = np.zeros(4)
+                if not pending and worked > _BUSY * ran and size < rules.max_actors:
                     decision = Decision(
-                        grown,
-                        f"the ranks waited for {growth.waiting:.0%} of the last {growth.seconds:.0f} s, and "
-                        f"{growth.busy:.0%} of the actors were busy",
+                        min(rules.max_actors, max(size + 1, math.floor(size * rules.grow_factor))),
+                        f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, and "
+                        f"{worked / ran:.0%} of the actors were busy",
                     )
-        if decision is None and self._shrinkage.seconds >= rules.shrink_after_s:
-            calm, self._shrinkage = self._shrinkage, _Window(now)
-            enough = max(rules.min_actors, math.ceil(calm.active * _SPARE))
-            if enough < size and calm.waiting <= _CALM:
+        if decision is None and self._calm[0] >= rules.shrink_after_s:
+            seconds, waited, worked, _ = self._calm.tolist()
+            self._calm = np.zeros(4)
+            enough = max(rules.min_actors, math.ceil(worked / seconds * _SPARE))
+            if enough < size and waited <= _CALM * seconds:
                 decision = Decision(
                     enough,
-                    f"the ranks waited for {calm.waiting:.0%} of the last {calm.seconds:.0f} s, in which "
-                    f"{calm.active:.1f} actors were busy",
+                    f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, in which "
+                    f"{worked / seconds:.1f} actors were busy",
                 )
         return decision
 
@@ -173,11 +140,7 @@ class PoolAutoscaler(DefaultActorAutoscaler):
             self._sizer = PoolSizer(self._rules, now)
         running = actor_pool.num_running_actors()
         decision = self._sizer.observe(
-            now,
-            waiting=self._waiting(),
-            active=actor_pool.num_active_actors(),
-            running=running,
-            pending=pending,
+            now, waiting=self._waiting(), active=actor_pool.num_active_actors(), running=running, pending=pending
         )
         size = running + pending
         if decision is not None:

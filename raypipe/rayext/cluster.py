@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray._private.node import Node
@@ -21,8 +22,7 @@ from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
 from raypipe.plan.schedule import rank_groups
-from raypipe.rayext.admission import claimed, claimed_by_others, holders
-from raypipe.rayext.node_limits import autoscaler_limits
+from raypipe.rayext.admission import autoscaler_limits, claimed, claimed_by_others, holders
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,6 @@ def connect(
     Does nothing if this process is connected already. Inside a submitted job RAY_ADDRESS is set.
 
     Args:
-        address: of a running cluster.
         num_cpus: CPUs to offer, when Ray is started here; None = all.
         object_store_bytes: size of the object store, when Ray is started here; None = Ray's default.
         log: "json" = Ray's own log lines, and those of other libraries in its workers, are JSON as well.
@@ -70,13 +69,9 @@ def connect(
         return
     # With it Ray also leaves out the "(Actor pid=…)" before the lines of workers.
     ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log == "json" else None
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log}
     if address or os.environ.get("RAY_ADDRESS"):
-        ray.init(
-            address=address or None,
-            logging_level=logging.WARNING,
-            logging_config=ray_log,
-            runtime_env={"env_vars": _WORKER_ENV},
-        )
+        ray.init(address=address or None, runtime_env={"env_vars": _WORKER_ENV}, **options)
         return
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log == "json" else {})
     with _inherited(environment), _without_idle_processes():
@@ -84,8 +79,7 @@ def connect(
             num_cpus=num_cpus,
             object_store_memory=object_store_bytes,
             include_dashboard=False,
-            logging_level=logging.WARNING,
-            logging_config=ray_log,
+            **options,
         )
 
 
@@ -153,20 +147,17 @@ def cluster_resources() -> Resources:
     """The resources of the connected cluster, with what its autoscaler may add where it says so."""
     total, free = ray.cluster_resources(), ray.available_resources()
     limit, promised = autoscaler_limits(), claimed_by_others()
-    found = {}
-    for name in ("CPU", "GPU"):
-        most = max(total.get(name, 0.0), float(limit.get(name, 0.0)))
-        found[name] = (most, most - (total.get(name, 0.0) - free.get(name, 0.0)) - promised[name])
-    return Resources(found["CPU"][0], found["GPU"][0], found["CPU"][1], found["GPU"][1], holders())
+
+    def of(name: str) -> tuple[float, float]:
+        most, held = max(total.get(name, 0.0), limit.get(name, 0.0)), total.get(name, 0.0) - free.get(name, 0.0)
+        return most, most - held - promised[name]
+
+    (cpus, free_cpus), (gpus, free_gpus) = of("CPU"), of("GPU")
+    return Resources(cpus, gpus, free_cpus, free_gpus, holders())
 
 
 def check_object_store(in_flight: int, micro_batch_bytes: int) -> None:
-    """Raise ResourceError unless the micro-batches in flight fit the connected cluster's object store.
-
-    Args:
-        in_flight: micro-batches.
-        micro_batch_bytes: of one.
-    """
+    """Raise ResourceError unless so many micro-batches in flight fit the connected cluster's object store."""
     capacity = ray.cluster_resources().get("object_store_memory", 0.0)
     needed = in_flight * micro_batch_bytes
     if needed > capacity:
@@ -182,9 +173,8 @@ class Allocation:
     """Who gets what.
 
     Attributes:
-        workers: W, training processes; where training is elastic, the most.
-        gpu: whether each has a GPU.
-        cpus_per_worker: CPUs that Ray reserves for each.
+        workers: W; where training is elastic, the most.
+        gpu, cpus_per_worker: whether each has a GPU, and CPUs that Ray reserves for each.
         max_actors: transform actors that the pool may grow to.
         min_workers: where training is elastic, the fewest; else 0.
         idle_gpus: that no job holds and the run has no use for, where W was derived from M.
@@ -202,9 +192,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     """Share out a cluster between trainers and transform actors. Pure.
 
     Args:
-        offer: what there is.
-        pool: what the transform actors need.
-        train: what the trainers need; None = there are no trainers.
+        train: what the trainers need; None = there are none.
         per_step: M, which W must divide.
 
     Raises:
@@ -285,9 +273,7 @@ def preflight(
 ) -> Allocation:
     """Share out the connected cluster, see `allocate`; fails within seconds where it cannot be done.
 
-    Args:
-        pool, train, per_step: see `allocate`.
-        check: called while it waits; raises what ends the waiting.
+    While it waits it calls `check`, which raises what ends the waiting.
     """
     deadline = time.monotonic() + _SETTLE_S
     while True:
@@ -304,12 +290,7 @@ def preflight(
 def reserved(
     run: str, pool: PoolConfig, train: TrainConfig, per_step: int, check: Callable[[], None]
 ) -> Iterator[Allocation]:
-    """A `preflight` whose trainers and smallest pool no other run can come between, as long as this lasts.
-
-    Args:
-        run: its name.
-        pool, train, per_step, check: see `preflight`.
-    """
+    """A `preflight` whose trainers and smallest pool no other run can come between, as long as this lasts."""
     while True:
         found = preflight(pool, train, per_step, check)
         workers = found.min_workers or found.workers

@@ -45,12 +45,7 @@ _QUEUE_S = 2.0
 
 @dataclass(frozen=True)
 class InFlight:
-    """How many micro-batches may be in flight.
-
-    Attributes:
-        fixed: whatever the size of the pool.
-        per_actor: for each running actor, in addition.
-    """
+    """How many micro-batches may be in flight: so many, and more for each running actor."""
 
     fixed: int
     per_actor: int = 0
@@ -69,8 +64,6 @@ def configure(
         in_flight: micro-batches beyond the reader, at most.
         actors: that the pool begins with.
         reads: whether the reader's rows hold encoded samples, and not their places alone.
-        supervisor: handle of the Supervisor that hears of the pool.
-        stall_timeout_s: without a finished micro-batch, after which the stream ends.
     """
     context.set_config(_LIMIT_KEY, in_flight)
     context.set_config(_SUPERVISOR_KEY, supervisor)

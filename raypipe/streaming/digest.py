@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
+from raypipe.failures import get
 from raypipe.lookup import version_of
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import rank_of
@@ -72,13 +73,7 @@ def combine(digests: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True)
 class MicroBatchDigest:
-    """What is left of a micro-batch.
-
-    Attributes:
-        name: of its place.
-        digest: 16 bytes.
-        num_samples: with weight.
-    """
+    """What is left of a micro-batch: the name of its place, 16 bytes, and how many samples have weight."""
 
     name: str
     digest: bytes
@@ -114,18 +109,11 @@ def iterate_digests(
     """
     import ray
 
-    from raypipe.failures import get
     from raypipe.streaming.pipeline import splits
 
-    consume = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
-
-    def digests_of(iterator: DataIterator) -> Iterator[MicroBatchDigest]:
-        stream: Any = consume.remote(iterator)
-        for made in stream:
-            yield from get(made)
-
+    consume: Any = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
     iterators = splits(spec, cursor, max_actors=max_actors, world_size=world_size)
-    ranks = [digests_of(iterator) for iterator in iterators]
+    ranks = [_digests_of(consume.remote(iterator)) for iterator in iterators]  # all begin now: none goes alone
     for at in spec.plan.micro_batches(cursor):
         rank = rank_of(at.micro, world_size)
         found = next(ranks[rank], None)
@@ -138,15 +126,14 @@ def iterate_digests(
             raise RaypipeError(f"rank {rank} expected the end, the stream brought {found.name}")
 
 
+def _digests_of(stream: Any) -> Iterator[MicroBatchDigest]:
+    for made in stream:
+        yield from get(made)
+
+
 @dataclass(frozen=True)
 class DigestFile:
-    """The digests of a stream.
-
-    Attributes:
-        address: of the file.
-        settings: that the stream was made with.
-        micro_batches: name → digest, 32 hex digits, in the order of the stream.
-    """
+    """The digests of a stream: the settings that it was made with, and name → 32 hex digits, in its order."""
 
     address: str
     settings: dict[str, Any]
@@ -199,14 +186,7 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
 
 
 def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int) -> dict[str, Any]:
-    """What a stream is made with, as names and plain values.
-
-    Args:
-        spec: the stream.
-        workers: W.
-        actors: of the pool, at most.
-        from_step, to_step: the range, in training steps counted through all epochs.
-    """
+    """What a stream is made with, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
     settings: dict[str, Any] = {
         "plan": spec.plan.fingerprint,

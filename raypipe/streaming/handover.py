@@ -48,7 +48,7 @@ def feed(
     Outside of Ray Train it is the whole stream, for one process.
 
     Args:
-        spec: the stream, from `StreamSpec.of`.
+        spec: the stream.
         max_actors: transform actors that the pool may grow to; None = what the cluster has to spare now.
         device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
         cursor: where to start; None = `cursor.json` of the latest checkpoint, or the beginning.
@@ -70,13 +70,11 @@ def feed(
     handed: tuple[list[DataIterator], Cursor, Any] | None = None
     if rank == 0:
         start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
-        if max_actors is None:
-            max_actors = preflight(spec.pool).max_actors
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
         iterators = splits(
             spec,
             start,
-            max_actors=max_actors,
+            max_actors=preflight(spec.pool).max_actors if max_actors is None else max_actors,
             world_size=world_size,
             supervisor=supervisor,
             executions=_executions(spec, world_size),

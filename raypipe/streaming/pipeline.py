@@ -41,10 +41,7 @@ _READER_CPUS = 0
 def placement(prefer_nodes: str) -> dict[str, Any]:
     """Options of Ray's for an actor that prefers nodes of a label, and takes any other where those have no room.
 
-    Left alone, Ray Data spreads actors over all nodes, the hosts of GPUs too.
-
-    Args:
-        prefer_nodes: `label=value`; empty = no preference.
+    Left alone, Ray Data spreads actors over all nodes, the hosts of GPUs too. See `PoolConfig.prefer_nodes`.
     """
     label, _, value = prefer_nodes.partition("=")
     return {"label_selector": {label: value}, "fallback_strategy": [{"label_selector": {}}]} if label else {}
@@ -76,7 +73,6 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
     What actors on nodes that are yet to come have in flight is left out: they bring an object store each.
 
     Args:
-        spec, max_actors, world_size: of the stream.
         num_streams: such streams that run at one time.
     """
     if not all(is_preset(transform) for transform in spec.transforms.values()):
@@ -106,8 +102,6 @@ def dataset(
     micro-batches m of each step with m mod W = its rank among all W.
 
     Args:
-        spec: the stream.
-        cursor: where to start.
         max_actors: transform actors that the pools of all executions may grow to.
         world_size: W.
         supervisor: handle of the Supervisor that hears of faults; None = a new one.

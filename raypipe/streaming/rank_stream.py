@@ -29,11 +29,10 @@ from raypipe.metrics.timing import StageClock, StageTimes, mark
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import MicroBatchId, Segment, Split
 from raypipe.stores.base import name_of, title_of
+from raypipe.streaming.guard import BadSampleBudget, record_bad
 from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import Follower, News
-from raypipe.transform.micro_batch import BadSampleBudget
-from raypipe.transform.quarantine import record_bad
+from raypipe.streaming.supervisor import Follower
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -49,9 +48,16 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         RaypipeError: what went wrong in an actor, without the layers around it.
     """
     failure: BaseException | None = None
-    threads: list[threading.Thread] = []
+    before, threads = set(threading.enumerate()), list[threading.Thread]()
     try:
-        yield from _rows(iterator, threads)
+        for row in iterator.iter_batches(
+            batch_size=None,  # type: ignore[arg-type]
+            batch_format="numpy",
+            prefetch_batches=1,
+        ):
+            if not threads:
+                threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
+            yield host_batch(row)
     except Exception as error:
         failure = cause_of(error)
     finally:
@@ -67,19 +73,6 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         raise failure
 
 
-def _rows(iterator: DataIterator, threads: list[threading.Thread]) -> Iterator[HostBatch]:
-    """Puts the threads that Ray Data starts for it into `threads`."""
-    before = set(threading.enumerate())
-    for row in iterator.iter_batches(
-        batch_size=None,  # type: ignore[arg-type]
-        batch_format="numpy",
-        prefetch_batches=1,
-    ):
-        if not threads:
-            threads += [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
-        yield host_batch(row)
-
-
 class Feed:
     """This rank's share of the stream. Iterate it once, over segments.
 
@@ -88,8 +81,7 @@ class Feed:
         rank, world_size: of this process.
         cursor: the place after the last step that was consumed whole; put it in the checkpoint.
         first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
-        num_bad: bad samples seen by this rank.
-        num_fallback: samples that the training device was to decode, and the host had to.
+        num_bad, num_fallback: bad samples seen by this rank; and those that the host had to decode for its device.
         exported: what this rank exports as metrics; a training loop may add what it has learnt.
     """
 
@@ -117,16 +109,15 @@ class Feed:
         self.cursor = start
         self.first_batch_s = 0.0
         self.num_bad = self.num_fallback = 0
-        self._news = News(supervisor)
+        self._supervisor = supervisor
         self._start = start
         self._created = time.perf_counter()
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
         self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
-        self._config, self._quarantine = spec.transform, spec.quarantine
+        self._spec = spec
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self._stores = spec.stores
         clock = self._clocks["train"]
         self._source = source = host_batches(iterator)
         seed_of = self.plan.micro_batch_seed
@@ -169,15 +160,8 @@ class Feed:
 
         Transfers and decoding are counted with "train". On CUDA the newest micro-batches may be missing.
         """
-        clock, counts = self._clocks[split].totals(), self._counts[split]
-        return replace(
-            counts,
-            wait_s=clock["wait"],
-            transfer_s=clock["transfer"],
-            decode_s=clock["decode"],
-            augment_s=clock["augment"],
-            compute_s=clock["compute"],
-        )
+        seconds: dict[str, Any] = {f"{stage}_s": total for stage, total in self._clocks[split].totals().items()}
+        return replace(self._counts[split], **seconds)
 
     def _export(self) -> None:
         epoch, step = self.cursor.epoch, self.cursor.step
@@ -190,16 +174,12 @@ class Feed:
             strength=self.strength(epoch, step),
         )
 
-    def events(self) -> list[tuple[str, str]]:
-        """Kind and text of what has happened to the stream since the last call; does not wait for the newest.
+    def follow(self, tell: Callable[[str, str], None]) -> Follower:
+        """Have what happens to the stream told, in a thread, within a second or two, by kind and text.
 
         A "fault" went wrong and was mended; "scale" is a new size of the pool, and why.
         """
-        return self._news.read()
-
-    def follow(self, tell: Callable[[str, str], None]) -> Follower:
-        """Have each of these events told, in a thread, within a second or two; in place of `events`."""
-        return Follower(self._news, tell)
+        return Follower(self._supervisor, tell)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -246,13 +226,9 @@ class Feed:
         self._computing = (split, augmented)
         return batch
 
-    def _end_step(self, epoch: int, step: int) -> None:
-        """All of a training step is consumed."""
-        self.cursor = Cursor(epoch, step, self.plan.fingerprint)
-
     def _judge(self, batch: Batch) -> None:
         """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
-        store = self._stores[batch.at.split]
+        store = self._spec.stores[batch.at.split]
         bad = [
             {
                 "store": store.address,
@@ -264,8 +240,8 @@ class Feed:
             for row, error in batch.failed.items()
         ]
         if bad:
-            record_bad(self._quarantine, batch.at, bad, by="device")
-            if self._config.on_bad_sample == "raise":
+            record_bad(self._spec.quarantine, batch.at, bad, by="device")
+            if self._spec.transform.on_bad_sample == "raise":
                 title = title_of(store.address, bad[0]["index"], bad[0]["name"])
                 raise SampleError(f"{title}: {bad[0]['error']}")
         self._budget.spend(len(bad), len(batch.index), bad[-1] if bad else None)
@@ -295,23 +271,21 @@ class SegmentFeed:
     """This rank's share of one segment. Iterates over steps, and goes on where it was left.
 
     Attributes:
-        split: "train" or "val".
-        epoch: e.
+        split, epoch: of the segment.
         first_step, num_steps: steps first_step … num_steps - 1 are delivered.
     """
 
     def __init__(self, feed: Feed, segment: Segment) -> None:
         self.split, self.epoch = segment.split, segment.epoch
         self.first_step, self.num_steps = segment.first_step, segment.num_steps
-        self._feed = feed
-        self._steps = self._iterate()
+        self._steps = self._iterate(feed)
 
     def __iter__(self) -> Iterator[Step]:
         return self._steps
 
-    def _iterate(self) -> Iterator[Step]:
+    def _iterate(self, feed: Feed) -> Iterator[Step]:
         for number in range(self.first_step, self.num_steps):
-            step = Step(self._feed, self.split, self.epoch, number)
+            step = Step(feed, self.split, self.epoch, number)
             yield step
             for _ in step:
                 pass
@@ -324,20 +298,19 @@ class Step:
         split, epoch, number: the step's place.
     """
 
-    def __init__(self, feed: Feed, split: Any, epoch: int, number: int) -> None:
+    def __init__(self, feed: Feed, split: Split, epoch: int, number: int) -> None:
         self.split, self.epoch, self.number = split, epoch, number
-        self._feed = feed
-        self._batches = self._iterate()
+        self._micros = range(feed.rank, feed.plan.config.per_step, feed.world_size)
+        self._batches = self._iterate(feed)
 
     def __len__(self) -> int:
-        return self._feed.plan.config.per_step // self._feed.world_size
+        return len(self._micros)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches
 
-    def _iterate(self) -> Iterator[Batch]:
-        feed = self._feed
-        for micro in range(feed.rank, feed.plan.config.per_step, feed.world_size):
+    def _iterate(self, feed: Feed) -> Iterator[Batch]:
+        for micro in self._micros:
             yield feed._next(MicroBatchId(self.split, self.epoch, self.number, micro))
         if self.split == "train":
-            feed._end_step(self.epoch, self.number + 1)
+            feed.cursor = Cursor(self.epoch, self.number + 1, feed.plan.fingerprint)

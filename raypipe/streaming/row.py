@@ -19,11 +19,12 @@ import pyarrow as pa
 from raypipe.plan.schedule import PADDING, MicroBatchId, Split
 from raypipe.stores.base import Store
 from raypipe.transform.encoded import EncodedMicroBatch
-from raypipe.transform.targets import EncodedSample, as_bytes, read_encoded
+from raypipe.transform.micro_batch import MicroBatchResult, read_encoded
+from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.targets import as_bytes
 
 if TYPE_CHECKING:
     from raypipe.device.prefetcher import HostBatch
-    from raypipe.transform.micro_batch import MicroBatchResult
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
 _BINARIES = pa.list_(pa.large_binary())
@@ -33,8 +34,8 @@ PLACE_SCHEMA = pa.schema(
 ENCODED_SCHEMA = pa.schema([*PLACE_SCHEMA, ("encoded", _BINARIES), ("label", pa.list_(pa.int64()))])
 TARGET_SCHEMA = pa.schema([*ENCODED_SCHEMA, ("mask", _BINARIES), ("boxes", _BINARIES)])
 
-Read = tuple[list[Any], np.ndarray]
-"""B encoded samples, `EncodedSample`s where there are targets, None for padding; labels int64 (B,)."""
+Read = tuple[list[EncodedSample], np.ndarray]
+"""B samples, and labels int64 (B,); padding has no image, and label 0."""
 
 
 def place_of(row: Mapping[str, Any]) -> MicroBatchId:
@@ -52,7 +53,7 @@ def read_samples(store: Store, indices: np.ndarray, targets: Mapping[str, str] |
     read, read_labels = read_encoded(store, indices[real], targets)
     if real.all():
         return read, read_labels
-    samples: list[Any] = [EncodedSample(None) if targets else None] * len(indices)
+    samples = [EncodedSample(None)] * len(indices)
     labels = np.zeros(len(indices), np.int64)
     for position, sample in zip(np.flatnonzero(real), read, strict=True):
         samples[position] = sample
@@ -66,11 +67,10 @@ def source_row(at: MicroBatchId, read: Read | None, schema: pa.Schema) -> pa.Tab
     if read is None:
         # To serialise lists, even of nothing, takes as long as all other columns.
         row += [None] * (len(schema) - len(row))
-    elif schema == TARGET_SCHEMA:
-        images, masks, boxes = zip(*read[0], strict=True)
-        row += [images, read[1], *([as_bytes(value) for value in column] for column in (masks, boxes))]
     else:
-        row += read
+        images, *columns = zip(*read[0], strict=True)
+        row += [images, read[1]]
+        row += [[as_bytes(value) for value in column] for column in columns if schema == TARGET_SCHEMA]
     arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -79,11 +79,9 @@ def read_of(table: pa.Table) -> Read | None:
     """What a reader has put into a row; None where it is left to the actor."""
     if "encoded" not in table.column_names or not table["encoded"][0].is_valid:
         return None
-    samples, labels = table["encoded"][0].as_py(), np.asarray(table["label"][0].values)
-    if "mask" in table.column_names:
-        columns = (samples, table["mask"][0].as_py(), table["boxes"][0].as_py())
-        samples = [EncodedSample(*sample) for sample in zip(*columns, strict=True)]
-    return samples, labels
+    columns = [table[name][0].as_py() for name in ("encoded", "mask", "boxes") if name in table.column_names]
+    samples = [EncodedSample(*sample) for sample in zip(*columns, strict=True)]
+    return samples, np.asarray(table["label"][0].values)
 
 
 def made_row(at: MicroBatchId, result: MicroBatchResult, read_s: float, work_s: float) -> dict[str, np.ndarray]:
@@ -93,11 +91,7 @@ def made_row(at: MicroBatchId, result: MicroBatchResult, read_s: float, work_s: 
         "epoch": np.array([at.epoch]),
         "step": np.array([at.step]),
         "micro": np.array([at.micro]),
-        **(
-            {"image": result.image}
-            if isinstance(result.image, np.ndarray)
-            else {name: array[None] for name, array in result.image.items()}
-        ),
+        **{name: array[None] for name, array in result.arrays.items()},
         "label": result.label[None],
         "index": result.index[None],
         "weight": result.weight[None],

@@ -30,7 +30,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, TARGET_SCHEMA, Read, read_samples, source_row
 from raypipe.streaming.supervisor import Orders
-from raypipe.transform.targets import read_encoded
+from raypipe.transform.micro_batch import read_encoded
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -44,8 +44,6 @@ class MicroBatchSource(Datasource):
     """What is left of a plan's schedule at a cursor, as lazy ReadTasks in the order of the stream.
 
     Args:
-        plan: the run's plan.
-        cursor: where to start.
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, which hears of readers that begin; None = nobody does.
         group: the ranks whose micro-batches these are.
@@ -65,6 +63,9 @@ class MicroBatchSource(Datasource):
         plan.check(cursor)
         self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
         self._group, self._targets = group, targets
+        self._schema = PLACE_SCHEMA
+        if readers:
+            self._schema = TARGET_SCHEMA if targets else ENCODED_SCHEMA
         self._total = plan.num_micro_batches(cursor, group)
         self._share = max(_SHARE, -(-self._total // _MAX_TASKS))
 
@@ -83,56 +84,39 @@ class MicroBatchSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         shares = [(first, min(self._share, self._total - first)) for first in range(0, self._total, self._share)]
-        schema = PLACE_SCHEMA
-        if self._readers:
-            schema = TARGET_SCHEMA if self._targets else ENCODED_SCHEMA
-        stream = (self._plan, self._cursor, self._readers, self._supervisor, self._group, self._targets)
-        rows = functools.partial(_rows, *stream, schema)
         return [
             ReadTask(
-                functools.partial(rows, first, count),
+                functools.partial(self._rows, first, count),
                 BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
-                schema=schema,
+                schema=self._schema,
             )
             for first, count in shares or [(0, 0)]
         ]
 
-
-def _rows(
-    plan: Plan,
-    cursor: Cursor,
-    readers: dict[Split, Store],
-    supervisor: Any,
-    group: RankGroup,
-    targets: Mapping[str, str] | None,
-    schema: pa.Schema,
-    first: int,
-    count: int,
-) -> Iterator[pa.Table]:
-    share = itertools.islice(plan.micro_batches(cursor, first, group), count)
-    announce: _Announcer | None = None
-    for number, at in enumerate(share):
-        if number == 0 and supervisor is not None:
-            announce = _Announcer(supervisor, f"{count} micro-batches from {at} on", bool(readers), targets)
-        read: Read | None = None
-        if at.split in readers:
-            store, indices = readers[at.split], plan.indices(at)
-            if announce:
-                announce(number, at, store, indices)
-            read = read_samples(store, indices, targets)
-        yield source_row(at, read, schema)
-    if announce:
-        announce.end()
+    def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
+        share = itertools.islice(self._plan.micro_batches(self._cursor, first, self._group), count)
+        announce: _Announcer | None = None
+        for number, at in enumerate(share):
+            if number == 0 and self._supervisor is not None:
+                what = f"{count} micro-batches from {at} on"
+                announce = _Announcer(self._supervisor, what, bool(self._readers), self._targets)
+            read: Read | None = None
+            if at.split in self._readers:
+                store, indices = self._readers[at.split], self._plan.indices(at)
+                if announce:
+                    announce(number, at, store, indices)
+                read = read_samples(store, indices, self._targets)
+            yield source_row(at, read, self._schema)
+        if announce:
+            announce.end()
 
 
 class _Announcer:
     """Tells the Supervisor what a reader that has died before is about to read, should it die of it.
 
     Args:
-        supervisor: its handle.
         share: of the schedule, for people.
         reads: whether it reads anything but the plan.
-        targets: see `read_encoded`.
     """
 
     def __init__(self, supervisor: Any, share: str, reads: bool, targets: Mapping[str, str] | None) -> None:

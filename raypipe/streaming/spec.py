@@ -15,10 +15,8 @@ from raypipe.plan.schedule import Plan, Split
 from raypipe.stores import open_store
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store
-from raypipe.transform.encoded_transform import encoded_transform
-from raypipe.transform.presets import check_transform
+from raypipe.transform.micro_batch import check_transforms
 from raypipe.transform.sample_cache import check_cache
-from raypipe.transform.target_transform import check_targets
 from raypipe.transform.transform_steps import Steps, config_without_files, without_files
 
 Transform = Callable[..., Any] | str | Steps | None
@@ -91,11 +89,7 @@ class StreamSpec:
             stores["val"] = val_store
             transforms["val"] = transform.val if val_transform == "" else val_transform
         transforms = {split: without_files(chosen) for split, chosen in transforms.items()}
-        for chosen in transforms.values():
-            if transform.decode == "gpu":
-                encoded_transform(chosen, transform)
-            check_transform(chosen, transform.size)
-        check_targets(transform, transforms, stores)
+        check_transforms(transform, transforms, stores)
         return StreamSpec(
             plan=Plan.of(
                 plan_config,

@@ -42,19 +42,12 @@ _PATIENCE_S = 5.0  # for the last events, at a run's end
 
 @dataclass(frozen=True)
 class Orders:
-    """How an actor is to go about a micro-batch, or a reader about its share.
+    """How an actor is to go about a micro-batch, or a reader about its share."""
 
-    Attributes:
-        careful: announce each sample, or row group, before it is touched.
-        bad: indices of samples of this split that have killed their process.
-        error: why the run must end; empty = it need not.
-        place: of a reader: where it is to raise that error.
-    """
-
-    careful: bool = False
-    bad: tuple[int, ...] = ()
-    error: str = ""
-    place: int = 0
+    careful: bool = False  # announce each sample, or row group, before it is touched
+    bad: tuple[int, ...] = ()  # indices of samples of this split that have killed their process
+    error: str = ""  # why the run must end; empty = it need not
+    place: int = 0  # of a reader: where it is to raise that error
 
 
 @dataclass
@@ -104,12 +97,7 @@ class Supervisor:
         self._events: list[tuple[str, str]] = []
 
     def arrived(self, actor: str, home: str) -> bool:
-        """An actor has started; returns whether it is one that was here before, and so was restarted.
-
-        Args:
-            actor: its id.
-            home: process and node, for people.
-        """
+        """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
         known, self._homes[actor] = self._homes.get(actor), home
         at, sample = self._doing.pop(actor, None), self._samples.pop(actor, None)
         if known is None:
@@ -170,12 +158,7 @@ class Supervisor:
         self.ended(actor)
 
     def reads(self, task: str, share: str) -> Orders:
-        """A reader begins its share of the schedule.
-
-        Args:
-            task: its id, the same when it is restarted.
-            share: for people.
-        """
+        """A reader, by its task's id, the same when it is restarted, begins a share of the schedule."""
         reader = self._readers.get(task)
         if reader is None:
             self._readers[task] = _Reader()
@@ -196,13 +179,7 @@ class Supervisor:
         return orders
 
     def reading(self, task: str, place: int, what: str) -> None:
-        """A careful reader is about to read something.
-
-        Args:
-            task: see `reads`.
-            place: how far it is in its share.
-            what: for people: the file and the row group.
-        """
+        """A careful reader, so far in its share, is about to read something: a file and a row group."""
         reader = self._readers.get(task)
         if reader is not None:
             reader.place, reader.what = place, what
@@ -256,66 +233,37 @@ def start_supervisors(max_attempts: int, run: str, log: LogFormat, chief: Any, e
     return [[chief, *others][index // _EXECUTIONS_EACH] for index in range(executions)]
 
 
-class News:
-    """The events of a stream, faults and decisions on its size, as they come.
-
-    Args:
-        supervisor: its handle; None = there are never any.
-    """
-
-    def __init__(self, supervisor: Any) -> None:
-        self._supervisor = supervisor
-        self._num_read = 0
-        self._asked: Any = None
-
-    def read(self, wait_s: float = 0.0) -> list[tuple[str, str]]:
-        """Kind and text of the events since the last call, as far as the supervisor has answered.
-
-        Args:
-            wait_s: to wait for the answer to a question of now; 0 = never wait.
-        """
-        if self._supervisor is None:
-            return []
-        events = self._answer(wait_s)
-        return events + self._answer(wait_s) if wait_s else events
-
-    def _answer(self, wait_s: float) -> list[tuple[str, str]]:
-        """The answer to the last question, if it has come; the next one is then asked."""
-        events: list[tuple[str, str]] = []
-        if self._asked is not None and ray.wait([self._asked], timeout=wait_s)[0]:
-            with contextlib.suppress(ray.exceptions.RayError):  # the stream goes on without its chronicler
-                events = ray.get(self._asked)
-            self._num_read += len(events)
-            self._asked = None
-        if self._asked is None:
-            self._asked = self._supervisor.events.remote(self._num_read)
-        return events
-
-
 class Follower:
     """Tells of each event of a stream within a second or two, whatever the stream waits for, until it is stopped.
 
     Args:
-        news: of the stream; nobody else reads them.
-        tell: called with kind and text of each, in a thread.
+        supervisor: handle of the stream's; None = there are never any.
+        tell: called with kind and text of each, see `Supervisor.events`, in a thread.
     """
 
-    def __init__(self, news: News, tell: Callable[[str, str], None]) -> None:
-        self._news, self._tell = news, tell
+    def __init__(self, supervisor: Any, tell: Callable[[str, str], None]) -> None:
+        self._supervisor, self._tell = supervisor, tell
+        self._num_told = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="raypipe-events", daemon=True)
-        self._thread.start()
+        if supervisor is not None:
+            self._thread.start()
 
     def _follow(self) -> None:
         while not self._stopped.wait(_PERIOD_S):
-            self._pass_on(0.0)
+            self._pass_on(_PERIOD_S)
         self._pass_on(_PATIENCE_S)
 
     def _pass_on(self, wait_s: float) -> None:
-        for kind, text in self._news.read(wait_s):
+        events: list[tuple[str, str]] = []
+        with contextlib.suppress(ray.exceptions.RayError):  # the stream goes on without its chronicler
+            events = ray.get(self._supervisor.events.remote(self._num_told), timeout=wait_s)
+        self._num_told += len(events)
+        for kind, text in events:
             self._tell(kind, text)
 
     def stop(self) -> None:
         """Tell of the last ones, and end."""
         self._stopped.set()
-        self._thread.join()
+        if self._supervisor is not None:
+            self._thread.join()

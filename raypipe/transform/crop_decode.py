@@ -6,78 +6,172 @@
     scaled    the same, at 1/2, 1/4 or 1/8 where the crop stays at      others: less aliased; the same with and
               least as large as what it is resized to                   without the extension, to the bit
 
-So a mode fixes the pixels, and which samples are bad; the extension (`jpeg_extension`) only fixes the
-speed, and nodes with and without it can make one run together. Whatever it refuses, and whatever is not a JPEG, is
-decoded whole by `raypipe.transform.decode.decode`.
+So a mode fixes the pixels, and which samples are bad; the extension (`raypipe.transform.decode.extension`) only
+fixes the speed, and nodes with and without it can make one run together. Whatever it refuses, and whatever is
+not a JPEG, is decoded whole. With `check_whole` off, a JPEG is not read beyond the blocks of the crop's last
+row, and damage behind them makes no bad sample. A decoder of whole images cannot do the same, so this needs the
+extension.
 
-With `check_whole` off, a JPEG is not read beyond the blocks of the crop's last row, and damage behind them makes
-no bad sample. A decoder of whole images cannot do the same, so this needs the extension.
+The library draws the crop itself, by its own code from its own generators, from an image that has the size
+alone; the crop is then decoded, and the library resizes it and goes on. Recognised, and nothing that only looks
+like it (a subclass may do as it likes with the pixels outside):
+
+    albumentations.Compose([RandomResizedCrop(…), …])    both with p=1, without replay and saved parameters
+    torchvision.transforms.v2.Compose([RandomResizedCrop(…), …])    without hooks
+
+Neither library is imported here: a pipeline of its classes has done that.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import random
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import simplejpeg
 
-from raypipe.config import CropDecode
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.crop_first import Box, DecodeBox
-from raypipe.transform.decode import decode, decode_jpeg_at, jpeg_orientation
+from raypipe.transform.decode import (
+    SCALES,
+    WHOLE,
+    Box,
+    decode,
+    decode_jpeg_at,
+    decode_part,
+    extension,
+    jpeg_orientation,
+    why_no_extension,
+)
 from raypipe.transform.image_header import jpeg_size
-from raypipe.transform.jpeg_extension import SCALES, WHOLE, decode_part, extension, why_no_extension
+
+DecodeBox = Callable[[Box], np.ndarray]
+"""A box → its pixels, uint8 RGB (h, w, 3), writable; they may come at a reduced scale."""
+
+Undecoded = tuple[tuple[int, int], DecodeBox]
+"""(height, width) of an image, pixels, and what decodes a box of it."""
 
 _MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
+
+
+class AlbumentationsCropFirst:
+    """A Compose that begins with RandomResizedCrop.
+
+    Args:
+        pipeline: it is copied.
+        generators: what all its transforms draw from.
+
+    Attributes:
+        target: (height, width) to which the crop is resized, pixels.
+    """
+
+    def __init__(self, pipeline: Any, generators: tuple[np.random.Generator, random.Random]) -> None:
+        self._pipeline = copy.deepcopy(pipeline)
+        self._pipeline.set_random_state(*generators)
+        self._first = self._pipeline.transforms[0]
+        self._first.apply_with_params = self._decode_and_resize  # of this object alone, not of its class
+        self._decode_box: DecodeBox
+        self.target: tuple[int, int] = tuple(self._first.size)
+
+    def __call__(self, size: tuple[int, int], decode_box: DecodeBox, **targets: Any) -> dict[str, Any]:
+        """What the pipeline makes of an image of this (height, width), and of whole masks and boxes."""
+        self._decode_box = decode_box
+        nothing: np.ndarray = np.ndarray((*size, 3), np.uint8, b"\0", strides=(0, 0, 0))  # a byte for all
+        return self._pipeline(image=nothing, **targets)
+
+    def _decode_and_resize(self, params: dict[str, Any], image: Any, **targets: Any) -> dict[str, Any]:
+        left, top, right, bottom = map(int, params["crop_coords"])
+        crop = self._decode_box((top, left, bottom - top, right - left))
+        height, width = crop.shape[:2]
+        resized = self._first.apply(crop, **params | {"crop_coords": (0, 0, width, height)})
+        cut = type(self._first).apply_with_params(self._first, params, **targets) if targets else {}
+        return {"image": np.ascontiguousarray(resized), **cut}
+
+
+class TorchvisionCropFirst:
+    """The same of a v2.Compose, which is used as it is; draws from torch's global generator."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._first, *self._others = pipeline.transforms
+        self.target: tuple[int, int] = tuple(self._first.size) * (2 // len(self._first.size))
+
+    def __call__(self, size: tuple[int, int], decode_box: DecodeBox) -> Any:
+        """What the pipeline makes of an image of this (height, width)."""
+        import torch
+        from torchvision import tv_tensors
+
+        whole = tv_tensors.Image(torch.zeros((), dtype=torch.uint8).expand(3, *size))  # takes no memory
+        drawn = self._first.make_params([whole])
+        crop = decode_box((drawn["top"], drawn["left"], drawn["height"], drawn["width"]))
+        height, width = crop.shape[:2]
+        image = tv_tensors.Image(torch.from_numpy(crop).permute(2, 0, 1))
+        result = self._first.transform(image, {"top": 0, "left": 0, "height": height, "width": width})
+        for transform in self._others:
+            result = transform(result)
+        return result
+
+
+CropFirst = AlbumentationsCropFirst | TorchvisionCropFirst
+
+
+def find_crop_first(pipeline: Any, generators: tuple[np.random.Generator, random.Random]) -> CropFirst | None:
+    """The pipeline in this form; None = it does not begin with a random resized crop, or not surely."""
+    kind = type(pipeline)
+    steps = getattr(pipeline, "transforms", None)
+    if not isinstance(steps, list | tuple) or not steps:
+        return None
+    first = steps[0]
+    albumentations, v2 = sys.modules.get("albumentations"), sys.modules.get("torchvision.transforms.v2")
+    if albumentations and kind is albumentations.Compose and type(first) is albumentations.RandomResizedCrop:
+        special = first.deterministic or first.replay_mode or pipeline.save_applied_params
+        special = special or set(pipeline.processors) - {"bboxes"} or not pipeline.p == first.p == 1
+        return None if special else AlbumentationsCropFirst(pipeline, generators)
+    if v2 and kind is v2.Compose and type(first) is v2.RandomResizedCrop and hasattr(first, "make_params"):
+        hooks = [*vars(pipeline).items(), *vars(first).items()]
+        hooked = any(value for name, value in hooks if name.endswith("_hooks"))
+        return None if hooked else TorchvisionCropFirst(pipeline)
+    return None
 
 
 class CropDecoder:
     """Decodes the crops of JPEGs.
 
     Args:
-        mode: see the module's table; not "off".
+        config: its `crop_decode` is not "off"; JPEGs that `exif` turns, and those that `decode_min_side` reduces,
+            are decoded whole.
         target: (height, width) to which crops are resized, pixels.
-        check_whole: find damage behind the crop as well.
-        exif: images that EXIF turns are decoded whole.
-        min_side: JPEGs that `decode` would reduce to this are decoded whole.
 
     Raises:
         ConfigError: `check_whole` is off, and there is no extension.
     """
 
-    def __init__(
-        self,
-        mode: CropDecode,
-        target: tuple[int, int],
-        *,
-        check_whole: bool = True,
-        exif: bool = False,
-        min_side: int | None = None,
-    ) -> None:
-        if not check_whole and extension() is None:
+    def __init__(self, config: TransformConfig, target: tuple[int, int]) -> None:
+        if not config.check_whole and extension() is None:
             raise ConfigError(
                 "transform.check_whole=False needs raypipe's JPEG extension in every actor, and here it cannot be"
                 f" used: {why_no_extension()}. Build it (see docs/decode.md), or leave transform.check_whole on"
             )
-        self.mode, self.target, self.check_whole = mode, target, check_whole
-        self.exif, self.min_side = exif, min_side
-        self._useful = mode == "scaled" or extension() is not None
+        self._config, self._target = config, target
+        self._useful = config.crop_decode == "scaled" or extension() is not None
 
-    def open(self, data: Any) -> tuple[tuple[int, int], DecodeBox] | None:
-        """(height, width) of a JPEG by its header, and what decodes a box of it; None: decode it whole."""
+    def open(self, data: bytes | None) -> Undecoded | None:
+        """A JPEG by its header; None: decode it whole."""
         if not (self._useful and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
             return None
         try:
             size = jpeg_size(data)
         except SampleError:  # `decode` says why
             return None
-        if size is None or (self.min_side and min(size) >= 2 * self.min_side):
+        min_side = self._config.decode_min_side
+        if size is None or (min_side and min(size) >= 2 * min_side):
             return None
-        height, width = size
-        if self.exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+        if self._config.exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
             return None
-        return (height, width), functools.partial(self._decode, data, height, width)
+        return size, functools.partial(self._decode, data, *size)
 
     def _decode(self, data: bytes, height: int, width: int, box: Box) -> np.ndarray:
         eighths = self._eighths(height, width, box)
@@ -85,12 +179,12 @@ class CropDecoder:
             top, rows = _scaled_span(box[0], box[2], height, eighths)
             left, columns = _scaled_span(box[1], box[3], width, eighths)
             box = top, left, rows, columns
-        return decode_box(data, box, eighths, self.check_whole)
+        return decode_box(data, box, eighths, self._config.check_whole)
 
     def _eighths(self, height: int, width: int, box: Box) -> int:
-        if self.mode != "scaled" or min(height, width) < _MIN_SCALED_SIDE:
+        if self._config.crop_decode != "scaled" or min(height, width) < _MIN_SCALED_SIDE:
             return WHOLE
-        enough = (n for n in SCALES if box[2] * n >= 8 * self.target[0] and box[3] * n >= 8 * self.target[1])
+        enough = (n for n in SCALES if box[2] * n >= 8 * self._target[0] and box[3] * n >= 8 * self._target[1])
         return next(enough, WHOLE)
 
 

@@ -57,10 +57,10 @@ def image_kind(data: bytes) -> str | None:
     return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
 
 
-def check_size(width: int, height: int, max_pixels: int, num_bytes: int = 0) -> None:
-    """Raise SampleError above `max_pixels` or MAX_SIDE, or if decoding takes more than MAX_DECODE_BYTES."""
-    if width * height > max_pixels:
-        raise SampleError(f"declares {width}x{height} pixels, limit is {max_pixels}")
+def check_size(width: int, height: int, num_bytes: int = 0) -> None:
+    """Raise SampleError above MAX_PIXELS or MAX_SIDE, or if decoding takes more than MAX_DECODE_BYTES."""
+    if width * height > MAX_PIXELS:
+        raise SampleError(f"declares {width}x{height} pixels, limit is {MAX_PIXELS}")
     if max(width, height) > MAX_SIDE:
         raise SampleError(f"declares {width}x{height} pixels, limit of a side is {MAX_SIDE}")
     if num_bytes > MAX_DECODE_BYTES:
@@ -70,7 +70,7 @@ def check_size(width: int, height: int, max_pixels: int, num_bytes: int = 0) -> 
         )
 
 
-def jpeg_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
     """(height, width) of a JPEG within the limits; None where simplejpeg cannot tell: Pillow has the last word.
 
     Raises:
@@ -80,17 +80,17 @@ def jpeg_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | No
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
     except Exception:  # ValueError of damage, KeyError of a rare subsampling, such as 4:4:1
         return None
-    _check_jpeg(data, width, height, max_pixels, 3)
+    _check_jpeg(data, width, height, 3)
     return height, width
 
 
-def _check_jpeg(data: bytes, width: int, height: int, max_pixels: int, pixel_bytes: int) -> None:
+def _check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
     """The limits of a JPEG, `pixel_bytes` of each of whose pixels are held in any case.
 
     libjpeg keeps the coefficients of all components if there are several scans, and goes through them for each.
     """
     num_pixels = width * height
-    check_size(width, height, max_pixels)
+    check_size(width, height)
     most_scans = MAX_SCANNED_PIXELS // max(1, num_pixels)
     if len(data) // _SCAN_BYTES <= most_scans and num_pixels * _MOST_JPEG_BYTES <= MAX_DECODE_BYTES:
         return  # nearly all, in no time
@@ -102,7 +102,7 @@ def _check_jpeg(data: bytes, width: int, height: int, max_pixels: int, pixel_byt
             if not num_scans:
                 has_one = not is_progressive and body[:1] == bytes([num_components])
                 kept = (4 if num_components == 4 else 0) + (0 if has_one else 2 * num_components)
-                check_size(width, height, max_pixels, num_pixels * (pixel_bytes + kept))
+                check_size(width, height, num_pixels * (pixel_bytes + kept))
                 if has_one:  # libjpeg refuses a second one
                     return
             num_scans += 1
@@ -127,15 +127,15 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
             at = end
 
 
-def plain_size(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
+def plain_size(data: bytes, kind: str) -> tuple[int, int] | None:
     """(height, width) of a PNG or WebP that cv2 reads as Pillow does; None for any other, and other kinds.
 
     Raises:
         SampleError: it is over a limit.
     """
-    size = _webp_size(data, max_pixels) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
+    size = _webp_size(data) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
     if size is not None:
-        check_size(size[1], size[0], max_pixels)
+        check_size(size[1], size[0])
     return size
 
 
@@ -160,7 +160,7 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
     return (height, width) if width and height else None
 
 
-def _webp_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
+def _webp_size(data: bytes) -> tuple[int, int] | None:
     """(height, width) of a complete lossy WebP without extras; None for any other.
 
     Raises:
@@ -178,11 +178,11 @@ def _webp_size(data: bytes, max_pixels: int) -> tuple[int, int] | None:
         riff_length, chunk_length = (int.from_bytes(data[at : at + 4], "little") for at in (4, 16))
         is_whole = len(data) >= riff_length + 8 and riff_length >= chunk_length + 12
         is_plain = is_whole and data[23:26] == b"\x9d\x01\x2a"
-    check_size(width, height, max_pixels, 0 if is_plain else width * height * _WEBP_BYTES)
+    check_size(width, height, 0 if is_plain else width * height * _WEBP_BYTES)
     return (height, width) if is_plain else None
 
 
-def open_pillow(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> Any:
+def open_pillow(data: bytes, kind: str) -> Any:
     """Pillow's image, not yet decoded. Its plugin is called by name: `Image.open` would judge the size first.
 
     Raises:
@@ -190,7 +190,7 @@ def open_pillow(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> Any:
         Exception: Pillow's plugins raise a dozen types on bad bytes.
     """
     if kind == "WebP":
-        _webp_size(data, max_pixels)
+        _webp_size(data)
     if kind == "TIFF":
         _check_tags(data)
     name = kind if kind == "WebP" else kind.capitalize()
@@ -199,11 +199,11 @@ def open_pillow(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> Any:
     width, height = image.size
     pixel_bytes = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
     if kind == "JPEG":
-        _check_jpeg(data, width, height, max_pixels, pixel_bytes + 3)
+        _check_jpeg(data, width, height, pixel_bytes + 3)
     elif kind != "WebP":
         # Turning upright copies it; conversion adds 3 bytes of RGB for each pixel.
         extra = max(width * height * max(pixel_bytes, 3), _tiff_buffer_bytes(image) if kind == "TIFF" else 0)
-        check_size(width, height, max_pixels, width * height * pixel_bytes + extra)
+        check_size(width, height, width * height * pixel_bytes + extra)
     return image
 
 

@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 
 from raypipe.config import Cache, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import version_of
 from raypipe.plan.schedule import Split
 from raypipe.storage.local_cache import cache_folder, make_cache_folder
@@ -53,6 +53,7 @@ from raypipe.storage.local_file import (
     wait_for_lock,
 )
 from raypipe.stores.base import Store
+from raypipe.transform.decode import decode
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +92,14 @@ class SampleCache:
     Args:
         folder: with its slots.
         lock: descriptor of its use.lock, held; closed with this object.
+        config: how samples are decoded.
 
     Attributes:
         full: this process can add nothing more.
     """
 
-    def __init__(self, folder: Path, lock: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, lock: int, config: TransformConfig) -> None:
+        self._folder, self._config = folder, config
         self.close = weakref.finalize(self, os.close, lock)
         self._slots = np.asarray(np.memmap(folder / "slots", np.uint64, "r+"))
         self._num_parts, self._part_bytes = _parts_of(int(self._slots[0]), len(self._slots) - 1)
@@ -119,6 +121,17 @@ class SampleCache:
             if sample is not None:
                 found[position] = sample
         return found
+
+    def decoded(self, index: int, label: int, data: bytes | None) -> Decoded | None:
+        """Decode a sample, and keep it; None: there is no room for more, or it is a bad one."""
+        if self.full:
+            return None
+        try:
+            pixels = decode(data, min_side=self._config.decode_min_side, exif=self._config.exif)
+        except SampleError:
+            return None
+        self.put(index, label, pixels)
+        return Decoded(pixels, label)
 
     def put(self, index: int, label: int, pixels: np.ndarray) -> None:
         """Keep a sample, if there is room.
@@ -284,7 +297,7 @@ def open_caches(
             if not (root / key / "slots").exists():
                 limit = limit or _limit(root, pool)
                 _make(root / key, len(stores[split]), limit * len(stores[split]) // num_samples)
-            caches[key] = SampleCache(root / key, locks[key])
+            caches[key] = SampleCache(root / key, locks[key], transform)
     return {split: caches[key] for split, key in keys.items()}
 
 

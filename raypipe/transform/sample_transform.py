@@ -1,4 +1,7 @@
-"""One image and its key → one image; history never shows.
+"""One sample and its key → one image; history never shows.
+
+    SampleTransform   an image, or one of which only the crop is decoded → uint8 (H, W, 3)
+    Images            B samples → image uint8 (B, H, W, 3)
 
 Three kinds of transform are told apart by the names of their classes, so that neither torch nor
 Albumentations is imported for a user who has none of it:
@@ -18,46 +21,73 @@ import copy
 import inspect
 import random
 import sys
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
 
 import cv2
 import numpy as np
 
-from raypipe.errors import ConfigError
-from raypipe.transform.crop_first import AlbumentationsCropFirst, DecodeBox, find_crop_first
+from raypipe.config import TransformConfig
+from raypipe.errors import ConfigError, SampleError
+from raypipe.transform.crop_decode import Box, CropDecoder, Undecoded, find_crop_first
+from raypipe.transform.decode import decode
+from raypipe.transform.sample_cache import Decoded
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
 
 
+class EncodedSample(NamedTuple):
+    """What a store holds of one sample; a target that is not asked for is None."""
+
+    image: bytes | None
+    mask: Any = None
+    boxes: Any = None
+
+
+class KeyedGenerator:
+    """One numpy generator that is put where a fresh `Generator(Philox(key=key))` would stand.
+
+    That costs a few microseconds a sample; making a new one costs tens.
+    """
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(0)
+        self._state: Any = self._philox.state  # of a fresh generator: counter 0, buffer used up
+        self.generator = np.random.Generator(self._philox)
+
+    def rewind(self, key: Key) -> np.random.Generator:
+        """The generator, as if it were new."""
+        self._state["state"]["key"][:] = key
+        self._philox.state = self._state
+        return self.generator
+
+
 class SampleTransform:
     """A transform of one image whose result depends on the pixels, the transform and the key alone.
 
-    It holds one set of random generators and rewinds them for every sample, which costs a few
-    microseconds; making new ones costs tens. So an object serves one thread at a time. It pickles as
-    its transform.
+    It holds one set of random generators and rewinds them for every sample, so an object serves one thread at a
+    time. It pickles as its transform.
 
     Args:
         transform: see the module's table; None leaves the image as it is. An Albumentations
             transform is copied, since the generators are put into it.
     """
 
-    def __init__(self, transform: Callable[..., Any] | None) -> None:
+    def __init__(self, transform: Any) -> None:
         # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
         self.kind = _kind_of(transform)
         self.transform = copy.deepcopy(transform) if self.kind == "albumentations" else transform
-        self._philox = np.random.Philox(0)
-        self._philox_state: Any = self._philox.state  # of a fresh generator: counter 0, buffer used up
-        self._generator = np.random.Generator(self._philox)
-        self._random = random.Random()
+        self._keyed = KeyedGenerator()
+        generators = self._keyed.generator, random.Random()
+        self._random = generators[1]
         self._rng_name = _rng_parameter(transform) if self.kind == "plain" else None
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
-            self.transform.set_random_state(self._generator, self._random)  # type: ignore[union-attr]
-        self._crop_first = find_crop_first(self.transform, (self._generator, self._random))
+            self.transform.set_random_state(*generators)
+        self._crop_first = find_crop_first(self.transform, generators)
 
     def __getstate__(self) -> Any:
         return {"transform": self.transform}
@@ -65,11 +95,17 @@ class SampleTransform:
     def __setstate__(self, state: Any) -> None:
         self.__init__(state["transform"])  # type: ignore[misc]
 
-    def __call__(self, image: np.ndarray, key: Key) -> np.ndarray:
+    @property
+    def crop_target(self) -> tuple[int, int] | None:
+        """(height, width) to which a random resized crop at the very beginning resizes; None: there is none."""
+        return self._crop_first.target if self._crop_first else None
+
+    def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
         """Transform one image.
 
         Args:
-            image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it.
+            image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it. Or one that is not
+                decoded, where there is a `crop_target`: the result is the same.
             key: decides everything random.
 
         Returns:
@@ -77,88 +113,56 @@ class SampleTransform:
 
         Raises:
             ConfigError: the transform returns anything else.
-            Exception: whatever the transform raises.
+            Exception: whatever the transform, or what decodes the crop, raises.
         """
-        if self.transform is None:
-            return image
-        k0, k1 = int(key[0]), int(key[1])
-        if self.kind == "albumentations":
-            self._rewind(k0, k1)
-            return _checked(self.transform(image=image)["image"], "HWC")
-        if self._rng_name is not None:
-            self._rewind(k0, k1)
-            return _checked(self.transform(image, **{self._rng_name: self._generator}), "HWC")
-        _seed_globals(k0, k1)
-        if self.kind == "torchvision":
-            return self._call_torchvision(image)
-        return _checked(self.transform(image), "HWC")
-
-    @property
-    def crop_target(self) -> tuple[int, int] | None:
-        """(height, width) to which a random resized crop at the very beginning resizes; None: there is none."""
-        return self._crop_first.target if self._crop_first else None
-
-    def on_crop(self, size: tuple[int, int], decode_box: DecodeBox, key: Key) -> np.ndarray:
-        """Transform one image of which only the crop is decoded that the transform begins with.
-
-        Args:
-            size: (height, width) of the whole image, pixels.
-            decode_box: gives the pixels of a box of it.
-            key: decides everything random.
-
-        Returns:
-            What `self(image, key)` returns for the whole image.
-
-        Raises:
-            Exception: as `self(image, key)`, and whatever `decode_box` raises.
-        """
-        assert self._crop_first is not None
-        k0, k1 = int(key[0]), int(key[1])
-        if self.kind == "albumentations":
-            self._rewind(k0, k1)
-            return _checked(self._crop_first(size, decode_box)["image"], "HWC")
-        _seed_globals(k0, k1)
-        return _checked_tensor(self._crop_first(size, decode_box))
+        return self.with_targets(image, {}, key)["image"]
 
     def with_targets(
-        self, image: np.ndarray | tuple[tuple[int, int], DecodeBox], targets: dict[str, Any], key: Key
+        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
     ) -> dict[str, np.ndarray]:
         """Transform one image and what goes with it, by a pipeline of `raypipe.transform.targets.target_pipeline`.
 
         Args:
-            image: uint8 RGB of shape (H, W, 3); or size and decoder of one of which only the crop is decoded.
+            image, key: as for a call.
             targets: `mask`, `bboxes`, as Albumentations takes them.
-            key: decides everything random.
 
         Returns:
             `image`, the same as without targets, and the targets.
-
-        Raises:
-            Exception: as `self(image, key)`, and whatever the decoder raises.
         """
-        self._rewind(int(key[0]), int(key[1]))
-        if isinstance(image, tuple):
-            assert isinstance(self._crop_first, AlbumentationsCropFirst)
-            result = self._crop_first(*image, **targets)
-        else:
-            result = self.transform(image=image, **targets) if self.transform else {"image": image, **targets}
-        _checked(result["image"], "HWC")
-        return result
+        if self.transform is None:
+            assert isinstance(image, np.ndarray)
+            return {"image": image, **targets}
+        k0, k1 = int(key[0]), int(key[1])
+        if self.kind == "albumentations":
+            self._rewind(k0, k1)
+            whole = isinstance(image, np.ndarray)
+            result = self.transform(image=image, **targets) if whole else self._on_crop(image, **targets)
+            _checked(result["image"], "HWC")
+            return result
+        if self._rng_name is not None:
+            self._rewind(k0, k1)
+            return {"image": _checked(self.transform(image, **{self._rng_name: self._keyed.generator}), "HWC")}
+        _seed_globals(k0, k1)
+        if self.kind == "plain":
+            return {"image": _checked(self.transform(image), "HWC")}
+        tensor = self._by_torchvision(image) if isinstance(image, np.ndarray) else self._on_crop(image)
+        return {"image": _checked_tensor(tensor)}
 
     def _rewind(self, k0: int, k1: int) -> None:
         """Put both generators where a fresh Philox(key=[k0, k1]) and Random(k0 << 64 | k1) would stand."""
-        key = self._philox_state["state"]["key"]
-        key[0], key[1] = k0, k1
-        self._philox.state = self._philox_state
+        self._keyed.rewind((k0, k1))
         self._random.seed(k0 << 64 | k1)
         cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
 
-    def _call_torchvision(self, image: np.ndarray) -> np.ndarray:
+    def _on_crop(self, image: Any, **targets: Any) -> Any:
+        assert self._crop_first is not None
+        return self._crop_first(*image, **targets)
+
+    def _by_torchvision(self, image: np.ndarray) -> Any:
         import torch
         from torchvision import tv_tensors
 
-        tensor = tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1))
-        return _checked_tensor(self.transform(tensor))  # type: ignore[misc]
+        return self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
 
 
 def _kind_of(transform: Any) -> Literal["none", "albumentations", "torchvision", "plain"]:
@@ -170,10 +174,8 @@ def _kind_of(transform: Any) -> Literal["none", "albumentations", "torchvision",
         package = cls.__module__.partition(".")[0]
         if package == "albumentations" and cls.__name__ in ("BaseCompose", "BasicTransform"):
             return "albumentations"
-        if cls.__module__.startswith("torchvision.transforms.") or (package, cls.__name__) == (
-            "torch",
-            "Module",
-        ):
+        is_module = (package, cls.__name__) == ("torch", "Module")
+        if is_module or cls.__module__.startswith("torchvision.transforms."):
             return "torchvision"
     return "plain"
 
@@ -221,3 +223,105 @@ def _wrong_result(came: str, layout: str) -> str:
         f"the transform returned {came}; expected is uint8 {layout} with 3 channels (normalisation and the"
         " conversion to floating point happen on the GPU: leave them out of the CPU transform)"
     )
+
+
+class Images:
+    """Decodes and transforms samples to images of one size: `raypipe.transform.micro_batch.Content`.
+
+    Args:
+        transform: for `SampleTransform`.
+        config: how they are decoded.
+        probe: samples to learn the size of the results by, should a micro-batch of nothing but padding come
+            first; else the first result decides it.
+        store_address: named in errors.
+    """
+
+    def __init__(
+        self,
+        transform: Callable[..., Any] | None,
+        config: TransformConfig,
+        probe: Callable[[], Iterable[EncodedSample]] = tuple,
+        store_address: str = "",
+    ) -> None:
+        self.sample_transform = SampleTransform(transform)
+        self._config, self._probe, self._store_address = config, probe, store_address
+        target = self.sample_transform.crop_target
+        self._crop_decoder = CropDecoder(config, target) if target and config.crop_decode != "off" else None
+        self._size: tuple[int, int] | None = None
+
+    def one(self, sample: EncodedSample | Decoded, key: Key) -> np.ndarray:
+        """uint8 (H, W, 3); raises as `open` and `run` do."""
+        image = self._of_pixels(sample.pixels) if isinstance(sample, Decoded) else self.open(sample.image)
+        return self.run(image, {}, key)["image"]
+
+    def open(self, data: bytes | None) -> np.ndarray | Undecoded:
+        """An image for `run`: decoded, or not yet where the transform begins with a random resized crop.
+
+        Raises:
+            SampleError: it cannot be decoded.
+        """
+        jpeg = self._crop_decoder.open(data) if self._crop_decoder else None
+        return jpeg or decode(data, min_side=self._config.decode_min_side, exif=self._config.exif)
+
+    def run(self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:
+        """`SampleTransform.with_targets`, whose image is of the size of those before.
+
+        Raises:
+            SampleError: the transform raised on the sample.
+            ConfigError: its result is not uint8 HWC, or of another size.
+        """
+        try:
+            made = self.sample_transform.with_targets(image, targets, key)
+        except (SampleError, ConfigError, MemoryError):
+            # The decoder's own; the user's set-up, or the machine's state: not the sample's fault.
+            raise
+        except Exception as error:
+            raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
+        height, width = made["image"].shape[:2]
+        self._size = self._size or (height, width)
+        if self._size != (height, width):
+            raise ConfigError(
+                f"the transform made an image of {height}x{width} (height x width), where"
+                f" {self._size[0]}x{self._size[1]} is expected as for the others: end the transform with a crop"
+                " or resize to a fixed size"
+            )
+        return made
+
+    def pack(self, images: Iterable[np.ndarray | None], num_samples: int) -> dict[str, np.ndarray]:
+        """`image`: uint8 (B, H, W, 3), with zeros for None."""
+        out: np.ndarray | None = None
+        missing = []
+        for position, image in enumerate(images):
+            if image is None:
+                missing.append(position)
+                continue
+            if out is None:
+                out = np.empty((num_samples, *image.shape), np.uint8)
+            out[position] = image
+        if out is None:
+            out = np.empty((num_samples, *(self._size or self._probed_size()), 3), np.uint8)
+        out[missing] = 0
+        return {"image": out}
+
+    def _of_pixels(self, pixels: np.ndarray) -> np.ndarray | Undecoded:
+        """A whole image, which may be read-only, as `open` gives it."""
+        if self._crop_decoder is None:
+            return pixels if pixels.flags.writeable else pixels.copy()
+
+        def cut(box: Box) -> np.ndarray:
+            top, left, height, width = box
+            return pixels[top : top + height, left : left + width].copy()
+
+        return pixels.shape[:2], cut
+
+    def _probed_size(self) -> tuple[int, int]:
+        for sample in self._probe():
+            try:
+                height, width, _ = self.one(sample, (0, 0)).shape
+            except SampleError:
+                continue
+            return height, width
+        raise ConfigError(
+            f"{self._store_address or 'the store'} has no readable sample among its first: "
+            "the size of its images cannot be told"
+        )

@@ -1,10 +1,14 @@
-"""Masks and boxes: what stores hold of them, and pipelines that take them along with the image.
+"""Masks and boxes: what stores hold of them, and how they go with the image: one pipeline, one key, one judgement.
 
-    mask     one PNG of one channel, a class index per pixel         → uint8 (H, W)
-    boxes    K boxes [x0, y0, x1, y1, label], pixels of the image    → float32 (K, 5)
-             as 5·K little-endian float32 bytes, as JSON, or as numbers, flat or five to a box
+    column   holds                                                   one sample          B samples
+    image                                                            uint8 (H, W, 3)     uint8 (B, H, W, 3)
+    mask     one PNG of one channel, a class index per pixel         uint8 (H, W)        uint8 (B, H, W)
+    boxes    K boxes [x0, y0, x1, y1, label], pixels of the image    float32 (K, 5)      float32 (B, max_boxes, 5)
+             as 5·K little-endian float32 bytes, as JSON, or as
+             numbers, flat or five to a box
 
-x1 and y1 lie behind the last pixel, so that x1 - x0 is a width. What is malformed makes a bad sample.
+x1 and y1 lie behind the last pixel, so that x1 - x0 is a width. What is malformed makes a bad sample. Rows of
+weight 0 have the mask IGNORE and no boxes; places without a box have the label -1.
 """
 
 from __future__ import annotations
@@ -14,52 +18,27 @@ import io
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store
 from raypipe.transform.image_header import image_kind
+from raypipe.transform.presets import IGNORE
+from raypipe.transform.sample_transform import EncodedSample, Images, Key
 
 NO_BOX = -1
 """The label of a row of `boxes` that holds no box."""
-
-
-class EncodedSample(NamedTuple):
-    """What a store holds of one sample; a target that is not asked for is None."""
-
-    image: bytes | None
-    mask: Any = None
-    boxes: Any = None
-
-
-def read_encoded(
-    store: Store, indices: np.ndarray, targets: Mapping[str, str] | None
-) -> tuple[list[Any], np.ndarray]:
-    """Samples with their masks and boxes, and labels int64 (n,), of int64 indices (n,).
-
-    Args:
-        targets: columns, see `TransformConfig.target_columns`; where there are none, samples are encoded images.
-            With targets, a store may do without labels: they are 0.
-    """
-    if not targets:
-        columns = store.read(indices)
-        return columns["image"], columns["label"]
-    label = ("label",) if "label" in store.columns else ()
-    columns = store.read(indices, ("image", *label, *targets.values()))
-    nothing = [None] * len(indices)
-    masks, boxes = (columns[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
-    samples = [EncodedSample(*values) for values in zip(columns["image"], masks, boxes, strict=True)]
-    return samples, columns["label"] if label else np.zeros(len(indices), np.int64)
 
 
 def check_columns(store: Store, targets: Mapping[str, str], setting: str = "transform.{}_column") -> None:
     """Raise ConfigError unless a store has the columns of masks and boxes, by "mask" and "boxes", that are named.
 
     Args:
-        store, targets: see `read_encoded`.
+        targets: see `TransformConfig.target_columns`.
         setting: that names such a column, for the error.
     """
     for name, column in targets.items():
@@ -226,3 +205,77 @@ def target_pipeline(transform: Any, boxes: bool) -> Any:
             is_check_shapes=False,
             save_applied_params=transform.save_applied_params,
         )
+
+
+class TransformedSample(NamedTuple):
+    """One sample: uint8 (H, W, 3), uint8 (H, W) and float32 (K, 5)."""
+
+    image: np.ndarray
+    mask: np.ndarray | None
+    boxes: np.ndarray | None
+
+
+class ImagesWithTargets:
+    """Decodes and transforms samples with masks or boxes: `raypipe.transform.micro_batch.Content`.
+
+    A sample is bad when any part of it cannot be decoded, or does not fit its image.
+
+    Args:
+        transform: for `target_pipeline`.
+        config: which targets there are, and places for boxes in a row.
+        probe, store_address: see `Images`.
+    """
+
+    def __init__(
+        self,
+        transform: Callable[..., Any] | None,
+        config: TransformConfig,
+        probe: Callable[[], Iterable[EncodedSample]] = tuple,
+        store_address: str = "",
+    ) -> None:
+        self._targets, self._max_boxes = config.target_columns, config.max_boxes
+        pipeline = target_pipeline(transform, "boxes" in self._targets)
+        self._images = Images(pipeline, config, probe, store_address)
+
+    def one(self, sample: EncodedSample, key: Key) -> TransformedSample:
+        """One sample; raises as `Images.one` does, and ConfigError for more boxes than there is room for."""
+        image = self._images.open(sample.image)
+        size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
+        given: dict[str, np.ndarray] = {}
+        if "mask" in self._targets:
+            given["mask"] = decode_mask(sample.mask, size)
+        if "boxes" in self._targets:
+            given["bboxes"] = decode_boxes(sample.boxes, size)
+        made = self._images.run(image, given, key)
+        mask, boxes = made.get("mask"), made.get("bboxes")
+        if mask is not None and (mask.dtype != np.uint8 or mask.shape != made["image"].shape[:2]):
+            raise ConfigError(
+                f"the transform made a mask of {mask.dtype} {mask.shape} for an image of {made['image'].shape}: "
+                "expected is uint8 of the image's height and width"
+            )
+        if boxes is not None:
+            # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
+            num_boxes = max(len(boxes), len(given["bboxes"]))
+            if num_boxes > self._max_boxes:
+                raise ConfigError(
+                    f"it has {num_boxes} boxes, and transform.max_boxes is {self._max_boxes}: raise it, or leave "
+                    "the sample out"
+                )
+            boxes = np.asarray(boxes, np.float32).reshape(-1, 5)
+        return TransformedSample(made["image"], mask, boxes)
+
+    def pack(self, samples: Iterable[TransformedSample | None], num_samples: int) -> dict[str, np.ndarray]:
+        """See the module's table; None is padding, or a bad sample that is left out."""
+        kept = list(samples)
+        arrays = self._images.pack((sample and sample.image for sample in kept), num_samples)
+        if "mask" in self._targets:
+            arrays["mask"] = np.full(arrays["image"].shape[:3], IGNORE, np.uint8)
+        if "boxes" in self._targets:
+            arrays["boxes"] = np.zeros((num_samples, self._max_boxes, 5), np.float32)
+            arrays["boxes"][:, :, 4] = NO_BOX
+        for position, sample in enumerate(kept):
+            if sample is not None and sample.mask is not None:
+                arrays["mask"][position] = sample.mask
+            if sample is not None and sample.boxes is not None:
+                arrays["boxes"][position, : len(sample.boxes)] = sample.boxes
+        return arrays

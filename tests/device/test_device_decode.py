@@ -11,11 +11,13 @@ import torch
 from conftest import picture
 from PIL import Image
 
+from raypipe.config import TransformConfig
 from raypipe.device import device_decode
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder, nvjpeg_pixels
 from raypipe.errors import ConfigError
 from raypipe.transform.decode import decode
 from raypipe.transform.encoded import EncodedTransform, pack
+from raypipe.transform.sample_transform import EncodedSample
 
 SIZE = 32
 
@@ -41,8 +43,9 @@ def run(
     images: list[bytes | None], preset: str = "light", device: str = "cpu", exif: bool = False
 ) -> tuple[DecodedMicroBatch, dict]:
     keys = np.random.default_rng(0).integers(0, 2**64, (len(images), 2), np.uint64)
-    batch, errors = EncodedTransform(preset, SIZE, exif).run(images, keys)
-    assert not errors
+    transform = EncodedTransform(preset, TransformConfig(size=SIZE, exif=exif))
+    cuts = [data and transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True)]
+    batch = pack(cuts)
     for array in batch.values():
         array.flags.writeable = False  # as they come out of the object store
     return DeviceDecoder(SIZE, device, exif).decode(**batch), batch

@@ -11,12 +11,14 @@ import torch
 from conftest import picture
 from recorded_streams import Recorder
 
+from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch, HostBatch, decoded_on_device, on_device
 from raypipe.device.ring import hand_over, numbered
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.transform.encoded import EncodedTransform
+from raypipe.transform.encoded import EncodedTransform, pack
+from raypipe.transform.sample_transform import EncodedSample
 
 CPU = torch.device("cpu")
 SIZE, ROWS = 16, 3
@@ -32,7 +34,9 @@ def host_batches(recorder: Recorder, encoded: bool) -> Iterator[HostBatch]:
     with recorder.operations():
         for step in range(8):
             keys = np.random.default_rng(step).integers(0, 2**64, (ROWS, 2), np.uint64)
-            jpegs, _ = EncodedTransform("light", SIZE).run([picture(ROWS * step + i) for i in range(ROWS)], keys)
+            transform = EncodedTransform("light", TransformConfig(size=SIZE))
+            samples = [EncodedSample(picture(ROWS * step + i)) for i in range(ROWS)]
+            jpegs = pack(map(transform.one, samples, keys))
             yield HostBatch(
                 MicroBatchId("train", 0, step, 0),
                 np.full((0 if encoded else ROWS, SIZE, SIZE, 3), step, np.uint8),

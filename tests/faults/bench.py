@@ -129,6 +129,8 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
     rows: list[tuple[str, bytes]] = []
     longest, mend_at = 0.0, float("inf")
     stream = feed(spec, max_actors=4)
+    faults: list[str] = []
+    follower = stream.follow(lambda kind, text: faults.append(text) if kind == "fault" else None)
     for segment in stream:
         for step in segment:
             asked = time.monotonic()
@@ -145,10 +147,7 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
                     mend_at = float("inf")
                 time.sleep(CONSUME_S)
                 asked = time.monotonic()
-    faults: list[str] = []
-    for _ in range(20):
-        faults += [text for kind, text in stream.events() if kind == "fault"]
-        time.sleep(0.02)
+    follower.stop()
     return rows, longest, len(faults)
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
+from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, pack
+from raypipe.transform.sample_transform import EncodedSample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -30,9 +32,8 @@ def saved(seed: int, format: str = "JPEG", mode: str = "RGB", **options: object)
 
 def encoded(images: list[bytes | None], preset: str = "light") -> EncodedMicroBatch:
     keys = np.random.default_rng(0).integers(0, 2**64, (len(images), 2), np.uint64)
-    batch, errors = EncodedTransform(preset, SIZE).run(images, keys)
-    assert not errors
-    return batch
+    transform = EncodedTransform(preset, TransformConfig(size=SIZE))
+    return pack(data and transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True))
 
 
 def both(batch: EncodedMicroBatch) -> tuple[DecodedMicroBatch, DecodedMicroBatch]:

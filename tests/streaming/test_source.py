@@ -25,7 +25,7 @@ from raypipe.streaming.handover import feed
 from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, place_of, read_samples
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.targets import EncodedSample
+from raypipe.transform.sample_transform import EncodedSample
 
 from conftest import CLASSES, samples  # isort: skip
 
@@ -99,13 +99,13 @@ def test_a_very_long_schedule_has_few_tasks() -> None:
 
 def test_read_samples_gives_the_order_asked_for_with_padding_in_between() -> None:
     images, labels = read_samples(store(4), np.array([3, PADDING, 0, 3]))
-    assert images == [b"\3\3\3", None, b"\0\0\0", b"\3\3\3"]
+    assert [sample.image for sample in images] == [b"\3\3\3", None, b"\0\0\0", b"\3\3\3"]
     assert labels.tolist() == [30, 0, 0, 30] and labels.dtype == np.int64
 
 
 def test_read_samples_of_nothing_but_padding() -> None:
     images, labels = read_samples(store(4), np.full(3, PADDING))
-    assert images == [None] * 3
+    assert images == [EncodedSample(None)] * 3
     assert labels.tolist() == [0] * 3 and labels.dtype == np.int64
 
 

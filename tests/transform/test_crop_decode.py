@@ -20,21 +20,20 @@ from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
-from raypipe.transform import crop_decode, jpeg_extension
+from raypipe.transform import crop_decode
+from raypipe.transform import decode as decode_module
 from raypipe.transform.crop_decode import CropDecoder, decode_box
-from raypipe.transform.decode import decode, decode_jpeg_at
-from raypipe.transform.jpeg_extension import why_no_extension
+from raypipe.transform.decode import Box, decode, decode_jpeg_at, why_no_extension
 
 needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
 RNG = np.random.default_rng(0)
-Box = tuple[int, int, int, int]
 
 
 @contextlib.contextmanager
 def no_extension() -> Iterator[None]:
     """What a node without the extension does."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (crop_decode, jpeg_extension):
+        for module in (crop_decode, decode_module):
             patch.setattr(module, "extension", lambda: None)
         yield
 
@@ -163,10 +162,15 @@ def test_unchecked_damage_counts_down_to_the_crop_and_not_behind_it() -> None:
 
 def test_unchecked_decoding_without_the_extension_says_so() -> None:
     with no_extension(), pytest.raises(ConfigError, match=r"check_whole=False needs raypipe's JPEG extension"):
-        CropDecoder("exact", (8, 8), check_whole=False)
+        decoder("exact", check_whole=False)
 
 
 # --- which images, at which scale
+
+
+def decoder(mode: Any, target: tuple[int, int] = (50, 50), **settings: Any) -> CropDecoder:
+    return CropDecoder(TransformConfig(crop_decode=mode, **settings), target)
+
 
 PHOTO = cv2.resize(noise(12, 16), (160, 120))
 MODES = ["scaled", pytest.param("exact", marks=needs_extension)]
@@ -175,16 +179,16 @@ MODES = ["scaled", pytest.param("exact", marks=needs_extension)]
 @pytest.mark.parametrize("mode", MODES)
 def test_only_jpegs_that_may_be_cropped_are_opened(mode: Any) -> None:
     jpeg = simplejpeg.encode_jpeg(PHOTO, 90, "RGB", "420")
-    opened = CropDecoder(mode, (50, 50)).open(jpeg)
+    opened = decoder(mode).open(jpeg)
     assert opened is not None and opened[0] == (120, 160)
     png = io.BytesIO()
     Image.fromarray(PHOTO).save(png, "PNG")
     for other in (png.getvalue(), None, b"", jpeg[:30], b"\xff\xd8\xff", memoryview(jpeg), bombs.rare_jpeg()):
-        assert CropDecoder(mode, (50, 50)).open(other) is None
+        assert decoder(mode).open(other) is None
     declared = jpeg.index(b"\xff\xc0")
     bomb = jpeg[: declared + 5] + b"\xff\xdc\xff\xdc" + jpeg[declared + 9 :]  # 65,500 x 65,500
-    assert CropDecoder(mode, (50, 50)).open(bomb) is None
-    assert CropDecoder(mode, (50, 50)).open(bombs.jpeg_of_scans(13000, 13000, 17)) is None
+    assert decoder(mode).open(bomb) is None
+    assert decoder(mode).open(bombs.jpeg_of_scans(13000, 13000, 17)) is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -192,12 +196,12 @@ def test_images_that_are_turned_or_reduced_are_left_to_the_whole_decode(mode: An
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = by_pillow(PHOTO, exif=exif)
-    assert CropDecoder(mode, (50, 50), exif=True).open(turned) is None
-    assert CropDecoder(mode, (50, 50)).open(turned) is not None
+    assert decoder(mode, exif=True).open(turned) is None
+    assert decoder(mode).open(turned) is not None
     exif[0x0112] = 1
-    assert CropDecoder(mode, (50, 50), exif=True).open(by_pillow(PHOTO, exif=exif)) is not None
-    assert CropDecoder(mode, (50, 50), min_side=60).open(turned) is None
-    assert CropDecoder(mode, (50, 50), min_side=61).open(turned) is not None
+    assert decoder(mode, exif=True).open(by_pillow(PHOTO, exif=exif)) is not None
+    assert decoder("exact", decode_min_side=60).open(turned) is None
+    assert decoder("exact", decode_min_side=61).open(turned) is not None
 
 
 @pytest.mark.parametrize(
@@ -212,14 +216,14 @@ def test_images_that_are_turned_or_reduced_are_left_to_the_whole_decode(mode: An
 )
 def test_the_scale_is_the_smallest_that_leaves_the_target(box: Box, shape: tuple[int, int]) -> None:
     data = simplejpeg.encode_jpeg(PHOTO, 95, "RGB", "420")
-    opened = CropDecoder("scaled", (10, 10)).open(data)
+    opened = decoder("scaled", (10, 10)).open(data)
     assert opened is not None
     pixels = opened[1](box)
     assert pixels.shape == (*shape, 3)
     shown = cv2.resize(cut(decode(data), box), shape[::-1], interpolation=cv2.INTER_AREA)
     assert np.abs(pixels.astype(int) - shown).mean() < 10  # of 255: the same view, to half a pixel at the edges
     with no_extension():
-        assert np.array_equal(CropDecoder("scaled", (10, 10)).open(data)[1](box), pixels)  # type: ignore[index]
+        assert np.array_equal(decoder("scaled", (10, 10)).open(data)[1](box), pixels)  # type: ignore[index]
 
 
 def test_every_box_at_every_scale_keeps_a_pixel_and_stays_inside() -> None:

@@ -49,7 +49,7 @@ def by_crop(transform: SampleTransform, image: np.ndarray, key: tuple[int, int])
         top, left, height, width = box
         return image[top : top + height, left : left + width].copy()
 
-    return transform.on_crop(image.shape[:2], decode_box, key), asked
+    return transform((image.shape[:2], decode_box), key), asked
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -84,7 +84,7 @@ def test_a_reduced_crop_is_resized_to_the_same_target() -> None:
     half = cv2.resize(IMAGES[-1], (100, 90))
     for name in ("light", "torchvision"):
         transform = SampleTransform(PIPELINES[name]())
-        assert transform.on_crop((480, 640), lambda _: half.copy(), KEYS[1]).shape == (24, 24, 3)
+        assert transform(((480, 640), lambda _: half.copy()), KEYS[1]).shape == (24, 24, 3)
 
 
 def test_an_error_of_the_decoder_comes_through() -> None:
@@ -94,7 +94,7 @@ def test_an_error_of_the_decoder_comes_through() -> None:
     for name in ("light", "torchvision"):
         transform = SampleTransform(PIPELINES[name]())
         with pytest.raises(OSError, match="damaged"):
-            transform.on_crop((48, 64), bad, KEYS[1])
+            transform(((48, 64), bad), KEYS[1])
         assert np.array_equal(by_crop(transform, IMAGES[0], KEYS[2])[0], transform(IMAGES[0].copy(), KEYS[2]))
 
 

@@ -23,6 +23,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from raypipe.errors import SampleError
+from raypipe.transform import image_header
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 from raypipe.transform.image_header import MAX_DECODE_BYTES, MAX_PIXELS
 
@@ -172,7 +173,7 @@ def test_reduced_decoding_stays_at_or_above_min_side(shape: tuple[int, int], min
         np.testing.assert_array_equal(full, reduced)
 
 
-def test_size_limit_holds_before_any_pixel_is_allocated() -> None:
+def test_size_limit_holds_before_any_pixel_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     jpeg = bytearray(encoded(picture(), "JPEG"))
     at = jpeg.index(b"\xff\xc0") + 5
     jpeg[at : at + 4] = struct.pack(">HH", 60000, 60000)
@@ -200,9 +201,11 @@ def test_size_limit_holds_before_any_pixel_is_allocated() -> None:
     image = picture()
     for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0"}):
         webp = encoded(image, "WEBP", **options)
+        monkeypatch.setattr(image_header, "MAX_PIXELS", 1960)
         with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
-            decode(webp, max_pixels=1960)
-        assert decode(webp, max_pixels=1961).shape == (37, 53, 3)
+            decode(webp)
+        monkeypatch.setattr(image_header, "MAX_PIXELS", 1961)
+        assert decode(webp).shape == (37, 53, 3)
 
 
 OVER_A_LIMIT = {
@@ -220,8 +223,7 @@ OVER_A_LIMIT = {
 LOOK = """
 import json, resource, sys
 from pathlib import Path
-from raypipe.transform.decode import decode
-from raypipe.transform.encoded import image_size
+from raypipe.transform.decode import decode, image_size
 from raypipe.errors import SampleError
 
 def peak():
@@ -341,25 +343,29 @@ def test_truncated_jpeg_says_so() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_damaged_bytes_give_a_sample_error_or_an_image(kind: str) -> None:
+def test_damaged_bytes_give_a_sample_error_or_an_image(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_header, "MAX_PIXELS", 1_000_000)
     rng, good = np.random.default_rng(1), encoded(picture(20, 24), kind)
     for _ in range(300):
         data = bytearray(good)
         for at in rng.integers(0, len(data), rng.integers(1, 6)):
             data[at] = rng.integers(256)
         try:
-            image = decode(bytes(data), max_pixels=1_000_000, exif=bool(rng.integers(2)))
+            image = decode(bytes(data), exif=bool(rng.integers(2)))
         except SampleError as error:
             assert len(str(error)) > 10
         else:
             assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
 
 
-def test_damaged_png_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_png_writes_nothing_to_stderr(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_header, "MAX_PIXELS", 1_000_000)
     good = encoded(picture(), "PNG")
     for at in range(8, len(good), 7):
         with contextlib.suppress(SampleError):
-            decode(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :], max_pixels=1_000_000)
+            decode(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
     assert capfd.readouterr().err == ""
 
 

@@ -10,9 +10,23 @@ import pytest
 from conftest import picture
 from PIL import Image
 
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.decode import decode, encode_jpeg
-from raypipe.transform.encoded import EncodedTransform, center_box, image_size, pack, random_resized_crop
+from raypipe.transform.decode import decode, encode_jpeg, image_size
+from raypipe.transform.encoded import EncodedTransform, center_box, pack, random_resized_crop
+from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe.transform.sample_transform import EncodedSample, Key
+
+
+def made(preset: str, size: int) -> EncodedTransform:
+    return EncodedTransform(preset, TransformConfig(size=size))
+
+
+def cut(transform: EncodedTransform, data: bytes | None, key: Key) -> tuple[tuple[int, ...], bool]:
+    """The box, and whether it is flipped."""
+    image, box, flip = transform.one(EncodedSample(data), key)
+    assert image is data
+    return box, flip
 
 
 def keys(num: int) -> np.ndarray:
@@ -26,19 +40,19 @@ def saved(format: str, height: int = 30, width: int = 50, **options: object) -> 
 
 
 def test_the_draws_are_those_of_a_fresh_philox_whatever_came_before() -> None:
-    data, transform = picture(0, 300, 400), EncodedTransform("light", 64)
-    forwards = [transform.describe(data, key) for key in keys(20).tolist()]
-    backwards = [transform.describe(data, key) for key in keys(20).tolist()[::-1]][::-1]
+    data, transform = picture(0, 300, 400), made("light", 64)
+    forwards = [cut(transform, data, key) for key in keys(20).tolist()]
+    backwards = [cut(transform, data, key) for key in keys(20).tolist()[::-1]][::-1]
     assert forwards == backwards
     for key, (box, flip) in zip(keys(20), forwards, strict=True):
         fresh = np.random.Generator(np.random.Philox(key=key))
         assert (random_resized_crop(300, 400, fresh), bool(fresh.random() < 0.5)) == (box, flip)
-    assert pickle.loads(pickle.dumps(transform)).describe(data, keys(1)[0]) == forwards[0]
+    assert cut(pickle.loads(pickle.dumps(transform)), data, keys(1)[0]) == forwards[0]
 
 
 def test_the_draws_never_change() -> None:
-    transform, data = EncodedTransform("light", 64), saved("BMP", 300, 400)
-    assert [transform.describe(data, key) for key in [(0, 0), (1, 0), (2**64 - 1, 5)]] == [
+    transform, data = made("light", 64), saved("BMP", 300, 400)
+    assert [cut(transform, data, key) for key in [(0, 0), (1, 0), (2**64 - 1, 5)]] == [
         ((69, 33, 112, 97), False),
         ((52, 26, 188, 230), True),
         ((153, 87, 125, 126), False),
@@ -65,11 +79,11 @@ def test_light_draws_the_areas_and_ratios_of_inception(height: int, width: int) 
 
 def test_half_are_flipped_and_only_by_light() -> None:
     data, many = saved("BMP"), keys(2000).tolist()
-    flips = [EncodedTransform("light", 8).describe(data, key)[1] for key in many]
+    flips = [cut(made("light", 8), data, key)[1] for key in many]
     assert 900 < sum(flips) < 1100
     for preset in ("center", "resize"):
-        transform = EncodedTransform(preset, 8)
-        assert {transform.describe(data, key) for key in many[:50]} == {transform.describe(data, many[0])}
+        transform = made(preset, 8)
+        assert {cut(transform, data, key) for key in many[:50]} == {cut(transform, data, many[0])}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +119,7 @@ def test_center_shows_what_the_cpu_preset_shows(height: int, width: int) -> None
 
 
 def test_resize_takes_the_whole_image() -> None:
-    assert EncodedTransform("resize", 8).describe(saved("PNG"), (1, 2)) == ((0, 0, 30, 50), False)
+    assert cut(made("resize", 8), saved("PNG"), (1, 2)) == ((0, 0, 30, 50), False)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WebP", "BMP", "GIF", "TIFF"])
@@ -136,7 +150,7 @@ def test_the_size_of_a_jpeg_of_rare_subsampling_is_known() -> None:
         (b"RIFF0000WAVE", "not an image"),
         (picture(0)[:-300], "truncated JPEG"),
         (b"\xff\xd8\xff\xe0" + bytes(20) + b"\xff\xd9", "JPEG"),
-        (saved("PNG")[:20], "damaged PNG"),
+        (saved("PNG")[:20], "truncated PNG"),
         (saved("WebP")[:20], "damaged WebP"),
         (saved("BMP")[:15], "damaged BMP"),
         # the frame header declares 65,500 x 65,500
@@ -150,19 +164,21 @@ def test_the_size_of_a_jpeg_of_rare_subsampling_is_known() -> None:
 @pytest.mark.filterwarnings("error")
 def test_bad_headers_are_sample_errors(data: bytes | None, reason: str) -> None:
     with pytest.raises(SampleError, match=reason):
-        EncodedTransform("light", 8).describe(data, (0, 0))
+        cut(made("light", 8), data, (0, 0))
 
 
 def test_unknown_presets_and_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'heavy'.*light, center, resize"):
-        EncodedTransform("heavy", 224)
+        made("heavy", 224)
     with pytest.raises(ConfigError, match="0"):
-        EncodedTransform("light", 0)
+        made("light", 0)
 
 
 def test_a_micro_batch_is_one_row_of_plain_arrays() -> None:
-    images = [picture(0), None, b"bad", picture(1)]
-    batch, errors = EncodedTransform("light", 16).run(images, keys(4))
+    images = [picture(0), b"", b"bad", picture(1)]
+    columns = {"image": [EncodedSample(i) for i in images], "label": [0] * 4, "index": [0, -1, 2, 3]}
+    result = MicroBatchTransform(made("light", 16), exact=True).run(columns, keys(4))
+    batch = result.arrays
     assert {name: (array.dtype.str, array.shape) for name, array in batch.items()} == {
         "data": ("|u1", (len(images[0]) + len(images[3]),)),
         "offsets": ("<i8", (5,)),
@@ -171,11 +187,11 @@ def test_a_micro_batch_is_one_row_of_plain_arrays() -> None:
         "ok": ("|b1", (4,)),
     }
     assert batch["ok"].tolist() == [True, False, False, True]
-    assert list(errors) == [2] and isinstance(errors[2], SampleError)
+    assert [bad["index"] for bad in result.bad] == [2] and result.weight.tolist() == [1, 0, 0, 1]
     parts = [batch["data"][a:b].tobytes() for a, b in zip(batch["offsets"], batch["offsets"][1:], strict=False)]
     assert parts == [images[0], b"", b"", images[3]]
     assert not batch["crop"][1:3].any()
-    box, flip = EncodedTransform("light", 16).describe(images[3], keys(4)[3])
+    box, flip = cut(made("light", 16), images[3], keys(4)[3])
     assert (tuple(batch["crop"][3].tolist()), bool(batch["flip"][3])) == (box, flip)
 
 
@@ -185,7 +201,7 @@ def test_nothing_but_padding_packs() -> None:
 
 
 def test_the_header_is_all_that_is_read_of_a_whole_jpeg(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.transform.encoded.decode", lambda *a, **k: pytest.fail("decoded"))
+    monkeypatch.setattr("raypipe.transform.decode.decode", lambda *a, **k: pytest.fail("decoded"))
     rng = np.random.default_rng(0)
     pixels = cv2.resize(rng.integers(0, 256, (9, 9, 3), np.uint8), (700, 500))
     assert image_size(encode_jpeg(pixels)) == (500, 700)

@@ -15,9 +15,8 @@ import simplejpeg
 from PIL import Image
 
 from raypipe.errors import SampleError
-from raypipe.transform import jpeg_extension
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg_extension import decode_all, decode_part, why_no_extension
+from raypipe.transform import decode as decode_module
+from raypipe.transform.decode import decode, decode_part, why_no_extension
 
 needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
 RNG = np.random.default_rng(0)
@@ -56,7 +55,7 @@ def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(options: dict[str, Any
         for mode, subsampling in [("L", None), *(("RGB", subsampling) for subsampling in SUBSAMPLINGS)]:
             data = encode(image, mode, **options, **({"subsampling": subsampling} if subsampling else {}))
             whole = simplejpeg.decode_jpeg(data, "RGB")
-            assert np.array_equal(decode_all(data, height, width), whole)
+            assert np.array_equal(decode_part(data, (0, 0, height, width)), whole)
             top, left, rows, columns = height // 3, width // 4, height // 2, width // 2
             part = decode_part(data, (top, left, rows, columns))
             assert np.array_equal(part, whole[top : top + rows, left : left + columns])
@@ -96,7 +95,7 @@ def test_of_damaged_bytes_it_accepts_only_what_simplejpeg_does_and_with_its_pixe
         except ValueError:
             whole = None
         height, width = (40, 52) if whole is None else whole.shape[:2]
-        pixels = decode_all(data, height, width) if height * width < 1e6 else None
+        pixels = decode_part(data, (0, 0, height, width)) if height * width < 1e6 else None
         if pixels is None:
             refused += 1
             continue
@@ -115,7 +114,7 @@ def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(monkey
     monkeypatch.undo()
     with pytest.raises(SampleError, match="truncated JPEG"):
         decode(damaged)
-    monkeypatch.setattr(jpeg_extension, "extension", lambda: None)
+    monkeypatch.setattr(decode_module, "extension", lambda: None)
     assert np.array_equal(decode(data), pixels)
 
 
@@ -146,9 +145,10 @@ def test_a_box_outside_of_the_image_is_refused(arguments: tuple[int, int, int, i
 def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
         "import sys; sys.modules['_raypipe_jpeg'] = None\n"
+        "from raypipe.config import TransformConfig\n"
         "from raypipe.transform.crop_decode import CropDecoder\n"
-        "from raypipe.transform.jpeg_extension import extension, why_no_extension\n"
-        "assert extension() is None and CropDecoder('exact', (8, 8)).open(b'') is None\n"
+        "from raypipe.transform.decode import extension, why_no_extension\n"
+        "assert extension() is None and CropDecoder(TransformConfig(), (8, 8)).open(b'') is None\n"
         "print(why_no_extension())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -158,7 +158,7 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
 class Other:
     """An extension that differs in one thing."""
 
-    INTERFACE_VERSION = jpeg_extension._INTERFACE_VERSION
+    INTERFACE_VERSION = decode_module._INTERFACE_VERSION
 
     @staticmethod
     def decode_crop(data: bytes, *arguments: Any) -> int:

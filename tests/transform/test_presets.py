@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from raypipe.errors import ConfigError
-from raypipe.transform.micro_batch import SampleTransform
 from raypipe.transform.presets import build_transform, check_transform
+from raypipe.transform.sample_transform import SampleTransform
 
 RNG = np.random.default_rng(0)
 KEYS = np.random.SeedSequence(5).generate_state(40, np.uint64).reshape(20, 2)

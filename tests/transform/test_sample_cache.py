@@ -28,7 +28,7 @@ from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import sample_cache
-from raypipe.transform.decode import decode, encode_jpeg
+from raypipe.transform.decode import decode, encode_jpeg, why_no_extension
 from raypipe.transform.sample_cache import Decoded, SampleCache, open_caches
 
 from conftest import picture  # isort: skip
@@ -100,7 +100,7 @@ def test_many_processes_write_and_read_the_same_samples_and_none_reads_another()
     context = multiprocessing.get_context("fork")
 
     def write_and_read() -> None:
-        own = SampleCache(cache._folder, os.dup(0))
+        own = SampleCache(cache._folder, os.dup(0), TransformConfig())
         for index in range(300):
             own.put(index, index * 10, pixels_of(index))
             if index % 10 == 0:
@@ -121,9 +121,10 @@ _WRITE = """
 import os, sys
 from pathlib import Path
 import numpy as np
+from raypipe.config import TransformConfig
 from raypipe.transform import sample_cache
 sample_cache._NUM_PARTS = 2
-cache = sample_cache.SampleCache(Path(sys.argv[1]), os.dup(0))
+cache = sample_cache.SampleCache(Path(sys.argv[1]), os.dup(0), TransformConfig())
 pixels = np.random.default_rng(1).integers(0, 256, (6000, 9000, 3), np.uint8)
 print("ready", flush=True)
 cache.put(1, 10, pixels)
@@ -431,9 +432,6 @@ def whole_side_of(size: int) -> Any:
 
 
 def test_without_a_look_at_the_rest_damage_below_the_crop_stays_unseen_with_a_cache_too() -> None:
-    pytest.importorskip("raypipe.transform.jpeg_extension")
-    from raypipe.transform.jpeg_extension import why_no_extension
-
     if why_no_extension():
         pytest.skip(f"no JPEG extension: {why_no_extension()}")
     whole = encode_jpeg(pixels_of(1, (200, 200)))

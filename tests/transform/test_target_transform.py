@@ -16,10 +16,10 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode import encode_jpeg
-from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe.transform.micro_batch import MicroBatchTransform, check_transforms, micro_batch_transform
 from raypipe.transform.presets import IGNORE, build_transform
-from raypipe.transform.target_transform import TargetMicroBatchTransform, check_targets, micro_batch_transform
-from raypipe.transform.targets import EncodedSample
+from raypipe.transform.sample_transform import EncodedSample, Images
+from raypipe.transform.targets import TransformedSample
 
 BOTH = {"mask": "seg", "boxes": "objects"}
 KEYS = np.random.SeedSequence(3).generate_state(80, np.uint64).reshape(40, 2)
@@ -43,8 +43,19 @@ def columns(samples: list[Any]) -> dict[str, Any]:
     return {"image": samples, "label": np.arange(len(samples)), "index": np.arange(len(samples)) + 20}
 
 
-def both(transform: Any, max_boxes: int = 4, **options: Any) -> TargetMicroBatchTransform:
-    return TargetMicroBatchTransform(transform, BOTH, max_boxes, **options)
+OF_A_SPLIT = ("probe", "exact", "store_address")
+
+
+def both(transform: Any, columns: dict[str, str] = BOTH, **options: Any) -> MicroBatchTransform:
+    """By a user's transform, and settings of a run or options of a split."""
+    of_a_split = {name: options.pop(name) for name in OF_A_SPLIT if name in options}
+    named = {f"{name}_column": column for name, column in columns.items()}
+    config = TransformConfig(**{"max_boxes": 4} | named | options)
+    return micro_batch_transform(transform, config, **of_a_split)
+
+
+def one(transform: Any, sample: EncodedSample, key: Any, **options: Any) -> TransformedSample:
+    return both(transform, **options).content.one(sample, tuple(key))
 
 
 # Geometry
@@ -66,10 +77,10 @@ def pipeline(name: str) -> Any:
 @pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC])
 @pytest.mark.parametrize("crop_decode", ["off", "exact", "scaled"])
 def test_mask_and_box_are_where_the_square_is(name: str, crop_decode: Any) -> None:
-    transform, num_seen = both(pipeline(name), crop_decode=crop_decode), 0
+    transform, num_seen = both(pipeline(name), crop_decode=crop_decode).content, 0
     kernel = np.ones((11, 11), np.uint8)  # 5 pixels: what nearest and blurred edges differ by, enlarged
     for number, key in enumerate(KEYS.tolist()):
-        image, mask, boxes, _ = transform.one(SCENES[number % 12], tuple(key))
+        image, mask, boxes = transform.one(SCENES[number % 12], tuple(key))
         assert image.shape == (128, 128, 3) and mask.shape == (128, 128) and mask.dtype == np.uint8
         assert set(np.unique(mask)) <= {0, 1, IGNORE}
         square = (image[:, :, 1] > 100).astype(np.uint8)
@@ -87,12 +98,12 @@ def test_mask_and_box_are_where_the_square_is(name: str, crop_decode: Any) -> No
 
 @pytest.mark.parametrize("name", ["flip-crop", "small"])
 def test_what_a_preset_pads_is_no_class(name: str) -> None:
-    padded = [(both(pipeline(name)).one(SCENES[0], tuple(key)).mask == IGNORE).mean() for key in KEYS.tolist()]
+    padded = [(one(pipeline(name), SCENES[0], key).mask == IGNORE).mean() for key in KEYS.tolist()]
     assert 0 < max(padded) < 0.5
 
 
 def test_no_transform_leaves_all_as_it_is() -> None:
-    image, mask, boxes, _ = both(None).one(SCENES[3], (1, 2))
+    image, mask, boxes = one(None, SCENES[3], (1, 2))
     assert image.shape == (192, 256, 3) and mask.sum() == mask[mask == 1].sum() > 0
     assert boxes.tolist() == [list(map(float, SCENES[3].boxes[0]))]
 
@@ -118,11 +129,11 @@ OTHERS = {
 @pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC, *OTHERS])
 def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None:
     made = A.Compose([OTHERS[name](), A.Resize(64, 64)]) if name in OTHERS else pipeline(name)
-    plain, with_both = MicroBatchTransform(made), both(made)
-    with_mask = TargetMicroBatchTransform(made, {"mask": "seg"}, 4, crop_decode="off")
-    with_boxes = TargetMicroBatchTransform(made, {"boxes": "objects"}, 4)
+    plain, with_both = both(made, {}).content, both(made).content
+    with_mask = both(made, {"mask": "seg"}, crop_decode="off").content
+    with_boxes = both(made, {"boxes": "objects"}).content
     for key, sample in zip(KEYS.tolist(), SCENES, strict=False):
-        expected = plain.one(sample.image, tuple(key))
+        expected = plain.one(sample, tuple(key))
         for transform in (with_both, with_mask, with_boxes):
             np.testing.assert_array_equal(transform.one(sample, tuple(key)).image, expected)
 
@@ -130,7 +141,7 @@ def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None
 def test_the_crop_alone_gives_the_targets_that_the_whole_image_gives() -> None:
     keys = KEYS[:12]
     off, exact = (
-        both(build_transform("heavy", 64), crop_decode=mode).run(columns(SCENES), keys).image
+        both(build_transform("heavy", 64), crop_decode=mode).run(columns(SCENES), keys).arrays
         for mode in ("off", "exact")
     )
     assert set(off) == {"image", "mask", "boxes"}
@@ -145,7 +156,7 @@ def test_a_micro_batch_has_rows_of_all_three_and_padding_has_nothing() -> None:
     given = columns([*SCENES[:3], EncodedSample(None)])
     given["index"][3] = -1
     result = both(pipeline("resize")).run(given, KEYS[:4])
-    image, mask, boxes = (result.image[name] for name in ("image", "mask", "boxes"))
+    image, mask, boxes = (result.arrays[name] for name in ("image", "mask", "boxes"))
     assert image.shape == (4, 128, 128, 3) and mask.shape == (4, 128, 128) and boxes.shape == (4, 4, 5)
     assert (image.dtype, mask.dtype, boxes.dtype) == (np.uint8, np.uint8, np.float32)
     assert boxes[:3, 0, 4].tolist() == [0, 1, 2] and (boxes[:3, 1:, 4] == -1).all()
@@ -155,7 +166,7 @@ def test_a_micro_batch_has_rows_of_all_three_and_padding_has_nothing() -> None:
 def test_padding_alone_has_the_shape_that_the_others_have() -> None:
     given = columns([EncodedSample(None)] * 2) | {"index": np.full(2, -1)}
     result = both(None, probe=lambda: [EncodedSample(b""), SCENES[0]]).run(given, KEYS[:2])
-    assert {name: array.shape for name, array in result.image.items()} == {
+    assert {name: array.shape for name, array in result.arrays.items()} == {
         "image": (2, 192, 256, 3),
         "mask": (2, 192, 256),
         "boxes": (2, 4, 5),
@@ -180,9 +191,9 @@ def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> N
     key = tuple(KEYS[9].tolist())
     result = both(made).run(columns([SCENES[0], sample]), KEYS[:2], lambda *_: (SCENES[9], 5, 77, key))
     assert result.index.tolist() == [20, 77] and message in result.bad[0]["error"]
-    alone = both(made).one(SCENES[9], key)
-    np.testing.assert_array_equal(result.image["mask"][1], alone.mask)
-    np.testing.assert_array_equal(result.image["boxes"][1, : len(alone.boxes)], alone.boxes)
+    alone = one(made, SCENES[9], key)
+    np.testing.assert_array_equal(result.arrays["mask"][1], alone.mask)
+    np.testing.assert_array_equal(result.arrays["boxes"][1, : len(alone.boxes)], alone.boxes)
     with pytest.raises(SampleError, match=rf"sample 21: .*{message}"):
         both(made, on_bad_sample="raise").run(columns([SCENES[0], sample]), KEYS[:2])
 
@@ -190,14 +201,16 @@ def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> N
 def test_a_bad_sample_of_a_validation_has_neither_mask_nor_boxes() -> None:
     result = both(pipeline("resize"), exact=True).run(columns([BAD["mask"][0], SCENES[1]]), KEYS[:2])
     assert result.weight.tolist() == [0, 1]
-    assert not result.image["image"][0].any() and (result.image["mask"][0] == IGNORE).all()
-    assert (result.image["boxes"][0, :, 4] == -1).all() and result.image["boxes"][1, 0, 4] == 1
+    assert not result.arrays["image"][0].any() and (result.arrays["mask"][0] == IGNORE).all()
+    assert (result.arrays["boxes"][0, :, 4] == -1).all() and result.arrays["boxes"][1, 0, 4] == 1
 
 
 def test_more_boxes_than_there_is_room_for_end_the_run_whatever_is_seen_of_them() -> None:
     far = SCENES[0]._replace(boxes=[[0, 0, 3, 3, 1]] * 5)
     transform = both(A.Compose([A.Crop(50, 50, 100, 100)]), store_address="x.lmdb")
-    with pytest.raises(ConfigError, match=r"x.lmdb sample 21 has 5 boxes, and transform.max_boxes is 4: raise it"):
+    with pytest.raises(
+        ConfigError, match=r"x.lmdb sample 21: it has 5 boxes, .* transform.max_boxes is 4: raise it"
+    ):
         transform.run(columns([SCENES[1], far]), KEYS[:2])
 
 
@@ -217,24 +230,21 @@ class Mine(A.DualTransform):
 
 def test_a_transform_that_cannot_move_boxes_makes_bad_samples_that_name_it() -> None:
     with pytest.raises(SampleError, match=r"the transform raised NotImplementedError: BBoxes .* Mine"):
-        both(A.Compose([Mine(p=1)])).one(SCENES[0], (1, 2))
+        one(A.Compose([Mine(p=1)]), SCENES[0], (1, 2))
 
 
 def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
     cut = both(A.Compose([A.RandomGridShuffle((6, 6), p=1)]), max_boxes=1)
-    with pytest.raises(ConfigError, match=r"sample 20 has \d+ boxes, and transform.max_boxes is 1: raise it"):
+    with pytest.raises(ConfigError, match=r"sample 20: it has \d+ boxes, and transform.max_boxes is 1: raise it"):
         cut.run(columns([SCENES[0]]), KEYS[:1])
 
 
 # Settings
 
 
-def test_without_targets_the_transform_is_the_plain_one() -> None:
-    assert type(micro_batch_transform(None, TransformConfig())) is MicroBatchTransform
-    config = TransformConfig(boxes_column="objects", max_boxes=7)
-    made = micro_batch_transform(None, config)
-    assert isinstance(made, TargetMicroBatchTransform)
-    assert (made.targets, made.max_boxes) == ({"boxes": "objects"}, 7)
+def test_without_targets_samples_do_not_pass_through_them() -> None:
+    assert type(both(None, {}).content) is Images
+    assert set(both(None, {}).run(columns(SCENES[:2]), KEYS[:2]).arrays) == {"image"}
 
 
 @pytest.mark.parametrize(
@@ -254,9 +264,9 @@ def test_settings_that_do_not_go_with_targets(changes: dict[str, Any], message: 
 def test_stores_and_transforms_are_checked_before_anything_starts() -> None:
     store = MemoryStore([b""], [0], columns={"seg": [b""]})
     good = TransformConfig(mask_column="seg")
-    check_targets(good, {"train": "light", "val": None}, {"train": store, "val": store})
+    check_transforms(good, {"train": "light", "val": None}, {"train": store, "val": store})
     with pytest.raises(ConfigError, match=r"has no column 'objects' for transform.boxes_column, only: image"):
-        check_targets(TransformConfig(boxes_column="objects"), {"train": "light"}, {"train": store})
+        check_transforms(TransformConfig(boxes_column="objects"), {"train": "light"}, {"train": store})
     with pytest.raises(ConfigError, match="the transform is a function"):
-        check_targets(good, {"train": lambda image: image}, {"train": store})
-    check_targets(TransformConfig(), {"train": lambda image: image}, {"train": store})
+        check_transforms(good, {"train": lambda image: image}, {"train": store})
+    check_transforms(TransformConfig(), {"train": lambda image: image}, {"train": store})

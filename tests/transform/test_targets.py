@@ -18,15 +18,10 @@ from torchvision.transforms import v2
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.memory import MemoryStore
+from raypipe.transform.micro_batch import read_encoded
 from raypipe.transform.presets import build_transform
-from raypipe.transform.targets import (
-    EncodedSample,
-    as_bytes,
-    decode_boxes,
-    decode_mask,
-    read_encoded,
-    target_pipeline,
-)
+from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.targets import as_bytes, decode_boxes, decode_mask, target_pipeline
 
 CLASSES = np.random.default_rng(0).integers(0, 4, (20, 30), dtype=np.uint8)
 SIZE = (20, 30)

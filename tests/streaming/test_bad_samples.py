@@ -1,4 +1,4 @@
-"""That bad samples are recorded by their names, and that a run goes on where they cannot be recorded."""
+"""Bad samples are recorded by their names, a run goes on where they cannot be, and it stops at too many."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from full_disk import fill, make_room
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError
 from raypipe.plan.schedule import MicroBatchId
+from raypipe.streaming import guard
 from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.guard import BadSampleBudget, record_bad
 from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
-from raypipe.transform import quarantine
-from raypipe.transform.quarantine import record_bad
 
 from conftest import picture  # isort: skip
 
@@ -39,7 +39,7 @@ def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_record(
     folder = full_disk / "quarantine"
     record_bad(folder.as_uri(), place(0), BAD)
     fill(full_disk)
-    monkeypatch.setattr(quarantine, "_PAUSE", 0)
+    monkeypatch.setattr(guard, "_PAUSE", 0)
     for step in (1, 2, 3):
         record_bad(folder.as_uri(), place(step), BAD * 50)
     assert [path.name for path in folder.iterdir()] == [f"{place(0)}.jsonl"]
@@ -58,8 +58,8 @@ def test_a_place_that_cannot_be_used_is_left_alone_for_as_long_as_it_cost(
     for folder in ((tmp_path / "file" / "quarantine").as_uri(), "nowhere://x"):
         record_bad(folder, place(0), BAD)
     assert len(warnings(caplog)) == 2
-    monkeypatch.setattr(quarantine, "_PAUSE", 1e9)
-    monkeypatch.setattr(quarantine, "_try_again_at", {})
+    monkeypatch.setattr(guard, "_PAUSE", 1e9)
+    monkeypatch.setattr(guard, "_try_again_at", {})
     record_bad(f"{tmp_path.as_uri()}/file/x", place(0), BAD)
     (tmp_path / "file").unlink()
     record_bad(f"{tmp_path.as_uri()}/file/x", place(1), BAD)
@@ -115,3 +115,34 @@ def test_a_bad_sample_is_named_in_its_record_and_in_errors_without_control_chara
         with pytest.raises(error) as failure:
             digests(spec_of(folder, tmp_path / "quarantine", **config))
         assert f"{folder} sample 7 ({name}): not an image" in str(failure.value)
+
+
+# The budget
+
+LAST = {"store": "x.lmdb", "index": 77, "name": "cats/7.jpg", "substitute": 5, "error": "no value"}
+
+
+def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
+    budget = BadSampleBudget(max_fraction=0.01, grace=10)
+    budget.spend(10, 10, LAST)  # within grace
+    with pytest.raises(BadSamplesError) as caught:
+        budget.spend(1, 100, LAST)
+    assert str(caught.value) == (
+        "11 of 110 samples are bad, more than transform.max_bad_fraction=0.01 allows (the first 10 are free);"
+        " the last one is x.lmdb sample 77 (cats/7.jpg): no value. Mend the store, or raise"
+        " transform.max_bad_fraction"
+    )
+
+
+def test_budget_grows_with_what_was_seen() -> None:
+    budget = BadSampleBudget(max_fraction=0.01, grace=10)
+    budget.spend(0, 10_000, None)
+    budget.spend(100, 0, LAST)
+    budget.spend(0, 0, None)
+    with pytest.raises(BadSamplesError, match="101 of 10000"):
+        budget.spend(1, 0, LAST)
+
+
+def test_budget_of_nothing_stops_at_the_first() -> None:
+    with pytest.raises(BadSamplesError, match="1 of 1000"):
+        BadSampleBudget(max_fraction=0.0, grace=0).spend(1, 1000, LAST)

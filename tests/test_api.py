@@ -30,7 +30,6 @@ PACKAGES = [
     "lookup",
     "logs",
     "failures",
-    "interrupts",
     "config",
     "storage",
     "stores",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -27,9 +27,6 @@ from raypipe.errors import ResourceError
 from raypipe.failures import is_final
 from raypipe.rayext.admission import holders
 from raypipe.rayext.cluster import largest_divisor, started_here
-
-if TYPE_CHECKING:
-    from raypipe.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -124,23 +121,15 @@ class RunTrainer(TorchTrainer):
     Args:
         per_step: M.
         timeout_s: after which a run whose trainers have no room ends.
-        interrupts: of the run.
-        on_interrupt: asks the run to end by itself.
+        take_signals: called once Ray Train has taken Ctrl-C for itself.
         args, options: for TorchTrainer.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        per_step: int,
-        timeout_s: float,
-        interrupts: Interrupts,
-        on_interrupt: Callable[[], None],
-        **options: Any,
+        self, *args: Any, per_step: int, timeout_s: float, take_signals: Callable[[], None], **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self._per_step, self._timeout_s = per_step, timeout_s
-        self._interrupts, self._on_interrupt = interrupts, on_interrupt
+        self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # of Ray Train's version 2, which its type does not say
@@ -163,4 +152,4 @@ class RunTrainer(TorchTrainer):
 
     def _register_sigint_handler(self, controller: Any) -> None:
         super()._register_sigint_handler(controller)  # what a second Ctrl-C gets: it aborts
-        self._interrupts.hand_over(self._on_interrupt)
+        self._take_signals()

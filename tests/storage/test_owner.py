@@ -11,7 +11,8 @@ from raypipe.commands.cli import _finish, parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.storage.owner import check_owner
-from raypipe.train.launch import store_config, train
+from raypipe.train.launch import train
+from raypipe.train.run_folder import store_config
 
 STRANGER = 12345
 

@@ -28,7 +28,7 @@ from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.streaming.pipeline import StreamSpec
 from raypipe.train.launch import spec_of, train
 from raypipe.train.loop import Trainer
-from raypipe.train.runlog import request_stop
+from raypipe.train.run_folder import request_stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(240)]
 

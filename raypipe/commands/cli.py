@@ -19,8 +19,8 @@ from jsonargparse import ArgumentParser, auto_cli, auto_parser
 
 from raypipe.commands import cli_audit, cli_bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
-from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.logs import printable
 from raypipe.storage.owner import check_owner
 
 

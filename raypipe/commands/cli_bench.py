@@ -6,7 +6,7 @@ import os
 from typing import Any, Literal
 
 from raypipe.config import TransformConfig
-from raypipe.console import table
+from raypipe.logs import table
 from raypipe.transform.transform_steps import brief, config_without_files
 
 

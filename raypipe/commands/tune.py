@@ -24,8 +24,8 @@ import yaml
 from raypipe.commands.policies import Policy, TuneConfig, as_report, judge, policies, seeds, unlike
 from raypipe.commands.trial_queue import Outcome, Share, share_out, train_all
 from raypipe.config import RunConfig, StoreConfig
-from raypipe.console import table
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
+from raypipe.logs import table
 from raypipe.rayext.cluster import cluster_resources, connect, preflight
 from raypipe.storage.filesystem import absolute
 from raypipe.storage.whole_file import read_json, write_json, write_text

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from raypipe.console import printable
+from raypipe.logs import printable
 
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value);

@@ -103,16 +103,14 @@ def on_device(
     ring: bool | None = None,
     on_copied: OnCopied | None = None,
 ) -> Iterator[Batch]:
-    """Micro-batches on the device: on CUDA `depth` transfers ahead, on CPU as views of host memory.
+    """Micro-batches on the device: on CUDA `depth` transfers ahead, see `Ring`; on CPU as views of host memory.
 
     Args:
         batches: micro-batches in host memory.
         device: CUDA or CPU.
         seed_of: the seed of the micro-batch at a place.
-        depth: transfers in flight or done, beside the micro-batch in use; ignored without a ring.
+        depth, on_copied: see `Ring`.
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
-        on_copied: called for each transfer, in the ring's thread, with `metrics.mark`s before and after it; not
-            called without a ring.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
@@ -152,8 +150,7 @@ def decoded_on_device(
         decoder: of the training device.
         seed_of: the seed of the micro-batch at a place.
         depth: micro-batches decoded or being decoded, beside the one in use.
-        on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream before and after
-            copy and decode.
+        on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream around its work.
     """
     source, device = iter(batches), decoder.device
 
@@ -235,8 +232,7 @@ def prefetch(
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
 
     Returns:
-        An iterable. It can be iterated as often as the loader, has a length if the loader has one, and ends its
-        thread when an iteration is left early.
+        An iterable, as often as the loader is one, with its length. It ends its thread when it is left early.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the loader raises.

@@ -2,7 +2,7 @@
 
 Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
 rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
-it follow the same loss curve to rounding; with the sums of ordered_sum.py, bit by bit.
+it follow the same loss curve to rounding; with the sums of learning.py, bit by bit.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ from raypipe.streaming.handover import feed
 from raypipe.streaming.pipeline import StreamSpec
 from raypipe.streaming.rank_stream import Feed, SegmentFeed
 from raypipe.train.checkpoints import Checkpoint, find_newest, write_checkpoint
-from raypipe.train.models import Ema, build_model, build_optimizer, learning_rate, restore_optimizer
-from raypipe.train.ordered_sum import OrderedGradients, StepBatchNorm
+from raypipe.train.learning import (
+    Ema,
+    OrderedGradients,
+    StepBatchNorm,
+    build_model,
+    build_optimizer,
+    learning_rate,
+    restore_optimizer,
+)
 from raypipe.train.run_folder import RunLog, stop_requested
 
 logger = logging.getLogger(__name__)

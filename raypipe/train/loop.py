@@ -35,16 +35,8 @@ from raypipe.storage.lease import is_held
 from raypipe.streaming.handover import feed
 from raypipe.streaming.pipeline import StreamSpec
 from raypipe.streaming.rank_stream import Feed, SegmentFeed
+from raypipe.train import learning
 from raypipe.train.checkpoints import Checkpoint, find_newest, write_checkpoint
-from raypipe.train.learning import (
-    Ema,
-    OrderedGradients,
-    StepBatchNorm,
-    build_model,
-    build_optimizer,
-    learning_rate,
-    restore_optimizer,
-)
 from raypipe.train.run_folder import RunLog, stop_requested
 
 logger = logging.getLogger(__name__)
@@ -110,15 +102,15 @@ class Trainer:
         self.run, self.plan, self.num_classes = run, spec.plan, num_classes
         self.rank, self.world_size = self.feed.rank, self.feed.world_size
         torch.manual_seed(run.plan.seed)
-        self.model = build_model(run.train.model, num_classes).to(self.device)
+        self.model = learning.build_model(run.train.model, num_classes).to(self.device)
         if self.device.type == "cuda":
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
         per_rank = self.plan.config.per_step // self.world_size
-        self.batch_norm = StepBatchNorm(self.model, per_rank, self.world_size)
-        self.optimizer = build_optimizer(self.model, run.train, fused=self.device.type == "cuda")
-        self.ema = Ema(self.model, run.train.ema_decay) if run.train.ema_decay else None
+        self.batch_norm = learning.StepBatchNorm(self.model, per_rank, self.world_size)
+        self.optimizer = learning.build_optimizer(self.model, run.train, fused=self.device.type == "cuda")
+        self.ema = learning.Ema(self.model, run.train.ema_decay) if run.train.ema_decay else None
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.amp_dtype is torch.float16 and self.device.type == "cuda"
         )
@@ -128,9 +120,9 @@ class Trainer:
         if run.train.compile:
             self.model.compile()
         self.parallel: nn.Module = self.model
-        self.gradients: OrderedGradients | None = None
+        self.gradients: learning.OrderedGradients | None = None
         if run.train.ordered_sum == "yes" or (run.train.ordered_sum == "auto" and self.device.type == "cpu"):
-            self.gradients = OrderedGradients(self.model, per_rank, self.world_size)
+            self.gradients = learning.OrderedGradients(self.model, per_rank, self.world_size)
         elif self.world_size > 1:
             # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
             self.parallel = DistributedDataParallel(
@@ -161,22 +153,18 @@ class Trainer:
 
     def figures(self) -> dict[str, Any]:
         """What a run comes to, so far: sums over its training, the newest validation, and where it stands."""
-        return {
-            **self.metrics,
-            "steps": self.global_step,
-            "first_batch_s": self.feed.first_batch_s,
-            "stopped": self.stopping,
-        }
+        first = self.feed.first_batch_s
+        return {**self.metrics, "steps": self.global_step, "first_batch_s": first, "stopped": self.stopping}
 
     def _epochs(self) -> Iterator[None]:
         self.stopping = self._asked_to_stop()  # while it started
         for segment in () if self.stopping else self.feed:
             if segment.split == "train":
                 self._train(segment)
-                if self.stopping:
-                    break
             else:
                 self._validate(segment)
+            if self.stopping:
+                break
             if segment.split == "val" or not self.plan.has_val(segment.epoch):
                 self._report()
                 self._diagnose(segment)
@@ -217,7 +205,7 @@ class Trainer:
         self.model.train()
         meter = _Meter(self.feed, self.device)
         for step in segment:
-            lr = learning_rate(self.global_step, total, warmup, config.lr)
+            lr = learning.learning_rate(self.global_step, total, warmup, config.lr)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.batch_norm.begin()
@@ -305,13 +293,8 @@ class Trainer:
         self.feed.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         if self.log is None:
             return
-        values = {
-            "epoch": segment.epoch,
-            "loss": loss,
-            "lr": lr,
-            "images_per_s": images / seconds,
-            "wait_fraction": wait,
-        }
+        values = {"epoch": segment.epoch, "loss": loss, "lr": lr}
+        values |= {"images_per_s": images / seconds, "wait_fraction": wait}
         self.log.write(
             "train",
             self.global_step,
@@ -416,7 +399,7 @@ class Trainer:
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:
             raise ConfigError(f"checkpoint {checkpoint.name} is of another model: {error}") from error
-        restore_optimizer(self.optimizer, self.scaler, state["optimizer"], state["scaler"])
+        learning.restore_optimizer(self.optimizer, self.scaler, state["optimizer"], state["scaler"])
         if self.ema:
             self.ema.model.load_state_dict(state["ema"] or state["model"])
         self.metrics = state["metrics"]

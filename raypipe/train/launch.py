@@ -186,6 +186,7 @@ def _fit(
         request_stop(run_uri)
         progress(logger, "stopping at the next line of progress, with a checkpoint; once more aborts")
 
+    allowed = (allocation.min_workers, allocation.workers)
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,
@@ -201,15 +202,10 @@ def _fit(
             "lease": lease,
         },
         scaling_config=ray_config.ScalingConfig(
-            num_workers=(
-                (allocation.min_workers, allocation.workers) if allocation.min_workers else allocation.workers
-            ),
+            num_workers=allowed if allocation.min_workers else allocation.workers,
             elastic_resize_monitor_interval_s=run.train.resize_every_s,
             use_gpu=allocation.gpu,
-            resources_per_worker={
-                "CPU": allocation.cpus_per_worker,
-                **({"GPU": 1} if allocation.gpu else {}),
-            },
+            resources_per_worker={"CPU": allocation.cpus_per_worker},  # and a GPU, with `use_gpu`
         ),
         run_config=ray_config.RunConfig(
             name=run.name,

@@ -227,7 +227,7 @@ def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_e
 
     def trains(spec: StreamSpec) -> None:
         train_fn_utils._train_fn_utils = _Session()
-        Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").fit()
+        list(Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").epochs())
 
     spec = spec_of(run, tmp_path.as_uri())
     spec = dataclasses.replace(

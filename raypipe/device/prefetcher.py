@@ -208,9 +208,7 @@ def _targets(host: HostBatch) -> dict[str, np.ndarray]:
     return {name: array for name, array in named.items() if array is not None}
 
 
-def prefetch(
-    loader: Iterable[Any], device: torch.device | str, depth: int = 2, ring: bool | None = None
-) -> Prefetched:
+class Prefetched:
     """A loader's batches on the device, `depth` transfers ahead of their use.
 
         for image, target in raypipe.prefetch(loader, device):
@@ -218,6 +216,8 @@ def prefetch(
 
     On CUDA a batch is valid until the next one is asked for: clone what is to be kept. Ask for batches under the
     stream that works on them. On CPU the loader's batches come as they are.
+
+    It can be iterated as often as the loader, has its length, and ends its thread when it is left early.
 
     On CUDA the loader runs in a thread of this process. What it draws there from global random generators
     (num_workers=0) mixes with what the training loop draws: give it a generator of its own.
@@ -231,19 +231,13 @@ def prefetch(
         depth: transfers in flight or done, beside the batch in use.
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
 
-    Returns:
-        An iterable, as often as the loader is one, with its length. It ends its thread when it is left early.
-
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the loader raises.
     """
-    return Prefetched(loader, device, depth, ring)
 
-
-class Prefetched:
-    """What `prefetch` returns."""
-
-    def __init__(self, loader: Iterable[Any], device: torch.device | str, depth: int, ring: bool | None) -> None:
+    def __init__(
+        self, loader: Iterable[Any], device: torch.device | str, depth: int = 2, ring: bool | None = None
+    ) -> None:
         self._loader = loader
         self._ring = Ring(loader, self._moved, device, depth)
         self._on_cuda = self._ring.device.type == "cuda"
@@ -265,3 +259,6 @@ class Prefetched:
     def _replaced(self, batch: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
         moved = iter(tensors)
         return tree_map(lambda leaf: next(moved) if self._moves(leaf) else leaf, batch)
+
+
+prefetch = Prefetched

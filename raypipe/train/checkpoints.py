@@ -42,17 +42,11 @@ _MAX_JSON = 1 << 20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of a run that was read whole, and found as it was written.
-
-    Attributes:
-        name: of its folder in the run's.
-        metrics: the figures of the run that far.
-    """
+    """A checkpoint of a run, in its folder `name`, that was read whole, and found as it was written."""
 
     run_uri: str
     name: str
     cursor: Cursor
-    metrics: dict[str, Any]
 
     @contextlib.contextmanager
     def state(self) -> Iterator[Path]:
@@ -255,10 +249,8 @@ def _read(run_uri: str, filesystem: pyarrow.fs.FileSystem, path: str, name: str)
         return None
     content = _content(filesystem, f"{folder}/{_MANIFEST}")
     try:
-        manifest = json.loads(content)
-        metrics = dict(manifest["metrics"])
-        seen = {file: manifest["files"][file] for file in (STATE_FILE, CURSOR_FILE)}
-        expected = {file: (seen[file]["bytes"], seen[file]["blake2b"]) for file in seen}
+        files = json.loads(content)["files"]
+        expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
     except (KeyError, TypeError, ValueError):
         raise _DamageError(f"its {_MANIFEST} is {'damaged' if content else 'empty'}") from None
     for file, (num_bytes, digest) in expected.items():
@@ -267,7 +259,7 @@ def _read(run_uri: str, filesystem: pyarrow.fs.FileSystem, path: str, name: str)
         cursor = Cursor.from_json(_content(filesystem, f"{folder}/{CURSOR_FILE}").decode(errors="replace"))
     except CursorError as error:
         raise _DamageError(str(error)) from error
-    return Checkpoint(run_uri, name, cursor, metrics)
+    return Checkpoint(run_uri, name, cursor)
 
 
 def _content(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -48,16 +47,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class _JsonHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class _JsonHandler(logging._StderrHandler):  # type: ignore[name-defined,misc]
     """Writes to what standard error is at the time, in place of the root logger's handlers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(JsonFormatter())
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
 
 
 def _json_handler() -> _JsonHandler | None:

@@ -39,7 +39,7 @@ from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import HostBatch, on_device
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.train.models import build_model, build_optimizer
+from raypipe.train.learning import build_model, build_optimizer
 from raypipe.transform.encoded import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 

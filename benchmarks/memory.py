@@ -21,7 +21,7 @@ import ray
 from ray._private.internal_api import node_stats
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.console import table
+from raypipe.logs import table
 from raypipe.plan.schedule import EVERY_RANK
 from raypipe.streaming.pipeline import in_flight, splits
 from raypipe.streaming.rank_stream import host_batches

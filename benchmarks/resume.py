@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.console import table
+from raypipe.logs import table
 from raypipe.stores.base import Columns, Store
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import host_batches

@@ -9,16 +9,8 @@ from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 
 Shuffle = Literal["auto", "global", "window", "off"]
-OnBadSample = Literal["substitute", "raise"]
-Read = Literal["auto", "actor", "stage"]
 Cache = Literal["off", "memory", "disk"]
-Decode = Literal["cpu", "gpu"]
 CropDecode = Literal["off", "exact", "scaled"]
-Optimizer = Literal["sgd", "adamw"]
-UseGpu = Literal["auto", "yes", "no"]
-Amp = Literal["auto", "off", "bf16", "fp16"]
-OrderedSum = Literal["auto", "yes", "no"]
-AugmentPreset = Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"]
 
 # Micro-batches in flight for each actor: one in work, one queued behind it, two finished and waiting.
 _PER_ACTOR = 4
@@ -143,7 +135,7 @@ class TransformConfig:
     train: str | list[dict[str, Any]] = "light"
     val: str | list[dict[str, Any]] = "center"
     size: AtLeast1 = 224
-    decode: Decode = "cpu"
+    decode: Literal["cpu", "gpu"] = "cpu"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
     check_whole: bool = True
@@ -151,7 +143,7 @@ class TransformConfig:
     mask_column: str = ""
     boxes_column: str = ""
     max_boxes: AtLeast1 = 100
-    on_bad_sample: OnBadSample = "substitute"
+    on_bad_sample: Literal["substitute", "raise"] = "substitute"
     max_bad_fraction: Share = 0.01
     bad_grace: int = 10
     time_limit_s: float = 120.0
@@ -220,7 +212,7 @@ class PoolConfig:
     shrink_after_s: Positive = 60.0
     prefer_nodes: str = "raypipe=transform"
     in_flight: int = 0
-    read: Read = "auto"
+    read: Literal["auto", "actor", "stage"] = "auto"
     cache: Cache = "off"
     cache_bytes: int = 0
     recycle_after: int = 0
@@ -304,7 +296,7 @@ class AugmentConfig:
 
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    preset: AugmentPreset = "none"
+    preset: Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)
     module: str = ""
     mixup_alpha: float = 0.0
@@ -359,7 +351,7 @@ class TrainConfig:
     """
 
     model: str = "resnet50"
-    optimizer: Optimizer = "sgd"
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     num_classes: int = 0
     lr: Positive = 0.1
     momentum: float = 0.9
@@ -369,15 +361,15 @@ class TrainConfig:
     workers: int = 0
     min_workers: int = 0
     resize_every_s: Positive = 60.0
-    gpu: UseGpu = "auto"
+    gpu: Literal["auto", "yes", "no"] = "auto"
     cpus_per_worker: float = 0.0
-    amp: Amp = "auto"
+    amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
     tf32: bool = True
     compile: bool = False
     clip_norm: float = 0.0
     ema_decay: BelowOne = 0.0
     prefetch: AtLeast1 = 2
-    ordered_sum: OrderedSum = "auto"
+    ordered_sum: Literal["auto", "yes", "no"] = "auto"
     max_failures: AtLeastMinus1 = 2
     checkpoint_every: int = 0
     log_every: AtLeast1 = 20

@@ -1,4 +1,4 @@
-"""raypipe's own log lines: readable text, or one JSON object each, with the place in the run.
+"""What raypipe tells people: log lines and progress, as text or one JSON object each, and the tables of commands.
 
     {"time": "2026-11-21T10:46:00.123Z", "level": "WARNING", "logger": "raypipe.supervisor", "message": "…",
      "run": "resnet", "rank": 0, "split": "train", "epoch": 3, "step": 1250}
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import re
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -47,16 +47,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class _JsonHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class _JsonHandler(logging._StderrHandler):  # type: ignore[name-defined,misc]
     """Writes to what standard error is at the time, in place of the root logger's handlers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(JsonFormatter())
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
 
 
 def _json_handler() -> _JsonHandler | None:
@@ -120,3 +116,38 @@ def progress(logger: logging.Logger, text: str, **values: Any) -> None:
         record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values})
         text = handler.format(record)
     print(text, flush=True)
+
+
+# What a terminal obeys or a page cannot hold: control characters but tab and newline, those that turn the
+# direction of writing, line separators, and halves of characters, as Python has bytes that are no UTF-8.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text for people, in which names may come from anywhere: what is no character is written as an escape."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def shown(value: Any) -> str:
+    """A value of a command's result; a list of numbers is a range, from least to most."""
+    if isinstance(value, dict):
+        return ", ".join(f"{number:,} {name}" for name, number in value.items())
+    if isinstance(value, list):
+        is_range = all(isinstance(item, int) for item in value)
+        return (" … " if is_range else ", ").join(map(shown, value))
+    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
+
+
+def table(title: str, rows: list[tuple[str, str]]) -> None:
+    """Print names and values as a table, on standard output."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(show_header=False)
+    shown.add_column()
+    shown.add_column(justify="right")
+    for name, value in rows:
+        shown.add_row(escape(printable(name)), escape(printable(value)))
+    print(printable(title))  # not the table's own, which would be broken to the table's width
+    Console().print(shown)

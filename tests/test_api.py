@@ -26,11 +26,9 @@ MODULES = sorted(
 # Each imports only from those before it, and within a package no modules import one another in a circle.
 PACKAGES = [
     "errors",
-    "console",
     "lookup",
     "logs",
     "failures",
-    "interrupts",
     "config",
     "storage",
     "stores",

@@ -35,7 +35,7 @@ from raypipe.config import *
 from raypipe.train.checkpoints import has_checkpoints
 from raypipe.train.launch import train
 from raypipe.config import PlanConfig
-from raypipe.train.runlog import request_stop
+from raypipe.train.run_folder import request_stop
 
 local, remote, results = sys.argv[1:]
 

@@ -26,7 +26,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import read_records
 from raypipe.train.launch import train
-from raypipe.train.runlog import request_stop
+from raypipe.train.run_folder import request_stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 

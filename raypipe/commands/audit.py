@@ -11,8 +11,8 @@ import os
 from typing import Any, Literal
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.console import shown, table
 from raypipe.errors import ConfigError
+from raypipe.logs import shown, table
 from raypipe.plan.schedule import rank_groups
 
 

@@ -26,8 +26,8 @@ from typing import Any, Literal
 import numpy as np
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.console import table
 from raypipe.errors import ConfigError, ResourceError
+from raypipe.logs import table
 from raypipe.lookup import version_of
 from raypipe.storage.whole_file import check_place, write_json
 from raypipe.stores import Store, open_store, store_options

@@ -22,9 +22,9 @@ from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
 
 from raypipe.commands import audit, bench, cli_capacity, cli_cluster
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
-from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
-from raypipe.storage.run_folder import check_owner
+from raypipe.logs import printable
+from raypipe.storage.lease import check_owner
 
 set_parsing_settings(add_print_completion_argument=True)
 

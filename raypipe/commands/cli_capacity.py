@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from raypipe.commands.capacity import EXECUTION_MICRO_BATCHES_PER_S, Capacity, Nodes, Target, plan, verdict
-from raypipe.console import table
 from raypipe.errors import ConfigError
+from raypipe.logs import table
 from raypipe.metrics.measured import Report, trainer_images_per_s
 from raypipe.metrics.records import METRICS, read_records, told
 from raypipe.storage.filesystem import as_uri

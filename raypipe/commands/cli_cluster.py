@@ -38,10 +38,9 @@ def stop(run: str) -> dict[str, Any]:
         run: folder or URI of the run, its `run_dir`.
     """
     from raypipe.storage.filesystem import as_uri
-    from raypipe.train.launch import require_run
-    from raypipe.train.runlog import request_stop
+    from raypipe.train.run_folder import check_run_folder, request_stop
 
     run_uri = as_uri(run.rstrip("/"))
-    require_run(run_uri)
+    check_run_folder(run_uri, resume=True)
     request_stop(run_uri)
     return {"run_dir": run, "stop_requested": True}

@@ -16,8 +16,8 @@ import numpy as np
 
 from raypipe.commands.sample_check import READ, read_each, spread
 from raypipe.config import PlanConfig, Shuffle
-from raypipe.console import shown
 from raypipe.errors import ConfigError, RaypipeError, SampleError
+from raypipe.logs import shown
 from raypipe.pages import page
 from raypipe.pages.page import Series
 from raypipe.plan.schedule import MicroBatchId, Plan

@@ -21,8 +21,9 @@ from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, s
 
 from raypipe.config import RunConfig
 from raypipe.storage.filesystem import as_uri, join
-from raypipe.train.launch import num_classes_of, spec_of, store_config
+from raypipe.train.launch import num_classes_of, spec_of
 from raypipe.train.loop import Trainer
+from raypipe.train.run_folder import store_config
 
 
 class _Session(LocalTrainFnUtils):

@@ -1,7 +1,7 @@
 """A search for an augmentation policy with Ray Tune: trials that end early, then the best against the run's own.
 
     FOLDER/config.yaml     settings of the run and of the search
-    FOLDER/trials/NAME/    what each training leaves behind, see runlog.py
+    FOLDER/trials/NAME/    what each training leaves behind, see run_folder.py
     FOLDER/tune/           Ray Tune's records and the checkpoints of the trials: all that a resume needs. It
                            unpickles them, and a pickle runs code: see owner.py
     FOLDER/best.yaml       the winner, for `jobs/train.py --config`
@@ -24,13 +24,14 @@ import yaml
 from raypipe.commands.policies import Policy, TuneConfig, as_report, judge, policies, seeds, unlike
 from raypipe.commands.trial_queue import Outcome, Share, share_out, train_all
 from raypipe.config import RunConfig, StoreConfig
-from raypipe.console import table
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
+from raypipe.logs import table
 from raypipe.rayext.cluster import cluster_resources, connect, preflight
 from raypipe.storage.filesystem import absolute
 from raypipe.storage.whole_file import read_json, write_json, write_text
 from raypipe.streaming.pipeline import check_memory
-from raypipe.train.launch import as_plain, check_augment, located, make_folder, num_classes_of, spec_of
+from raypipe.train.launch import check_augment, num_classes_of, spec_of
+from raypipe.train.run_folder import as_plain, located, make_folder
 from raypipe.transform.presets import build_transform
 
 

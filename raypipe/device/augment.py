@@ -33,27 +33,17 @@ Operation = Callable[[torch.Tensor, float], torch.Tensor]
 """(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
 
 _FLIP = {"op": "RandomHorizontalFlip", "p": 0.5}
+_JITTER = {"op": "ColorJitter", "brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "p": 0.8}
 _ERASE = {"op": "RandomErasing", "p": 0.25, "scale": [0.02, 0.2]}
 PRESETS: dict[str, list[dict[str, Any]]] = {
     "none": [],
     "light": [_FLIP],
     # A fixed order leaves the hue out, the dearest of the four, and reads no drawn order on the host.
-    "standard": [
-        _FLIP,
-        {
-            "op": "ColorJitter",
-            "brightness": 0.2,
-            "contrast": 0.2,
-            "saturation": 0.2,
-            "p": 0.8,
-            "order": [0, 1, 2],
-        },
-        _ERASE,
-    ],
+    "standard": [_FLIP, _JITTER | {"order": [0, 1, 2]}, _ERASE],
     "strong": [
         _FLIP,
         {"op": "RandomAffine", "degrees": 15.0, "translate": [0.1, 0.1], "scale": [0.8, 1.2], "p": 0.5},
-        {"op": "ColorJitter", "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "p": 0.8},
+        _JITTER | {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
         {"op": "RandomGrayscale", "p": 0.1},
         {"op": "RandomGaussianBlur", "kernel_size": [5, 5], "sigma": [0.1, 2.0], "p": 0.2},
         _ERASE,
@@ -65,24 +55,14 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
 }
 
 # They make the size of the images: applied to some rows only, the rows would not fit together.
-_CHANGES_SIZE = {
-    "CenterCrop",
-    "LongestMaxSize",
-    "PadTo",
-    "RandomCrop",
-    "RandomResizedCrop",
-    "Resize",
-    "SmallestMaxSize",
-}
+_CHANGES_SIZE = {"CenterCrop", "RandomCrop", "RandomResizedCrop"}
+_CHANGES_SIZE |= {"LongestMaxSize", "PadTo", "Resize", "SmallestMaxSize"}
 
 
 class Normalize:
     """uint8 or [0, 1] floats (B, 3, H, W) → standardised per channel, channels_last, in one kernel.
 
-    Args:
-        config: mean and std of pixels scaled to [0, 1].
-        device: where batches are.
-        dtype: of the result; the arithmetic is float32.
+    The arithmetic is float32, whatever the `dtype` of the result.
     """
 
     def __init__(self, config: AugmentConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -128,13 +108,7 @@ class DeviceAugment:
         self._module = _user_module(config.module) if config.module else None
 
     def __call__(
-        self,
-        image: torch.Tensor,
-        target: torch.Tensor,
-        counts: np.ndarray,
-        *,
-        seed: int,
-        strength: float = 1.0,
+        self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
     ) -> tuple[torch.Tensor, Mixed | None]:
         """One micro-batch of a training segment; validation takes `normalize` alone.
 
@@ -163,12 +137,7 @@ class DeviceAugment:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's global generators, which Kornia draws from, at a seed; as they were before afterwards.
-
-    Args:
-        seed: of all.
-        device: with its number.
-    """
+    """Within, torch's global generators, which Kornia draws from, are at a seed; then as they were before."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":  # for a user's module that draws on the device
@@ -199,14 +168,7 @@ def _user_module(name: str) -> Operation:
 
 
 def build_operations(config: AugmentConfig, targets: bool = False) -> list[Operation]:
-    """The operations of a configuration: those of its preset, then its own.
-
-    Args:
-        targets: whether there are masks or boxes, so that pixels must stay where they are.
-
-    Raises:
-        ConfigError: an operation is not there, or refuses its parameters; or moves or erases pixels of targets.
-    """
+    """The operations of a configuration: those of its preset, then its own; see `DeviceAugment`."""
     return [_operation(dict(entry), targets) for entry in [*PRESETS[config.preset], *config.ops]]
 
 

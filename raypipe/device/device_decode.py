@@ -49,7 +49,7 @@ class DecodedMicroBatch:
 
     Attributes:
         image: uint8 (B, 3, S, S), channels_last; 0 where a sample is padding or failed. On CUDA the stream that
-            was current when it was made waits for it; it can be handed to another by `streams.hand_over`.
+            was current when it was made waits for it; it can be handed to another by `ring.hand_over`.
         failed: bool (B,), on the host: samples that were ok and could not be decoded. Their weight must become 0.
         errors: the reason of each failure, by position.
         num_fallback: samples that came to the host's decoder, those that failed there as well included.

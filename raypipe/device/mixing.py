@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ def draw_mix(
 
     Args:
         config: alphas and probabilities.
-        rng: the micro-batch's own generator. Every call draws the same number of values from it.
+        rng: the micro-batch's own generator.
         height, width: of the images, pixels.
         strength: scales the probability, in [0, 1].
     """
@@ -75,11 +76,7 @@ def draw_mix(
 
 
 def partners(counts: np.ndarray) -> np.ndarray:
-    """int64 (B,): the next row that counts, cyclic; rows that do not count, and a single one, are their own.
-
-    Args:
-        counts: bool (B,).
-    """
+    """bool (B,) → int64 (B,): the next row that counts, cyclic; one that does not, or is alone, is its own."""
     result = np.arange(len(counts))
     rows = np.flatnonzero(counts)
     result[rows] = np.roll(rows, -1)
@@ -89,16 +86,13 @@ def partners(counts: np.ndarray) -> np.ndarray:
 def mix(
     image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: MixPlan
 ) -> tuple[torch.Tensor, Mixed]:
-    """Mix a micro-batch as drawn. Nothing waits for the device.
+    """Mix a micro-batch as drawn; returns the images and the other half of the targets. Waits for no device.
 
     Args:
         image: floating point (B, C, H, W); CutMix writes into it.
         target: int64 (B,) on the same device.
         counts: bool (B,), on the host: the rows that may mix.
-        plan: see `draw_mix`.
-
-    Returns:
-        The mixed images, and the second half of the targets.
+        plan: from `draw_mix`.
     """
     partner = torch.from_numpy(partners(counts)).to(image.device, non_blocking=True)
     if plan.box is None:
@@ -119,7 +113,6 @@ def soft_targets(
     Args:
         target: int64 (B,).
         mixed: the other half; None = not mixed.
-        num_classes: of the model.
         smoothing: label smoothing in [0, 1): (1 - s)·target + s / num_classes.
     """
     soft = one_hot(target, num_classes).float()
@@ -136,9 +129,7 @@ def mixed_cross_entropy(
     Cross-entropy is linear in the target, so it is λ times that of one half plus 1 - λ times that of the other.
     """
 
-    def loss(classes: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(logits, classes, reduction="none", label_smoothing=label_smoothing)
-
+    loss = partial(cross_entropy, logits, reduction="none", label_smoothing=label_smoothing)
     if mixed is None:
         return loss(target)
     return mixed.lam * loss(target) + (1 - mixed.lam) * loss(mixed.target)

@@ -103,16 +103,14 @@ def on_device(
     ring: bool | None = None,
     on_copied: OnCopied | None = None,
 ) -> Iterator[Batch]:
-    """Micro-batches on the device: on CUDA `depth` transfers ahead, on CPU as views of host memory.
+    """Micro-batches on the device: on CUDA `depth` transfers ahead, see `Ring`; on CPU as views of host memory.
 
     Args:
         batches: micro-batches in host memory.
         device: CUDA or CPU.
         seed_of: the seed of the micro-batch at a place.
-        depth: transfers in flight or done, beside the micro-batch in use; ignored without a ring.
+        depth, on_copied: see `Ring`.
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
-        on_copied: called for each transfer, in the ring's thread, with `metrics.mark`s before and after it; not
-            called without a ring.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
@@ -152,8 +150,7 @@ def decoded_on_device(
         decoder: of the training device.
         seed_of: the seed of the micro-batch at a place.
         depth: micro-batches decoded or being decoded, beside the one in use.
-        on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream before and after
-            copy and decode.
+        on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream around its work.
     """
     source, device = iter(batches), decoder.device
 
@@ -211,9 +208,7 @@ def _targets(host: HostBatch) -> dict[str, np.ndarray]:
     return {name: array for name, array in named.items() if array is not None}
 
 
-def prefetch(
-    loader: Iterable[Any], device: torch.device | str, depth: int = 2, ring: bool | None = None
-) -> Prefetched:
+class Prefetched:
     """A loader's batches on the device, `depth` transfers ahead of their use.
 
         for image, target in raypipe.prefetch(loader, device):
@@ -221,6 +216,8 @@ def prefetch(
 
     On CUDA a batch is valid until the next one is asked for: clone what is to be kept. Ask for batches under the
     stream that works on them. On CPU the loader's batches come as they are.
+
+    It can be iterated as often as the loader, has its length, and ends its thread when it is left early.
 
     On CUDA the loader runs in a thread of this process. What it draws there from global random generators
     (num_workers=0) mixes with what the training loop draws: give it a generator of its own.
@@ -234,20 +231,13 @@ def prefetch(
         depth: transfers in flight or done, beside the batch in use.
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
 
-    Returns:
-        An iterable. It can be iterated as often as the loader, has a length if the loader has one, and ends its
-        thread when an iteration is left early.
-
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the loader raises.
     """
-    return Prefetched(loader, device, depth, ring)
 
-
-class Prefetched:
-    """What `prefetch` returns."""
-
-    def __init__(self, loader: Iterable[Any], device: torch.device | str, depth: int, ring: bool | None) -> None:
+    def __init__(
+        self, loader: Iterable[Any], device: torch.device | str, depth: int = 2, ring: bool | None = None
+    ) -> None:
         self._loader = loader
         self._ring = Ring(loader, self._moved, device, depth)
         self._on_cuda = self._ring.device.type == "cuda"
@@ -269,3 +259,6 @@ class Prefetched:
     def _replaced(self, batch: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
         moved = iter(tensors)
         return tree_map(lambda leaf: next(moved) if self._moves(leaf) else leaf, batch)
+
+
+prefetch = Prefetched

@@ -64,12 +64,8 @@ def new_event(device: torch.device) -> Any:
 def hand_over(ready: Any, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Let what this thread's current stream is given from now on read tensors that another stream makes.
 
-    Call it in the thread that works on them: which stream is current differs between threads.
-
-    Args:
-        ready: an event that the other stream has recorded behind its work on them.
-        tensors: on `device`, memory of the other stream.
-        device: with its number.
+    Call it in the thread that works on them: which stream is current differs between threads. `ready` is an event
+    that the other stream has recorded behind its work on them.
     """
     stream = torch.get_device_module(device).current_stream(device)
     ready.wait(stream)

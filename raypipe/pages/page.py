@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raypipe.console import printable
+from raypipe.logs import printable
 
 _WIDTH, _HEIGHT = 460, 220  # of a chart, pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 30, 24

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from raypipe.console import printable
+from raypipe.logs import printable
 
 _TILE, _GUTTER, _GAP, _MARGIN, _LINE = 160, 6, 28, 24, 17
 _INK, _FAINT, _GREY, _PALE, _RULE = "#1a1a1a", "#666666", "#dcdcdc", "#f4f4f4", "#b5b5b5"

@@ -3,8 +3,8 @@
     throughput, share of the time that trainers wait, loss, accuracy, learning rate, strength of the augmentation
     seconds of each stage, the pool's size, faults, bad samples, the diagnosis, the configuration
 
-All of it comes from the run's folder (`raypipe.train.runlog`), so a page can be made anew at any time, and of a
-run that is still going on.
+All of it comes from the run's folder (`raypipe.train.run_folder`), so a page can be made anew at any time, and of
+a run that is still going on.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from raypipe.console import printable
 from raypipe.errors import StoreError
+from raypipe.logs import printable
 
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value);

@@ -42,19 +42,11 @@ _MAX_JSON = 1 << 20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read whole, and found as it was written.
-
-    Attributes:
-        run_uri: the run's folder.
-        name: of its own folder there.
-        cursor: where it stands.
-        metrics: the figures of the run that far.
-    """
+    """A checkpoint of a run, in its folder `name`, that was read whole, and found as it was written."""
 
     run_uri: str
     name: str
     cursor: Cursor
-    metrics: dict[str, Any]
 
     @contextlib.contextmanager
     def state(self) -> Iterator[Path]:
@@ -98,7 +90,7 @@ def write_checkpoint(
         run_uri: the run's folder.
         cursor: where the run stands.
         save: writes the state to a file.
-        metrics: the figures of the run.
+        metrics: the figures of the run that far.
 
     Returns:
         The name of its folder.
@@ -112,12 +104,8 @@ def write_checkpoint(
     with explained(ConfigError, f"checkpoint {name} of {run_uri} cannot be written (mend that, and --resume)"):
         try:
             filesystem.create_dir(folder, recursive=True)
-            files = {
-                STATE_FILE: _written(filesystem, f"{folder}/{STATE_FILE}", save),
-                CURSOR_FILE: _written(
-                    filesystem, f"{folder}/{CURSOR_FILE}", lambda file: file.write(cursor.to_json().encode())
-                ),
-            }
+            writers = {STATE_FILE: save, CURSOR_FILE: lambda file: file.write(cursor.to_json().encode())}
+            files = {file: _written(filesystem, f"{folder}/{file}", write) for file, write in writers.items()}
             sync_folder(filesystem, folder)
             with synced_output(filesystem, f"{folder}/{_MANIFEST}") as file:
                 file.write(json.dumps({"files": files, "metrics": metrics}).encode())
@@ -134,6 +122,7 @@ def write_checkpoint(
 def _written(
     filesystem: pyarrow.fs.FileSystem, path: str, write: Callable[[IO[bytes]], Any]
 ) -> dict[str, int | str]:
+    """Write a file; returns its size and hash."""
     with synced_output(filesystem, path) as file:
         hashed = _Hashed(file)
         try:
@@ -142,14 +131,14 @@ def _written(
             if hashed.error:  # torch.save tells of its own surprise instead
                 raise hashed.error from None
             raise
-    return hashed.seen()
+    return {"bytes": hashed.num_bytes, "blake2b": hashed.hash.hexdigest()}
 
 
 class _Hashed:
     """A file to write to that knows what was written."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._hash, self._bytes = file, hashlib.blake2b(digest_size=16), 0
+        self._file, self.hash, self.num_bytes = file, _new_hash(), 0
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
@@ -158,15 +147,16 @@ class _Hashed:
         except OSError as error:
             self.error = error
             raise
-        self._hash.update(data)
-        self._bytes += memoryview(data).nbytes
+        self.hash.update(data)
+        self.num_bytes += memoryview(data).nbytes
         return memoryview(data).nbytes
 
     def flush(self) -> None:
         pass
 
-    def seen(self) -> dict[str, int | str]:
-        return {"bytes": self._bytes, "blake2b": self._hash.hexdigest()}
+
+def _new_hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16)
 
 
 def _remove_old(filesystem: pyarrow.fs.FileSystem, path: str, name: str) -> None:
@@ -257,26 +247,19 @@ def _read(run_uri: str, filesystem: pyarrow.fs.FileSystem, path: str, name: str)
     folder = f"{path}/{name}"
     if filesystem.get_file_info(f"{folder}/{_MANIFEST}").type != pyarrow.fs.FileType.File:
         return None
-    manifest = _manifest(_content(filesystem, f"{folder}/{_MANIFEST}"))
+    content = _content(filesystem, f"{folder}/{_MANIFEST}")
     try:
-        expected = {file: manifest["files"][file] for file in (STATE_FILE, CURSOR_FILE)}
-        metrics = dict(manifest["metrics"])
+        files = json.loads(content)["files"]
+        expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
     except (KeyError, TypeError, ValueError):
-        raise _DamageError(f"its {_MANIFEST} is damaged") from None
-    for file, seen in expected.items():
-        _check_file(filesystem, f"{folder}/{file}", file, seen)
+        raise _DamageError(f"its {_MANIFEST} is {'damaged' if content else 'empty'}") from None
+    for file, (num_bytes, digest) in expected.items():
+        _check_file(filesystem, f"{folder}/{file}", file, num_bytes, digest)
     try:
         cursor = Cursor.from_json(_content(filesystem, f"{folder}/{CURSOR_FILE}").decode(errors="replace"))
     except CursorError as error:
         raise _DamageError(str(error)) from error
-    return Checkpoint(run_uri, name, cursor, metrics)
-
-
-def _manifest(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError:
-        raise _DamageError(f"its {_MANIFEST} is {'damaged' if content else 'empty'}") from None
+    return Checkpoint(run_uri, name, cursor)
 
 
 def _content(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
@@ -284,16 +267,15 @@ def _content(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
         return file.read(_MAX_JSON)
 
 
-def _check_file(filesystem: pyarrow.fs.FileSystem, path: str, name: str, expected: Any) -> None:
+def _check_file(filesystem: pyarrow.fs.FileSystem, path: str, name: str, num_bytes: int, digest: str) -> None:
     info = filesystem.get_file_info(path)
     if info.type != pyarrow.fs.FileType.File:
         raise _DamageError(f"its {name} is missing")
-    wanted = expected["bytes"] if isinstance(expected, dict) else None
-    if info.size != wanted:
-        raise _DamageError(f"its {name} has {info.size} bytes instead of {wanted}")
-    digest = hashlib.blake2b(digest_size=16)
+    if info.size != num_bytes:
+        raise _DamageError(f"its {name} has {info.size} bytes instead of {num_bytes}")
+    found = _new_hash()
     with open_input(filesystem, path) as file:
         while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    if digest.hexdigest() != expected.get("blake2b"):
+            found.update(chunk)
+    if found.hexdigest() != digest:
         raise _DamageError(f"the content of its {name} has changed since it was written")

@@ -1,14 +1,11 @@
-"""A whole run from its configuration: stores, plan, preflight, Ray Train, result."""
+"""A whole run from its configuration: stores, plan, preflight, Ray Train, result; and how it is interrupted."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import datetime
-import itertools
-import json
 import logging
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -16,33 +13,17 @@ import yaml
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError
 from raypipe.failures import cause_of
-from raypipe.interrupts import Interrupts
 from raypipe.logs import configure_logs, progress
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, connect, reserved
-from raypipe.storage.filesystem import (
-    as_uri,
-    check_bucket,
-    check_lasting,
-    exists,
-    explained,
-    join,
-    open_filesystem,
-    split,
-)
-from raypipe.storage.run_folder import RunExistsError, check_owner, taken
-from raypipe.storage.whole_file import write_text
+from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.stores import open_store, store_options
-from raypipe.stores.digits import digits_stores
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.checkpoints import find_newest, has_checkpoints, set_aside
-from raypipe.train.runlog import remove_stop, request_stop, stop_requested
-from raypipe.transform.transform_steps import config_without_files
+from raypipe.train.checkpoints import find_newest, set_aside
+from raypipe.train.run_folder import as_plain, located, remove_stop, request_stop, stop_requested, store_config
 
 logger = logging.getLogger(__name__)
-
-_MAX_STARTS = 100  # of one second, that find a name for themselves
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -114,53 +95,6 @@ def _leave_traces(run_uri: str) -> None:
         logger.warning("no report: %s: %s", type(error).__name__, error)
 
 
-@contextlib.contextmanager
-def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, str]]:
-    """Within, a run has its folder for itself alone.
-
-    Args:
-        run: the name is that of the run to resume, or its own, or made from the date.
-        prefix: of a name that is made from the date.
-
-    Yields:
-        The run with its name, its stores and the steps of its transforms; the URI of its folder; and its lease.
-
-    Raises:
-        ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or it is
-            going on; or the folder does not outlast the job; or a file of steps cannot be read.
-    """
-    own = bool(run.name or run.resume)
-    stem = prefix + datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    with contextlib.ExitStack() as stack:
-        for number in itertools.count(1):
-            try:
-                name = run.name if own else stem if number == 1 else f"{stem}-{number}"
-                found, run_uri = locate(dataclasses.replace(run, name=name))
-                lease = stack.enter_context(taken(run_uri))
-                _check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
-                break
-            except RunExistsError:
-                if own or number == _MAX_STARTS:
-                    raise
-        yield found, run_uri, lease.token
-
-
-def locate(run: RunConfig) -> tuple[RunConfig, str]:
-    """A run with its name, its stores and its transforms' steps, and the URI of its folder; see `located`."""
-    if run.resume:
-        check_owner(run.resume, run.trust)
-        runs, name = split(run.resume)
-        run = dataclasses.replace(run, runs=runs or ".", name=name)
-    run_uri = join(as_uri(run.runs), run.name)
-    check_lasting(run_uri, "runs")
-    _check_run_folder(run_uri, bool(run.resume))
-    if not run.store.train:
-        train_address, val_address = digits_stores()
-        store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
-        run = dataclasses.replace(run, store=store)
-    return dataclasses.replace(run, transform=config_without_files(run.transform)), run_uri
-
-
 def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
     options = store_options(run.store.image_column, run.store.label_column, run.store.layout)
     return StreamSpec.of(
@@ -208,44 +142,6 @@ def check_augment(config: AugmentConfig) -> None:
         DeviceAugment(config, torch.device("cpu"))
 
 
-def _is_run(run_uri: str) -> bool:
-    check_bucket(run_uri)
-    with explained(ConfigError, f"{run_uri} cannot be used"):
-        return exists(join(run_uri, "config.yaml")) or has_checkpoints(run_uri)
-
-
-def _check_run_folder(run_uri: str, resume: bool) -> None:
-    if resume:
-        require_run(run_uri)
-    elif _is_run(run_uri):
-        raise RunExistsError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
-
-
-def require_run(run_uri: str) -> None:
-    """Raise ConfigError unless there is a run at a URI."""
-    if not _is_run(run_uri):
-        raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")
-
-
-def make_folder(run_uri: str) -> None:
-    """Make the folder of a run, if it is not there."""
-    with explained(ConfigError, f"{run_uri} cannot be written to"):
-        filesystem, path = open_filesystem(run_uri)
-        filesystem.create_dir(path, recursive=True)
-
-
-def store_config(run: RunConfig, run_uri: str) -> None:
-    make_folder(run_uri)
-    write_text(join(run_uri, "config.yaml"), yaml.safe_dump(as_plain(run), sort_keys=False))
-
-
-def as_plain(run: RunConfig) -> dict[str, Any]:
-    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust` left out."""
-    plain = dataclasses.asdict(run)
-    del plain["resume"], plain["trust"]
-    return json.loads(json.dumps(plain))  # tuples become lists
-
-
 def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
     """What is about to run, for people: the effective configuration and what was derived from it."""
     plan = spec.plan
@@ -291,13 +187,13 @@ def _fit(
         request_stop(run_uri)
         progress(logger, "stopping at the next line of progress, with a checkpoint; once more aborts")
 
+    allowed = (allocation.min_workers, allocation.workers)
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,
         per_step=run.plan.per_step,
         timeout_s=run.pool.stall_timeout_s,
-        interrupts=interrupts,
-        on_interrupt=on_interrupt,
+        take_signals=lambda: interrupts.hand_over(on_interrupt),
         train_loop_config={
             "run": run,
             "spec": spec,
@@ -307,15 +203,10 @@ def _fit(
             "lease": lease,
         },
         scaling_config=ray_config.ScalingConfig(
-            num_workers=(
-                (allocation.min_workers, allocation.workers) if allocation.min_workers else allocation.workers
-            ),
+            num_workers=allowed if allocation.min_workers else allocation.workers,
             elastic_resize_monitor_interval_s=run.train.resize_every_s,
             use_gpu=allocation.gpu,
-            resources_per_worker={
-                "CPU": allocation.cpus_per_worker,
-                **({"GPU": 1} if allocation.gpu else {}),
-            },
+            resources_per_worker={"CPU": allocation.cpus_per_worker},  # and a GPU, with `use_gpu`
         ),
         run_config=ray_config.RunConfig(
             name=run.name,
@@ -327,9 +218,61 @@ def _fit(
         ),
     )
     try:
-        trainer.fit()
+        result: Any = trainer.fit()
     except Exception as error:
         raise cause_of(error) from error
-    newest = find_newest(run_uri, spec.plan.check).checkpoint
-    assert newest is not None  # a run ends with one
-    return newest.metrics
+    return result.return_value  # of rank 0
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM (`ray job stop`) of a run: the first asks it to end, the second aborts it.
+
+    A first signal within this context is never lost: nothing is raised where Ray would swallow it. In another
+    thread than the main one it does nothing: signals are not for others.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._request: Callable[[], None] | None = None
+        self._seconds: dict[int, Any] = {}  # what a second signal gets
+
+    def __enter__(self) -> Interrupts:
+        self._at_first = signal.getsignal(signal.SIGINT)
+        self.stand()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._seconds:
+            signal.signal(signal.SIGINT, self._at_first)
+            # Ray's, if it was started within; it ends Ray's processes.
+            signal.signal(signal.SIGTERM, self._seconds[signal.SIGTERM])
+
+    def stand(self) -> None:
+        """Take the place of handlers that Ray has set since."""
+        if self._asked or threading.current_thread() is not threading.main_thread():
+            return
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            if (handler := signal.getsignal(signum)) != self._interrupted:
+                self._seconds[signum] = handler
+                signal.signal(signum, self._interrupted)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if there was a signal."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+    def hand_over(self, request: Callable[[], None]) -> None:
+        """From now on the run can be asked to end by itself, and is, if there was a signal already."""
+        self._request = request
+        self.stand()
+        if self._asked:
+            request()
+
+    def _interrupted(self, signum: int, frame: Any) -> None:
+        self._asked = True
+        for each, handler in self._seconds.items():
+            signal.signal(each, handler)
+        if self._request is not None:
+            self._request()
+        else:
+            progress(logger, "stopping before the trainers are started; once more aborts")

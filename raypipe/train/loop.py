@@ -2,7 +2,7 @@
 
 Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
 rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
-it follow the same loss curve to rounding; with the sums of ordered_sum.py, bit by bit.
+it follow the same loss curve to rounding; with the sums of learning.py, bit by bit.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from raypipe.config import RunConfig
 from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.logs import progress
+from raypipe.logs import STAGES, progress
 from raypipe.metrics.timing import StageTimes, diagnose
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.storage.run_folder import is_held
+from raypipe.storage.lease import is_held
 from raypipe.streaming.handover import feed
 from raypipe.streaming.rank_stream import Feed, SegmentFeed
 from raypipe.streaming.spec import StreamSpec
+from raypipe.train import learning
 from raypipe.train.checkpoints import Checkpoint, find_newest, write_checkpoint
-from raypipe.train.models import Ema, build_model, build_optimizer, learning_rate, restore_optimizer
-from raypipe.train.ordered_sum import OrderedGradients, StepBatchNorm
-from raypipe.train.runlog import RunLog, stop_requested
+from raypipe.train.run_folder import RunLog, stop_requested
 
 logger = logging.getLogger(__name__)
 
 
-def train_loop(config: dict[str, Any]) -> None:
-    """Runs on each Ray Train worker.
+def train_loop(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs on each Ray Train worker; returns the run's figures.
 
     Args:
         config: the arguments of `Trainer`.
@@ -52,7 +51,10 @@ def train_loop(config: dict[str, Any]) -> None:
     # Ray Train would log every checkpoint and its metrics, between the lines of progress.
     for name in ("ray.train", train_context.__file__):
         logging.getLogger(name).setLevel(logging.WARNING)
-    Trainer(**config).fit()
+    trainer = Trainer(**config)
+    for _ in trainer.epochs():
+        pass
+    return trainer.figures()
 
 
 class Trainer:
@@ -100,15 +102,15 @@ class Trainer:
         self.run, self.plan, self.num_classes = run, spec.plan, num_classes
         self.rank, self.world_size = self.feed.rank, self.feed.world_size
         torch.manual_seed(run.plan.seed)
-        self.model = build_model(run.train.model, num_classes).to(self.device)
+        self.model = learning.build_model(run.train.model, num_classes).to(self.device)
         if self.device.type == "cuda":
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
         per_rank = self.plan.config.per_step // self.world_size
-        self.batch_norm = StepBatchNorm(self.model, per_rank, self.world_size)
-        self.optimizer = build_optimizer(self.model, run.train, fused=self.device.type == "cuda")
-        self.ema = Ema(self.model, run.train.ema_decay) if run.train.ema_decay else None
+        self.batch_norm = learning.StepBatchNorm(self.model, per_rank, self.world_size)
+        self.optimizer = learning.build_optimizer(self.model, run.train, fused=self.device.type == "cuda")
+        self.ema = learning.Ema(self.model, run.train.ema_decay) if run.train.ema_decay else None
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.amp_dtype is torch.float16 and self.device.type == "cuda"
         )
@@ -118,9 +120,9 @@ class Trainer:
         if run.train.compile:
             self.model.compile()
         self.parallel: nn.Module = self.model
-        self.gradients: OrderedGradients | None = None
+        self.gradients: learning.OrderedGradients | None = None
         if run.train.ordered_sum == "yes" or (run.train.ordered_sum == "auto" and self.device.type == "cpu"):
-            self.gradients = OrderedGradients(self.model, per_rank, self.world_size)
+            self.gradients = learning.OrderedGradients(self.model, per_rank, self.world_size)
         elif self.world_size > 1:
             # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
             self.parallel = DistributedDataParallel(
@@ -139,10 +141,6 @@ class Trainer:
         """Optimizer steps that are done, as the cursor has it."""
         return self.feed.global_step
 
-    def fit(self) -> None:
-        for _ in self.epochs():
-            pass
-
     def epochs(self) -> Iterator[None]:
         """Train what is left; stands still after each epoch and its validation."""
         try:
@@ -153,15 +151,20 @@ class Trainer:
             raise
         self.close()
 
+    def figures(self) -> dict[str, Any]:
+        """What a run comes to, so far: sums over its training, the newest validation, and where it stands."""
+        first = self.feed.first_batch_s
+        return {**self.metrics, "steps": self.global_step, "first_batch_s": first, "stopped": self.stopping}
+
     def _epochs(self) -> Iterator[None]:
         self.stopping = self._asked_to_stop()  # while it started
         for segment in () if self.stopping else self.feed:
             if segment.split == "train":
                 self._train(segment)
-                if self.stopping:
-                    break
             else:
                 self._validate(segment)
+            if self.stopping:
+                break
             if segment.split == "val" or not self.plan.has_val(segment.epoch):
                 self._report()
                 self._diagnose(segment)
@@ -171,10 +174,19 @@ class Trainer:
 
     def _asked_to_stop(self) -> bool:
         """Whether the run was asked to end; all ranks meet here."""
-        asked = torch.tensor(float(self.log is not None and stop_requested(self.run_uri)), device=self.device)
+        return self._summed(torch.tensor(float(self._sees_stop()), device=self.device)).item() > 0
+
+    def _sees_stop(self) -> bool:
+        return self.log is not None and stop_requested(self.run_uri)
+
+    def _summed(self, sums: torch.Tensor) -> torch.Tensor:
+        """Over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(asked)
-        return asked.item() > 0
+            dist.all_reduce(sums)
+        return sums
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None)
 
     def close(self) -> None:
         """End the stream and the log where they stand."""
@@ -193,14 +205,14 @@ class Trainer:
         self.model.train()
         meter = _Meter(self.feed, self.device)
         for step in segment:
-            lr = learning_rate(self.global_step, total, warmup, config.lr)
+            lr = learning.learning_rate(self.global_step, total, warmup, config.lr)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.batch_norm.begin()
             seen = []
             for number, batch in enumerate(step):
                 seen.append((batch.at, batch.index.tolist()))
-                meter.add(self._backward(batch, len(step), last=number + 1 == len(step)), len(batch.index))
+                meter.add(self._backward(batch, len(step), last=number + 1 == len(step)))
             self.batch_norm.end()
             self._update()
             if config.log_samples:
@@ -235,7 +247,7 @@ class Trainer:
         torch.manual_seed(batch.seed)  # dropout, too, is a function of the micro-batch
         synchronise = last or self.parallel is self.model
         with contextlib.nullcontext() if synchronise else self.parallel.no_sync():  # type: ignore[operator]
-            with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+            with self._autocast():
                 logits = self.parallel(batch.image)
             smoothing = self.run.train.label_smoothing
             losses = mixed_cross_entropy(logits.float(), batch.target, batch.mixed, smoothing)
@@ -269,30 +281,25 @@ class Trainer:
             )
 
     def _log_train(self, segment: SegmentFeed, step: int, lr: float, meter: _Meter) -> None:
-        stop = self.log is not None and stop_requested(self.run_uri)
-        loss, images, seconds, times, self.stopping = meter.read(self.world_size, stop)
+        stop = torch.tensor(float(self._sees_stop()), device=self.device)
+        loss, stops = self._summed(torch.stack([meter.loss, stop])).tolist()
+        self.stopping = stops > 0
+        loss /= meter.count * self.world_size
+        times, seconds = meter.read()  # after the sums, for which the host has waited
+        images, wait = times.images * self.world_size, times.wait_s / seconds
         self.metrics["images"] += images
         self.metrics["train_s"] += seconds
         self.metrics["wait_s"] += times.wait_s
         self.feed.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         if self.log is None:
             return
-        wait = times.wait_s / seconds if seconds else 0.0
-        values = {
-            "epoch": segment.epoch,
-            "loss": loss,
-            "lr": lr,
-            "images_per_s": images / seconds if seconds else 0.0,
-            "wait_fraction": wait,
-        }
+        values = {"epoch": segment.epoch, "loss": loss, "lr": lr}
+        values |= {"images_per_s": images / seconds, "wait_fraction": wait}
         self.log.write(
             "train",
             self.global_step,
             **values,
-            transfer_s=times.transfer_s,
-            decode_s=times.decode_s,
-            augment_s=times.augment_s,
-            compute_s=times.compute_s,
+            **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
             strength=self.feed.strength(segment.epoch, step - 1),
             num_bad=self.feed.num_bad,
             num_fallback=self.feed.num_fallback,
@@ -300,7 +307,7 @@ class Trainer:
         progress(
             logger,
             f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  step {step}/{segment.num_steps}  "
-            f"loss {loss:.4f}  {images / max(seconds, 1e-9):,.0f} images/s  waiting for data {wait:.0%}",
+            f"loss {loss:.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}",
             step=self.global_step,
             **values,
         )
@@ -317,21 +324,19 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for step in segment:
             for batch in step:
-                with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+                with self._autocast():
                     logits = model(batch.image).float()
                 losses = cross_entropy(logits, batch.target, reduction="none")
                 correct = (logits.argmax(1) == batch.target).float()
                 # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
                 real = batch.weight > 0
                 sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
-        if self.world_size > 1:
-            dist.all_reduce(sums)
-        loss, correct_sum, count = sums.tolist()
-        accuracy = correct_sum / max(count, 1.0)
-        self.metrics.update(val_accuracy=accuracy, val_loss=loss / max(count, 1.0), val_samples=int(count))
-        self.feed.exported.learnt(validation_accuracy=accuracy, validation_loss=self.metrics["val_loss"])
+        loss, accuracy, count = self._summed(sums).tolist()
+        loss, accuracy = loss / max(count, 1.0), accuracy / max(count, 1.0)
+        values = {"accuracy": accuracy, "loss": loss, "samples": int(count)}
+        self.metrics |= {f"val_{name}": value for name, value in values.items()}
+        self.feed.exported.learnt(validation_accuracy=accuracy, validation_loss=loss)
         if self.log:
-            values = {"accuracy": accuracy, "loss": loss / max(count, 1.0), "samples": int(count)}
             self.log.write("val", self.global_step, epoch=segment.epoch, **values)
             progress(
                 logger,
@@ -344,9 +349,7 @@ class Trainer:
     def _diagnose(self, segment: SegmentFeed) -> None:
         """At the end of an epoch: where the time of the run went; all ranks meet here."""
         sums = torch.tensor(dataclasses.astuple(self.feed.times()), dtype=torch.float64, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(sums)
-        images, *seconds = sums.tolist()
+        images, *seconds = self._summed(sums).tolist()
         times = StageTimes(int(images), *seconds)
         sentences = diagnose(times, world_size=self.world_size, actors=self.max_actors, device=self.device.type)
         if self.log:
@@ -356,12 +359,7 @@ class Trainer:
 
     def _report(self) -> None:
         """Checkpoint, on rank 0, and metrics; all ranks meet here."""
-        metrics = {
-            **self.metrics,
-            "steps": self.global_step,
-            "first_batch_s": self.feed.first_batch_s,
-            "stopped": self.stopping,
-        }
+        metrics = self.figures()
         if self.log is not None:
             self.log.sync()
             self._check_lease()
@@ -401,7 +399,7 @@ class Trainer:
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:
             raise ConfigError(f"checkpoint {checkpoint.name} is of another model: {error}") from error
-        restore_optimizer(self.optimizer, self.scaler, state["optimizer"], state["scaler"])
+        learning.restore_optimizer(self.optimizer, self.scaler, state["optimizer"], state["scaler"])
         if self.ema:
             self.ema.model.load_state_dict(state["ema"] or state["model"])
         self.metrics = state["metrics"]
@@ -414,33 +412,25 @@ def _amp_dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 
 class _Meter:
-    """Loss and throughput since the last reading; sums stay on the device, so nothing waits for it."""
+    """Loss and throughput since the last reading; sums stay on the device, so nothing waits for it.
+
+    Attributes:
+        loss: the sum over `count` micro-batches of this rank.
+    """
 
     def __init__(self, feed: Feed, device: torch.device) -> None:
-        self._feed, self._device = feed, device
-        self._reset()
+        self._feed, self.loss, self.count = feed, torch.zeros((), device=device), 0
+        self._times, self._since = feed.times(), time.perf_counter()
 
-    def _reset(self) -> None:
-        self._loss = torch.zeros((), device=self._device)
-        self._count = self._images = 0
-        self._times, self._since = self._feed.times(), time.perf_counter()
-
-    def add(self, loss: torch.Tensor, images: int) -> None:
-        if self._count == 0 and self._times.images == 0:
+    def add(self, loss: torch.Tensor) -> None:
+        if self.count == 0 and self._times.images == 0:
             self._since = time.perf_counter()  # the run's start-up, reported apart
-        self._loss += loss
-        self._count += 1
-        self._images += images
+        self.loss += loss
+        self.count += 1
 
-    def read(self, world_size: int, stop: bool) -> tuple[float, int, float, StageTimes, bool]:
-        """Mean loss over all ranks, images of all ranks, seconds, this rank's times, and whether any rank wants to
-        stop."""
-        sums = torch.stack([self._loss, torch.tensor(float(stop), device=self._device)])
-        if world_size > 1:
-            dist.all_reduce(sums)
-        loss_sum, stops = sums.tolist()
-        loss = loss_sum / max(1, self._count * world_size)
-        seconds = time.perf_counter() - self._since
-        result = (loss, self._images * world_size, seconds, self._feed.times() - self._times, stops > 0)
-        self._reset()
-        return result
+    def read(self) -> tuple[StageTimes, float]:
+        """This rank's times, and seconds in all; begins anew."""
+        times, now = self._feed.times(), time.perf_counter()
+        found = times - self._times, now - self._since
+        self.loss, self.count, self._times, self._since = torch.zeros_like(self.loss), 0, times, now
+        return found

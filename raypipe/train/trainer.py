@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -28,9 +28,6 @@ from raypipe.failures import is_final
 from raypipe.rayext.admission import holders
 from raypipe.rayext.cluster import largest_divisor, started_here
 
-if TYPE_CHECKING:
-    from raypipe.interrupts import Interrupts
-
 logger = logging.getLogger(__name__)
 
 # Trainers that have room are there at once. Ray Train looks again for room after so long (cluster.py sets it).
@@ -39,11 +36,9 @@ _TOLD_EVERY_S = 60.0
 
 
 class BoundedScalingPolicy(ScalingPolicy):
-    """One of Ray Train's policies below, which says so when trainers wait for room, and does not wait for ever.
+    """One of Ray Train's policies below, which says so when trainers wait for room.
 
-    Args:
-        scaling_config: of the run.
-        timeout_s: after which a run whose trainers have no room ends.
+    A run whose trainers have had none for `timeout_s` ends.
     """
 
     def __init__(self, scaling_config: ScalingConfig, timeout_s: float) -> None:
@@ -58,33 +53,26 @@ class BoundedScalingPolicy(ScalingPolicy):
             self._since = now
         waited = now - self._since
         if waited > self._timeout_s:
-            raise ResourceError(
-                f"{self._need()} have had no room for {self._timeout_s:g} s (pool.stall_timeout_s){self._advice()}"
-            )
+            raise ResourceError(self._told(f"have had no room for {self._timeout_s:g} s"))
         if waited > _TOLD_AFTER_S and now - self._told_at > _TOLD_EVERY_S:
             self._told_at = now
-            left = self._timeout_s - waited
-            logger.warning(
-                "%s have no room; the run ends in %.0f s (pool.stall_timeout_s)%s",
-                self._need(),
-                left,
-                self._advice(),
-            )
+            logger.warning(self._told(f"have no room; the run ends in {self._timeout_s - waited:.0f} s"))
         return super().make_decision_for_non_running_worker_group()  # type: ignore[safe-super]
 
     def make_decision_for_running_worker_group(self, *args: Any, **options: Any) -> ScalingDecision:
         self._since = None
         return super().make_decision_for_running_worker_group(*args, **options)  # type: ignore[safe-super]
 
-    def _need(self) -> str:
+    def _told(self, what: str) -> str:
+        """What is with the trainers, who holds what they need, and what to do."""
         config: Any = self.scaling_config
         workers = config.min_workers if config.elasticity_enabled else config.num_workers
         each = " and ".join(f"{n:g} {kind}" for kind, n in config._resources_per_worker_not_none.items() if n)
-        return f"{workers} trainers of {each} each"
-
-    def _advice(self) -> str:
-        who = holders()
-        return f"{f': {who}' if who else ''}. Add nodes, or stop other jobs (`ray job list`)"
+        who = f": {who}" if (who := holders()) else ""
+        return (
+            f"{workers} trainers of {each} each {what} (pool.stall_timeout_s){who}. Add nodes, or stop other jobs "
+            "(`ray job list`)"
+        )
 
 
 class FixedPolicy(BoundedScalingPolicy, FixedScalingPolicy):
@@ -92,13 +80,7 @@ class FixedPolicy(BoundedScalingPolicy, FixedScalingPolicy):
 
 
 class DivisorScalingPolicy(BoundedScalingPolicy, ElasticScalingPolicy):
-    """Ray Train's elastic policy, which takes only numbers of workers that can share a step evenly.
-
-    Args:
-        scaling_config: with `num_workers` a pair.
-        timeout_s: see above.
-        per_step: M.
-    """
+    """Ray Train's elastic policy, which takes only numbers of workers that can share the M of a step evenly."""
 
     def __init__(self, scaling_config: ScalingConfig, timeout_s: float, per_step: int) -> None:
         super().__init__(scaling_config, timeout_s)
@@ -124,23 +106,15 @@ class RunTrainer(TorchTrainer):
     Args:
         per_step: M.
         timeout_s: after which a run whose trainers have no room ends.
-        interrupts: of the run.
-        on_interrupt: asks the run to end by itself.
+        take_signals: called once Ray Train has taken Ctrl-C for itself.
         args, options: for TorchTrainer.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        per_step: int,
-        timeout_s: float,
-        interrupts: Interrupts,
-        on_interrupt: Callable[[], None],
-        **options: Any,
+        self, *args: Any, per_step: int, timeout_s: float, take_signals: Callable[[], None], **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self._per_step, self._timeout_s = per_step, timeout_s
-        self._interrupts, self._on_interrupt = interrupts, on_interrupt
+        self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # of Ray Train's version 2, which its type does not say
@@ -163,4 +137,4 @@ class RunTrainer(TorchTrainer):
 
     def _register_sigint_handler(self, controller: Any) -> None:
         super()._register_sigint_handler(controller)  # what a second Ctrl-C gets: it aborts
-        self._interrupts.hand_over(self._on_interrupt)
+        self._take_signals()

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from raypipe.config import OnBadSample, TransformConfig
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.schedule import Split
 from raypipe.stores.base import Store, title_of
@@ -103,7 +103,7 @@ class MicroBatchTransform:
         self,
         content: Content,
         *,
-        on_bad_sample: OnBadSample = "substitute",
+        on_bad_sample: Literal["substitute", "raise"] = "substitute",
         exact: bool = False,
         store_address: str = "",
         sample_name: Callable[[int], str] = lambda _: "",

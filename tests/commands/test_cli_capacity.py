@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.commands.cli import main
-from raypipe.train.runlog import RunLog
+from raypipe.train.run_folder import RunLog
 
 from test_measured import CONTENT  # isort: skip
 

@@ -12,7 +12,8 @@ from raypipe.commands.cli import parse_job, parse_run
 from raypipe.commands.policies import Policy, TuneConfig, judge, policies, seeds
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, StrengthConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.train.launch import as_plain, check_augment
+from raypipe.train.launch import check_augment
+from raypipe.train.run_folder import as_plain
 
 RUN = parse_run([], None)  # of the digits
 PLAIN = RunConfig(transform=TransformConfig(train="light"), augment=AugmentConfig(mean=(0.1, 0.2, 0.3)))

@@ -218,7 +218,8 @@ def train(
         trainer = RunTrainer(
             train_fn,
             per_step=PLAN.per_step,
-            on_interrupt=lambda: None,
+            timeout_s=900,
+            take_signals=lambda: None,
             train_loop_config={"spec": spec, "folder": name, "consume_s": trainers.consume_s},
             scaling_config=ray.train.ScalingConfig(
                 num_workers=(trainers.fewest, trainers.most) if elastic else trainers.most,

@@ -15,8 +15,7 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import HostBatch, on_device
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.train.models import Ema, build_optimizer, small_model
-from raypipe.train.ordered_sum import StepBatchNorm
+from raypipe.train.learning import Ema, StepBatchNorm, build_optimizer, small_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,8 @@ from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import write_checkpoint
-from raypipe.train.launch import (
-    _check_run_folder,
-    _leave_traces,
-    as_plain,
-    describe,
-    locate,
-    located,
-    num_classes_of,
-    spec_of,
-    store_config,
-    train,
-)
+from raypipe.train.launch import _leave_traces, describe, num_classes_of, spec_of, train
+from raypipe.train.run_folder import as_plain, locate, store_config
 
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),
@@ -159,58 +148,7 @@ def test_stores_with_other_classes_are_refused() -> None:
     assert num_classes_of(RUN, spec(store(("a", "b")), store(None))) == 2
 
 
-# The run's folder
-
-
-def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
-    uri = (tmp_path / "mine").as_uri()
-    _check_run_folder(uri, resume=False)
-    with pytest.raises(ConfigError, match=r"no run at .*/mine: expected is the folder"):
-        _check_run_folder(uri, resume=True)
-    store_config(RUN, uri)
-    _check_run_folder(uri, resume=True)
-    with pytest.raises(ConfigError, match=r"a run at .*/mine already: .*--resume, or choose --name"):
-        _check_run_folder(uri, resume=False)
-
-
-def test_a_folder_that_holds_no_run_may_become_one(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("")
-    _check_run_folder(tmp_path.as_uri(), resume=False)
-
-
-def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path.as_uri(), Cursor(0, 1, "f" * 16), lambda file: file.write(b"x"), {})
-    _check_run_folder(tmp_path.as_uri(), resume=True)
-    with pytest.raises(ConfigError, match=r"a run at .* already"):
-        _check_run_folder(tmp_path.as_uri(), resume=False)
-
-
-def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_once(tmp_path: Path) -> None:
-    run = RunConfig(runs=str(tmp_path / "runs"))
-    with located(run) as (first, first_uri, _), located(run) as (second, second_uri, _):
-        assert (first_uri != second_uri and first.name in second.name) or first.name < second.name
-        assert all((tmp_path / "runs" / each.name / "lease").is_dir() for each in (first, second))
-        with (
-            pytest.raises(ConfigError, match=rf"{second.name} is in use by process {os.getpid()} of"),
-            located(dataclasses.replace(run, name=second.name)),
-        ):
-            pass
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command", ["train", "search"])
-def test_a_run_in_rays_copy_of_a_jobs_folder_is_refused_at_once(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = tmp_path / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
-    copy.mkdir(parents=True)
-    monkeypatch.chdir(copy)
-    with (
-        pytest.raises(ConfigError, match=r"runs leads to .*temporary copy .* set runs to .*s3://bucket/runs"),
-        located(RunConfig(), "tune-" if command == "search" else ""),
-    ):
-        pass
-    assert not list(copy.iterdir())
+# What is refused, and what is left
 
 
 def tree(folder: Path) -> dict[str, bytes]:

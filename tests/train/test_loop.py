@@ -28,7 +28,7 @@ from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.launch import spec_of, train
 from raypipe.train.loop import Trainer
-from raypipe.train.runlog import request_stop
+from raypipe.train.run_folder import request_stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(240)]
 
@@ -227,7 +227,7 @@ def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_e
 
     def trains(spec: StreamSpec) -> None:
         train_fn_utils._train_fn_utils = _Session()
-        Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").fit()
+        list(Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").epochs())
 
     spec = spec_of(run, tmp_path.as_uri())
     spec = dataclasses.replace(

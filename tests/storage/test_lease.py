@@ -16,17 +16,18 @@ import pytest
 from raypipe.commands.cli import _finish, parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.storage import run_folder
+from raypipe.storage import lease
 from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.run_folder import RunExistsError, check_owner, is_held, taken
-from raypipe.train.launch import store_config, train
+from raypipe.storage.lease import RunExistsError, check_owner, is_held, taken
+from raypipe.train.launch import train
+from raypipe.train.run_folder import store_config
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of the module, in tenths of seconds instead of seconds."""
     for name, seconds in (("_RENEW_S", 0.5), ("_EXPIRES_S", 3.0), ("_LOOK_S", 0.1), ("_RACE_S", 0.5)):
-        monkeypatch.setattr(run_folder, name, seconds)
+        monkeypatch.setattr(lease, name, seconds)
 
 
 @contextlib.contextmanager
@@ -66,7 +67,7 @@ def test_a_process_that_was_killed_loses_the_folder_at_once(tmp_path: Path) -> N
         os.waitpid(child, 0)
         begun = time.monotonic()
         with taken(run_uri) as mine:
-            assert time.monotonic() - begun < run_folder._EXPIRES_S / 4
+            assert time.monotonic() - begun < lease._EXPIRES_S / 4
             assert [path.stem for path in (tmp_path / "lease").iterdir()] == [mine.token]
 
 
@@ -87,7 +88,7 @@ def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
 def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "_RACE_S", 30.0)  # on a busy machine, too
+    monkeypatch.setattr(lease, "_RACE_S", 30.0)  # on a busy machine, too
     go, had, children = tmp_path / "go", tmp_path / "had", []
     had.mkdir()
     for number in range(6):
@@ -135,7 +136,7 @@ def test_another_machines_run_loses_the_folder_when_it_is_no_more_heard_of(
     begun = time.monotonic()
     with taken(run_uri) as mine:
         # The storage may know times to the second only.
-        assert time.monotonic() - begun > run_folder._EXPIRES_S - 1.5
+        assert time.monotonic() - begun > lease._EXPIRES_S - 1.5
         assert is_held(run_uri, mine.token) and not is_held(run_uri, "ab")
     assert (
         "is held by process 1 of u on far, since 2026-01-01 00:00:00 UTC: waiting up to 3 s"
@@ -195,7 +196,7 @@ def test_a_lease_in_a_bucket_that_is_given_back_while_it_is_renewed_stays_given_
         time.sleep(1)  # in which it is given back, or would be
         return found
 
-    monkeypatch.setattr(run_folder, "is_held", slow_look)
+    monkeypatch.setattr(lease, "is_held", slow_look)
     with taken(f"{bucket}/run"):
         assert looked.wait(30)
     time.sleep(2)

@@ -1,17 +1,31 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
 
+from raypipe.config import RunConfig
+from raypipe.errors import ConfigError
 from raypipe.metrics.records import SAMPLES, read_records
+from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.train import runlog
-from raypipe.train.runlog import RunLog, remove_stop, request_stop, stop_requested
+from raypipe.train import run_folder
+from raypipe.train.checkpoints import write_checkpoint
+from raypipe.train.run_folder import (
+    RunLog,
+    check_run_folder,
+    located,
+    remove_stop,
+    request_stop,
+    stop_requested,
+    store_config,
+)
 
 
 def steps(run: Path | str, kind: str = "train") -> list[int]:
@@ -25,6 +39,63 @@ def written(run: Path, numbers: range, at: int = 0) -> None:
     for step in numbers:
         log.write("train", step, loss=step / 2)
     log.close()
+
+
+# The run's folder
+
+
+def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
+    uri = (tmp_path / "mine").as_uri()
+    check_run_folder(uri, resume=False)
+    with pytest.raises(ConfigError, match=r"no run at .*/mine: expected is the folder"):
+        check_run_folder(uri, resume=True)
+    store_config(RunConfig(), uri)
+    check_run_folder(uri, resume=True)
+    with pytest.raises(ConfigError, match=r"a run at .*/mine already: .*--resume, or choose --name"):
+        check_run_folder(uri, resume=False)
+
+
+def test_a_folder_that_holds_no_run_may_become_one(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    check_run_folder(tmp_path.as_uri(), resume=False)
+
+
+def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path.as_uri(), Cursor(0, 1, "f" * 16), lambda file: file.write(b"x"), {})
+    check_run_folder(tmp_path.as_uri(), resume=True)
+    with pytest.raises(ConfigError, match=r"a run at .* already"):
+        check_run_folder(tmp_path.as_uri(), resume=False)
+
+
+def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_once(tmp_path: Path) -> None:
+    run = RunConfig(runs=str(tmp_path / "runs"))
+    with located(run) as (first, first_uri, _), located(run) as (second, second_uri, _):
+        assert (first_uri != second_uri and first.name in second.name) or first.name < second.name
+        assert all((tmp_path / "runs" / each.name / "lease").is_dir() for each in (first, second))
+        with (
+            pytest.raises(ConfigError, match=rf"{second.name} is in use by process {os.getpid()} of"),
+            located(dataclasses.replace(run, name=second.name)),
+        ):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["train", "search"])
+def test_a_run_in_rays_copy_of_a_jobs_folder_is_refused_at_once(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    with (
+        pytest.raises(ConfigError, match=r"runs leads to .*temporary copy .* set runs to .*s3://bucket/runs"),
+        located(RunConfig(), "tune-" if command == "search" else ""),
+    ):
+        pass
+    assert not list(copy.iterdir())
+
+
+# The record
 
 
 def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
@@ -125,7 +196,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path, monkeyp
     def from_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
         return remote, uri.removeprefix("bucket://")
 
-    monkeypatch.setattr(runlog, "open_filesystem", from_uri)
+    monkeypatch.setattr(run_folder, "open_filesystem", from_uri)
     run = tmp_path / "runs" / "mine"
     log = RunLog("bucket://runs/mine", 0)
     log.write("train", 1, loss=1.0)

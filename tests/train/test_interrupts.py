@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from raypipe.config import PlanConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
-from raypipe.interrupts import Interrupts
-from raypipe.train.launch import train
+from raypipe.train.launch import Interrupts, train
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def send(signum: int) -> None:

@@ -1,0 +1,258 @@
+"""The folder of a run: who may have it, how it is asked to stop, and what it records.
+
+RUN/config.yaml        the effective configuration
+RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
+                       ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale");
+                       see `raypipe.metrics.records`
+RUN/samples.jsonl      with train.log_samples: which samples each micro-batch had
+RUN/tensorboard/       the same as events
+RUN/stop               is made to end the run, with a checkpoint, at its next line of progress; the run removes it
+RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
+RUN/report.html        all of it as one page, see `raypipe.pages.report`
+RUN/checkpoint_*/      see `raypipe.train.checkpoints`
+RUN/lease/             who has the folder, see `raypipe.storage.lease`
+RUN/ray/               Ray Train's own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import yaml
+
+from raypipe.config import RunConfig
+from raypipe.errors import ConfigError
+from raypipe.metrics.records import METRICS, SAMPLES, START, Appender
+from raypipe.plan.schedule import MicroBatchId
+from raypipe.storage.filesystem import (
+    as_uri,
+    check_bucket,
+    check_lasting,
+    exists,
+    explained,
+    is_remote,
+    join,
+    open_filesystem,
+    read_whole,
+    split,
+)
+from raypipe.storage.lease import RunExistsError, check_owner, taken
+from raypipe.storage.whole_file import write_text
+from raypipe.stores.digits import digits_stores
+from raypipe.train.checkpoints import has_checkpoints
+from raypipe.transform.transform_steps import config_without_files
+
+_STOP_FILE = "stop"
+_MAX_STARTS = 100  # of one second, that find a name for themselves
+
+
+def request_stop(run_uri: str) -> None:
+    """Ask the trainers of a run to end at their next line of progress, with a checkpoint."""
+    filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
+    with filesystem.open_output_stream(path):
+        pass
+
+
+def stop_requested(run_uri: str) -> bool:
+    """Whether the trainers of a run were asked to end."""
+    return exists(join(run_uri, _STOP_FILE))
+
+
+def remove_stop(run_uri: str) -> None:
+    """Take the request back."""
+    if stop_requested(run_uri):
+        filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
+        filesystem.delete_file(path)
+
+
+@contextlib.contextmanager
+def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, str]]:
+    """Within, a run has its folder for itself alone.
+
+    Args:
+        run: the name is that of the run to resume, or its own, or made from the date.
+        prefix: of a name that is made from the date.
+
+    Yields:
+        The run with its name, its stores and the steps of its transforms; the URI of its folder; and its lease.
+
+    Raises:
+        ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or it is
+            going on; or the folder does not outlast the job; or a file of steps cannot be read.
+    """
+    own = bool(run.name or run.resume)
+    stem = prefix + datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    with contextlib.ExitStack() as stack:
+        for number in itertools.count(1):
+            try:
+                name = run.name if own else stem if number == 1 else f"{stem}-{number}"
+                found, run_uri = locate(dataclasses.replace(run, name=name))
+                lease = stack.enter_context(taken(run_uri))
+                check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
+                break
+            except RunExistsError:
+                if own or number == _MAX_STARTS:
+                    raise
+        yield found, run_uri, lease.token
+
+
+def locate(run: RunConfig) -> tuple[RunConfig, str]:
+    """A run with its name, its stores and its transforms' steps, and the URI of its folder; see `located`."""
+    if run.resume:
+        check_owner(run.resume, run.trust)
+        runs, name = split(run.resume)
+        run = dataclasses.replace(run, runs=runs or ".", name=name)
+    run_uri = join(as_uri(run.runs), run.name)
+    check_lasting(run_uri, "runs")
+    check_run_folder(run_uri, bool(run.resume))
+    if not run.store.train:
+        train_address, val_address = digits_stores()
+        store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
+        run = dataclasses.replace(run, store=store)
+    return dataclasses.replace(run, transform=config_without_files(run.transform)), run_uri
+
+
+def is_run(run_uri: str) -> bool:
+    """Whether there is a run at a URI, even one that has lost its configuration."""
+    check_bucket(run_uri)
+    with explained(ConfigError, f"{run_uri} cannot be used"):
+        return exists(join(run_uri, "config.yaml")) or has_checkpoints(run_uri)
+
+
+def check_run_folder(run_uri: str, resume: bool) -> None:
+    """Raise ConfigError where there is no run and one is to be resumed, or there is one and none is."""
+    if resume and not is_run(run_uri):
+        raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")
+    if not resume and is_run(run_uri):
+        raise RunExistsError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
+
+
+def make_folder(run_uri: str) -> None:
+    """Make the folder of a run, if it is not there."""
+    with explained(ConfigError, f"{run_uri} cannot be written to"):
+        filesystem, path = open_filesystem(run_uri)
+        filesystem.create_dir(path, recursive=True)
+
+
+def store_config(run: RunConfig, run_uri: str) -> None:
+    make_folder(run_uri)
+    write_text(join(run_uri, "config.yaml"), yaml.safe_dump(as_plain(run), sort_keys=False))
+
+
+def as_plain(run: RunConfig) -> dict[str, Any]:
+    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust` left out."""
+    plain = dataclasses.asdict(run)
+    del plain["resume"], plain["trust"]
+    return json.loads(json.dumps(plain))  # tuples become lists
+
+
+class RunLog:
+    """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
+
+    What cannot be written is left out, with one warning: a run does not end for its record.
+
+    Args:
+        run_uri: the run's folder.
+        global_step: where the run starts or resumes.
+        workers: W.
+        validates: whether it resumes with the validation of that step; an earlier record of it holds no more.
+
+    Raises:
+        ConfigError: what an earlier start has recorded in object storage cannot be read.
+    """
+
+    def __init__(self, run_uri: str, global_step: int, workers: int = 1, validates: bool = False) -> None:
+        self._run_uri, self._local = run_uri, not is_remote(run_uri)
+        self._filesystem, self._remote = open_filesystem(run_uri)
+        self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
+        self._appender = Appender(self._folder, run_uri)
+        with self._appender.best_effort("the folder"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._local:
+            for name in (METRICS, SAMPLES):
+                with explained(ConfigError, f"{join(run_uri, name)} cannot be read"):
+                    content = read_whole(self._filesystem, f"{self._remote}/{name}")
+                if content is not None:
+                    (self._folder / name).write_bytes(content)
+        self._events = _Events(self._folder / "tensorboard", global_step + 1, self._appender)
+        start = {"kind": START, "step": global_step, "workers": workers, "validates": validates}
+        self._appender.append(METRICS, [start])
+        if (self._folder / SAMPLES).exists():
+            self._appender.append(SAMPLES, [start])
+
+    def write_samples(self, rows: list[tuple[MicroBatchId, list[int]]], step: int) -> None:
+        """Record which samples the micro-batches of a step had; `step` is the global step."""
+        records = [{"micro_batch": str(at), "step": step, "indices": indices} for at, indices in rows]
+        self._appender.append(SAMPLES, records)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Record values at a global step; `kind` is one of those above."""
+        self._appender.append(METRICS, [{"kind": kind, "step": step, **values}])
+        scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        self._events.add(scalars, step)
+
+    def sync(self) -> None:
+        """Make what was written so far visible at the run's address."""
+        self._events.do("flush")
+        self._copy("the record")
+
+    def close(self) -> None:
+        self._events.do("close")
+        self._copy(f"the record, which is left in {self._folder},", last=True)
+
+    def _copy(self, what: str, last: bool = False) -> None:
+        if self._local:
+            return
+        with self._appender.best_effort(what):
+            pyarrow.fs.copy_files(
+                str(self._folder),
+                self._remote,
+                source_filesystem=pyarrow.fs.LocalFileSystem(),
+                destination_filesystem=self._filesystem,
+                use_threads=False,  # as Ray Train does for S3: uploads take threads of the same pool
+            )
+            if last:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Events:
+    """TensorBoard events, written here: tensorboardX's thread dies of a full disk, and its queue blocks then."""
+
+    def __init__(self, folder: Path, purge_step: int, appender: Appender) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._best_effort = appender.best_effort
+        self._writer: EventsWriter | None = None
+        with self._best_effort("tensorboard"):
+            folder.mkdir(exist_ok=True)
+            # Its name has the second alone, and it would replace the file of another start of that second.
+            self._writer = EventsWriter(str(folder / "events"), f".{secrets.token_hex(4)}")
+        # Of an earlier start, events from this step on are hidden.
+        self.do("write_event", Event(step=purge_step, file_version="brain.Event:2"))
+        self.do("write_event", Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, scalars: dict[str, float], step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        for name, value in scalars.items():
+            self.do("write_event", Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
+
+    def do(self, method: str, *arguments: Any) -> None:
+        """Call a method of the writer, if there is one."""
+        if self._writer is not None:
+            with self._best_effort("tensorboard"):
+                getattr(self._writer, method)(*arguments)

@@ -25,14 +25,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
-from raypipe.transform.transform_steps import Steps, build_steps, is_file, read_steps
+from raypipe.transform.transform_steps import Steps, albumentations, build_steps, is_file, read_steps
 
 Transform = Callable[..., Any]
 
@@ -57,9 +55,9 @@ def build_transform(transform: str | Steps, size: int) -> Transform | None:
     if size < 1:
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
     if isinstance(transform, list):
-        return build_steps(transform, _albumentations())
+        return build_steps(transform)
     if is_file(transform):
-        return build_steps(read_steps(transform), _albumentations())
+        return build_steps(read_steps(transform))
     _check_name(transform)
     if transform == "none":
         return None
@@ -96,20 +94,6 @@ def _check_name(name: str) -> None:
 def is_preset(transform: object) -> bool:
     """Whether a transform is named here and ends at size × size."""
     return isinstance(transform, str) and transform in PRESETS
-
-
-def _albumentations() -> Any:
-    # It asks the network for a newer version at import, in every actor; and the newer one is AGPL.
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    if "albumentations" in sys.modules or "torch" in sys.modules:
-        return importlib.import_module("albumentations")
-    # It goes on without its torch part where that cannot be imported, as without torch. The presets have no
-    # use for it, and an actor starts 2 to 3 s sooner.
-    sys.modules["albumentations.pytorch"] = None  # type: ignore[assignment]
-    try:
-        return importlib.import_module("albumentations")
-    finally:
-        del sys.modules["albumentations.pytorch"]
 
 
 def _torchvision() -> Any:
@@ -174,12 +158,12 @@ def _tv(name: str = "", **arguments: int) -> Callable[[Any, int], Transform]:
 
 
 PRESETS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Transform]]] = {
-    "light": (_albumentations, _light),
-    "heavy": (_albumentations, _heavy),
-    "center": (_albumentations, _center),
-    "resize": (_albumentations, _resize),
-    "flip-crop": (_albumentations, _flip_crop),
-    "small": (_albumentations, _small),
+    "light": (albumentations, _light),
+    "heavy": (albumentations, _heavy),
+    "center": (albumentations, _center),
+    "resize": (albumentations, _resize),
+    "flip-crop": (albumentations, _flip_crop),
+    "small": (albumentations, _small),
     "tv-light": (_torchvision, _tv()),
     "autoaugment": (_torchvision, _tv("AutoAugment")),
     "randaugment": (_torchvision, _tv("RandAugment", num_ops=2, magnitude=9)),

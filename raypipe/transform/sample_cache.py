@@ -1,12 +1,13 @@
 """Decoded samples of a store that a node keeps across epochs, in its memory or on its disk.
 
-    ROOT/KEY/            one folder per store (its fingerprint), settings and versions of the decode, limit, and
-                         start of the machine; what is in it is a pure function of these and of a sample's index
-        use.lock         shared lock: a process has it open; exclusive: it is being removed
-        slots            uint64 (1 + N,): the limit, bytes; then one word per sample, 0 = it is not here
-        pixels-0000, …   parts of equal size; each is written by the one process that made it, and mapped by all
-        full             somebody has told that there is no part left
-    ROOT/.lock           exclusive lock: somebody opens caches, and removes those that no process has open
+    ROOT/KEY/      one folder per store (its fingerprint), settings and versions of the decode, limit, and start of
+                   the machine; what is in it is a pure function of these and of a sample's index
+        use.lock   shared lock: a process has it open; exclusive: it is being removed
+        slots      uint64 (1 + N,): the limit, bytes; then one word per sample, 0 = it is not here
+        pixels     parts of equal size, holes at first; each is written by one process, and all are mapped by all
+        part-0, …  somebody has taken this part
+        full       somebody has told that there is no part left
+    ROOT/.lock     exclusive lock: somebody opens caches, and removes those that no process has open
 
 ROOT is /dev/shm/raypipe-UID/samples, or RAYPIPE_CACHE/samples. A sample's record is its index, its label and its
 pixels. Its word, which says where the record begins and how large the image is, is set last and in one store of
@@ -17,9 +18,9 @@ what was written before a failure of its power may be there in part.
 When there is no room left, later samples are decoded as without a cache. Nothing is evicted: an epoch takes each
 sample once, so what would be evicted is wanted before what takes its place is wanted again.
 
-Why files that all actors map, and no objects in Ray's store: to get one takes 0.2 ms in a request for many, and up
-to 1.5 ms alone, where a small image is decoded in 0.1 ms; it is lost with the actor that made it; somebody must
-know the ids of all; and what is in flight could no longer count on the store's room.
+Why a file that all actors map, and no objects in Ray's store: to get one takes 0.2 ms in a request for many,
+and up to 1.5 ms alone, where a small image is decoded in 0.1 ms; it is lost with the actor that made it;
+somebody must know the ids of all; and what is in flight could no longer count on the store's room.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import re
 import shutil
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,7 @@ from raypipe.transform.decode import decode
 logger = logging.getLogger(__name__)
 
 # To be raised by whoever changes the files' format, or the pixels that raypipe.transform.decode makes.
-_FORMAT = 1
+_FORMAT = 2
 _DECODERS = ("raypipe", "simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
 _MEMORY = Path("/dev/shm")
 _KEY = re.compile("[0-9a-f]{32}")
@@ -100,12 +101,13 @@ class SampleCache:
 
     def __init__(self, folder: Path, lock: int, config: TransformConfig) -> None:
         self._folder, self._config = folder, config
-        self.close = weakref.finalize(self, os.close, lock)
         self._slots = np.asarray(np.memmap(folder / "slots", np.uint64, "r+"))
         self._num_parts, self._part_bytes = _parts_of(int(self._slots[0]), len(self._slots) - 1)
-        self._parts: dict[int, mmap.mmap | None] = {}
-        self._mine, self._number, self._at = -1, -1, self._part_bytes  # the part that this process writes
-        self._close_mine: Callable[[], object] | None = None
+        self._file = os.open(folder / "pixels", os.O_RDWR | os.O_CLOEXEC)
+        self._pixels = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
+        for descriptor in (lock, self._file):
+            weakref.finalize(self, os.close, descriptor)
+        self._number, self._at, self._end = -1, 0, 0  # of the part that this process writes
         self.full = False
 
     def find(self, indices: np.ndarray) -> dict[int, Decoded]:
@@ -146,17 +148,17 @@ class SampleCache:
         if self.full or self._slots[1 + index]:
             return
         if max(height, width) > _MAX_SIDE or num_bytes > self._part_bytes:
-            if self._mine < 0:  # the first that there is to keep: most are as large
+            if self._number < 0:  # the first that there is to keep: most are as large
                 self._give_up(
                     f"an image of {height}x{width} takes more than its parts of {self._part_bytes:,} bytes; "
                     f"pool.cache_bytes={_NUM_PARTS * num_bytes} would do"
                 )
             return
-        if self._at + num_bytes > self._part_bytes and not self._take_part():
-            return
         try:
+            if self._at + num_bytes > self._end and not self._take_part():
+                return
             # Written, not mapped: where the disk is full this is an error, and not the end of the process.
-            written = os.pwritev(self._mine, [_HEADER.pack(index, label), pixels.data], self._at)
+            written = os.pwritev(self._file, [_HEADER.pack(index, label), pixels.data], self._at)
         except OSError as error:
             self._give_up(str(error))
             return
@@ -165,75 +167,55 @@ class SampleCache:
             return
         # An aligned store of 8 bytes is seen whole or not at all; and, on any CPU, not before the pixels: the
         # kernel's locks of the write, and the interpreter's behind it, lie between the two.
-        start = self._number * self._part_bytes + self._at
-        self._slots[1 + index] = start // _ALIGN << 2 * _SIDE_BITS | height << _SIDE_BITS | width
+        self._slots[1 + index] = self._at // _ALIGN << 2 * _SIDE_BITS | height << _SIDE_BITS | width
         self._at += -(-num_bytes // _ALIGN) * _ALIGN
 
     def _sample(self, index: int, word: int) -> Decoded | None:
         height, width = word >> _SIDE_BITS & _MAX_SIDE, word & _MAX_SIDE
-        number, at = divmod((word >> 2 * _SIDE_BITS) * _ALIGN, self._part_bytes)
-        part = self._part(number)
-        end = at + _HEADER.size + height * width * 3
-        if part is None or not height * width or end > self._part_bytes:
+        at = (word >> 2 * _SIDE_BITS) * _ALIGN
+        num_values = height * width * 3
+        if not num_values or at + _HEADER.size + num_values > len(self._pixels):
             return None
-        found, label = _HEADER.unpack_from(part, at)
+        found, label = _HEADER.unpack_from(self._pixels, at)
         if found != index:  # no process has written this
             return None
-        pixels = np.frombuffer(part, np.uint8, height * width * 3, at + _HEADER.size)
+        pixels = np.frombuffer(self._pixels, np.uint8, num_values, at + _HEADER.size)
         return Decoded(pixels.reshape(height, width, 3), label)
 
-    def _part(self, number: int) -> mmap.mmap | None:
-        """A part to read from; None: it is gone, as after `rm -r` of the folder."""
-        if number not in self._parts:
-            try:
-                with self._path(number).open("rb") as file:
-                    self._parts[number] = mmap.mmap(file.fileno(), self._part_bytes, prot=mmap.PROT_READ)
-            except (OSError, ValueError):
-                self._parts[number] = None
-        return self._parts[number]
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"pixels-{number:04}"
-
     def _take_part(self) -> bool:
-        """Make the next part that nobody has made; whether there was one."""
+        """Take the next part that nobody has taken; whether there was one."""
         for number in range(self._number + 1, self._num_parts):
-            try:
-                descriptor = os.open(self._path(number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                os.ftruncate(descriptor, self._part_bytes)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                self._give_up(str(error))
-                return False
-            if self._close_mine is not None:
-                self._close_mine()
-            self._close_mine = weakref.finalize(self, os.close, descriptor)
-            self._mine, self._number, self._at = descriptor, number, 0
-            return True
+            if self._is_first(f"part-{number}"):
+                self._number, self._at = number, number * self._part_bytes
+                self._end = self._at + self._part_bytes
+                return True
         self._give_up("")
         return False
+
+    def _is_first(self, name: str) -> bool:
+        """Whether no process has asked this of the name before."""
+        try:
+            os.close(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        return True
 
     def _give_up(self, error: str) -> None:
         self.full = True
         num_samples, num_kept = len(self._slots) - 1, int(np.count_nonzero(self._slots[1:]))
         if error:
             logger.warning("nothing more goes into the cache of decoded samples in %s: %s", self._folder, error)
-            return
-        try:
-            os.close(os.open(self._folder / "full", os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
-        except OSError:
-            return  # another process has told
-        limit = int(self._slots[0])
-        logger.warning(
-            "the cache of decoded samples in %s is full: its %s bytes hold %s of %s samples, and the others are "
-            "decoded in every epoch; pool.cache_bytes=%s would hold about all of them",
-            self._folder,
-            f"{limit:,}",
-            f"{num_kept:,}",
-            f"{num_samples:,}",
-            round(1.1 * limit * num_samples / max(1, num_kept)),
-        )
+        elif self._is_first("full"):
+            limit = int(self._slots[0])
+            logger.warning(
+                "the cache of decoded samples in %s is full: its %s bytes hold %s of %s samples, and the others"
+                " are decoded in every epoch; pool.cache_bytes=%s would hold about all of them",
+                self._folder,
+                f"{limit:,}",
+                f"{num_kept:,}",
+                f"{num_samples:,}",
+                round(1.1 * limit * num_samples / max(1, num_kept)),
+            )
 
 
 def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
@@ -363,7 +345,7 @@ def _limit(root: Path, pool: PoolConfig) -> int:
 
 
 def _make(folder: Path, num_samples: int, limit: int) -> None:
-    """Make the slots of a cache. The caller holds ROOT/.lock."""
+    """Make the files of a cache. The caller holds ROOT/.lock."""
     table = 8 * (1 + num_samples)
     if table > limit:
         raise ConfigError(
@@ -372,7 +354,10 @@ def _make(folder: Path, num_samples: int, limit: int) -> None:
         )
     slots = np.zeros(1 + num_samples, np.uint64)
     slots[0] = limit
+    num_parts, part_bytes = _parts_of(limit, num_samples)
     try:
+        with (folder / "pixels").open("wb") as pixels:
+            pixels.truncate(max(num_parts * part_bytes, 1))  # what is empty cannot be mapped
         slots.tofile(folder / "slots.new")  # not a hole: a full disk is to show here, where it is an error
         (folder / "slots.new").replace(folder / "slots")
     except OSError as error:

@@ -5,19 +5,19 @@
     - OneOf: {transforms: [{Blur: {p: 1}}, {MotionBlur: {p: 1}}], p: 0.3}
 
 Steps come from a run's YAML, from the command line, or from a file of their own, which may be one that
-`albumentations.save` wrote. They can make public transforms of Albumentations and nothing else: no name in them is
-imported, and none of a function is called. Albumentations itself is handed in by who has a use for it.
-
-read_steps    a file → steps
-build_steps   steps → a pipeline
+`albumentations.save` wrote. `albumentations.from_dict` builds them, of public transforms of Albumentations and
+nothing else: no name in them is imported, and none of a function is called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
 import inspect
-import itertools
 import json
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -37,11 +37,14 @@ T = TypeVar("T")
 # aliases), and for lists that hold themselves.
 _MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 1 << 20, 10_000, 24
 
+_NAME = "__class_fullname__"  # what the library calls it
 _BASES = {"BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"}
 _OF_FLOATS = {"Normalize", "ToFloat", "FromFloat", "ToTensorV2", "ToTensor3D"}
 # They ask for these in the middle of their work, and do not say so before.
-_NEED_BOXES = {"AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop"}
-_NEED_MASKS = {"ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists"}
+_NEED = {
+    **dict.fromkeys(("AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop"), ("bboxes",)),
+    **dict.fromkeys(("ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists"), ("mask",)),
+}
 
 # What albumentations.save writes beside all arguments of these: those of their parents, which they do not take.
 _MASKING = {"fill", "fill_mask", "mask_x_length", "mask_y_length", "num_masks_x", "num_masks_y"}
@@ -66,11 +69,7 @@ def without_files(transform: T) -> T | Steps:
 
 
 def config_without_files(config: TransformConfig) -> TransformConfig:
-    """The same with the steps in place of the files that hold them, so that nobody need read these again.
-
-    Raises:
-        ConfigError: see `read_steps`.
-    """
+    """The same with the steps in place of the files that hold them, so that nobody need read these again."""
     return replace(config, train=without_files(config.train), val=without_files(config.val))
 
 
@@ -99,7 +98,12 @@ def read_steps(address: str) -> Steps:
             raise ConfigError(f"{address} is neither JSON nor YAML: {type(error).__name__}: {reason}") from None
     _check_plain(content, address)
     if isinstance(content, dict) and isinstance(content.get("transform"), dict):
-        return _from_saved(content["transform"], address)
+        step = _from_saved(content["transform"], address)
+        compose = step.get("Compose", {})
+        # What it writes for a Compose about which nothing was said.
+        silent: dict[str, Any] = {"p": 1.0, "bbox_params": None, "keypoint_params": None, "additional_targets": {}}
+        is_silent = compose == {**silent, "is_check_shapes": True, "transforms": compose.get("transforms")}
+        return compose["transforms"] if is_silent else [step]
     if not isinstance(content, list):
         raise ConfigError(
             f"{address} holds no transform: expected is a list of steps `- NAME: {{argument: value, …}}`, or what"
@@ -108,38 +112,44 @@ def read_steps(address: str) -> Steps:
     return content
 
 
-def _from_saved(saved: dict[str, Any], address: str) -> Steps:
-    """The steps of a pipeline that `albumentations.save` wrote."""
-    step = _step_from_saved(saved, address)
-    of_compose = step.get("Compose")
-    if of_compose is None:
-        return [step]
-    # What it writes for a Compose about which nothing was said.
-    silent: dict[str, Any] = {"p": 1.0, "bbox_params": None, "keypoint_params": None, "additional_targets": {}}
-    silent |= {"is_check_shapes": True, "transforms": of_compose.get("transforms")}
-    return of_compose["transforms"] if of_compose == silent else [step]
-
-
-def _step_from_saved(saved: Any, address: str) -> dict[str, Any]:
-    name = saved.get("__class_fullname__") if isinstance(saved, dict) else None
+def _from_saved(saved: Any, address: str) -> dict[str, Any]:
+    """The step of a transform, or pipeline, that `albumentations.save` wrote."""
+    name = saved.get(_NAME) if isinstance(saved, dict) else None
     nested = saved.get("transforms", []) if isinstance(saved, dict) else None
     if not isinstance(name, str) or not isinstance(nested, list):
         raise ConfigError(f"{address}: {_cut(saved)} is no transform that albumentations.save wrote")
     # Old versions wrote the module as well; the name of anybody else's class stays whole, and is refused.
     name = name.rpartition(".")[2] if name.startswith("albumentations.") else name
-    ignored = {"__class_fullname__", *_OF_PARENTS.get(name, ())}
+    ignored = {_NAME, *_OF_PARENTS.get(name, ())}
     arguments = {key: value for key, value in saved.items() if key not in ignored}
     if "transforms" in saved:
-        arguments["transforms"] = [_step_from_saved(each, address) for each in nested]
+        arguments["transforms"] = [_from_saved(each, address) for each in nested]
     return {name: arguments}
 
 
-def build_steps(steps: Steps, albumentations: Any) -> Any:
-    """Build the pipeline that steps describe.
+def albumentations() -> Any:
+    """The library, imported without its torch part: 0.7 s in each process instead of 2.5 to 4 s."""
+    # It asks the network for a newer version at import, in every actor; and the newer one is AGPL.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    with _without_torch():
+        return importlib.import_module("albumentations")
 
-    Args:
-        steps: see the module.
-        albumentations: the library.
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """Within, Albumentations goes on as where there is no torch, unless torch is imported already."""
+    hides = "torch" not in sys.modules and "albumentations.pytorch" not in sys.modules
+    if hides:
+        sys.modules["albumentations.pytorch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules["albumentations.pytorch"]
+
+
+def build_steps(steps: Steps) -> Any:
+    """Build the pipeline that steps describe.
 
     Returns:
         A Compose of them; a single Compose as it is.
@@ -150,51 +160,65 @@ def build_steps(steps: Steps, albumentations: Any) -> Any:
     _check_plain(steps, "transform")
     if not steps:
         raise ConfigError("transform is an empty list of steps; the preset 'none' leaves images as they are")
-    made = _built(steps, "transform", albumentations)
-    return made[0] if len(made) == 1 and type(made[0]) is albumentations.Compose else albumentations.Compose(made)
+    forms = _forms(steps, "transform")
+    is_pipeline = len(forms) == 1 and forms[0][_NAME] == "Compose"
+    return _made(forms[0] if is_pipeline else {_NAME: "Compose", "transforms": forms})
 
 
-def _built(steps: Any, where: str, library: Any) -> list[Any]:
+def _made(form: dict[str, Any]) -> Any:
+    library = albumentations()
+    with _without_torch():
+        return library.from_dict({"transform": form})
+
+
+def _forms(steps: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(steps, list):
         raise ConfigError(f"{where}: expected is a list of steps, got {_cut(steps)}")
-    return [_built_step(step, f"{where} step {number}", library) for number, step in enumerate(steps, 1)]
+    return [_form(step, f"{where} step {number}") for number, step in enumerate(steps, 1)]
 
 
-def _built_step(step: Any, where: str, library: Any) -> Any:
+def _form(step: Any, where: str) -> dict[str, Any]:
+    """A step as `from_dict` takes it, which then makes a transform of an image alone."""
     if not isinstance(step, dict) or len(step) != 1:
         raise ConfigError(f"{where}: expected is one NAME: {{argument: value, …}}, got {_cut(step)}")
     ((name, arguments),) = step.items()
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise ConfigError(f"{where}: expected is {name}: {{argument: value, …}}, got {_cut(arguments)}")
-    kind = _class_of(name, where, library)
+    kind = _class_of(name, where)
     where = f"{where}, {name}"
-    is_composition = issubclass(kind, library.BaseCompose)
-    known = [each for each in inspect.signature(kind.__init__).parameters if each != "self"]
+    parameters = dict(inspect.signature(kind).parameters)
+    form = {_NAME: name, "p": parameters["p"].default, **arguments}  # it would take 0.5 where there is no p
+    is_composition = issubclass(kind, albumentations().BaseCompose)
     if is_composition:  # the transforms of OneOrOther have two names each
-        known = [each for each in known if each not in ("first", "second", "kwargs")]
+        parameters = {each: of for each, of in parameters.items() if each not in ("first", "second", "kwargs")}
     for argument in arguments:
-        if argument not in known:
-            meant = _meant(argument, known) or ";"
-            raise ConfigError(f"{where}: there is no argument {argument!r}{meant} {_known(known)}")
+        if argument not in parameters:
+            meant = _meant(argument, parameters) or ";"
+            raise ConfigError(f"{where}: there is no argument {argument!r}{meant} {_known(parameters)}")
     if is_composition:
-        arguments = _arguments_of_composition(arguments, where, library)
-    else:
-        arguments = dict(arguments)
+        _check_composition(arguments, where)
+        form["transforms"] = _forms(arguments["transforms"], where)
+    elif kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS:
         # Around most constructors there is a check of Albumentations', which warns and takes the defaults where it
         # fails itself.
-        if kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS:
-            arguments["strict"] = True
+        form["strict"] = True
     try:
-        made = kind(**arguments)
+        made = _made(form)
     except Exception as error:
-        raise ConfigError(f"{where}: {_reason(error, arguments)}; {_known(known)}") from error
-    _check_image_alone(made, name, where)
-    return made
+        raise ConfigError(f"{where}: {_reason(error, arguments)}; {_known(parameters)}") from error
+    needed = {*getattr(made, "targets_as_params", ()), *_NEED.get(name, ())} - {"image"}
+    if "image" not in made.available_keys:
+        needed = {"volume"}
+    if needed:
+        what = ", ".join(sorted(needed))
+        raise ConfigError(f"{where}: it needs {what}, and a step must do with the image alone: leave it out")
+    return form
 
 
-def _class_of(name: str, where: str, library: Any) -> Any:
+def _class_of(name: str, where: str) -> Any:
     """The public transform of Albumentations that has a name; raises ConfigError."""
+    library = albumentations()
     both = (library.BasicTransform, library.BaseCompose)
     found: dict[str, Any] = {
         each: kind
@@ -208,64 +232,49 @@ def _class_of(name: str, where: str, library: Any) -> Any:
     if name not in found:
         meant = _meant(name, found) or f"; {_known(sorted(found))}"
         raise ConfigError(f"{where}: Albumentations has no transform {name!r}{meant}")
-    if not found[name].is_serializable():  # type: ignore[attr-defined]
+    if not found[name].is_serializable():
         raise ConfigError(f"{where}: {name} needs a Python function: give the whole pipeline as module:function")
     return found[name]
 
 
-def _arguments_of_composition(arguments: dict[str, Any], where: str, library: Any) -> dict[str, Any]:
-    """With its transforms built. What a composition is given it hardly checks."""
+def _check_composition(arguments: dict[str, Any], where: str) -> None:
+    """What a composition is given it hardly checks."""
     if not arguments.get("transforms"):
         raise ConfigError(f"{where}: transforms are missing: expected is a list of steps")
-    for name, value in arguments.items():
-        if name == "p" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
-            raise ConfigError(f"{where}: p must be in [0, 1], got {_cut(value)}")
-        if name == "n" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{where}: n must be a whole number of at least 1, got {_cut(value)}")
-        if name in ("bbox_params", "keypoint_params", "additional_targets") and value:
+    p, n = arguments.get("p", 1), arguments.get("n", 1)
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
+        raise ConfigError(f"{where}: p must be in [0, 1], got {_cut(p)}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ConfigError(f"{where}: n must be a whole number of at least 1, got {_cut(n)}")
+    for name in ("bbox_params", "keypoint_params", "additional_targets"):
+        if arguments.get(name):
             what = "transform.mask_column and transform.boxes_column say what goes with the image"
             raise ConfigError(f"{where}: leave out {name}: {what}")
-        if name == "seed" and value is not None:
-            raise ConfigError(f"{where}: leave out seed: each sample has one of its own, from plan.seed")
-    return {**arguments, "transforms": _built(arguments["transforms"], where, library)}
-
-
-def _check_image_alone(made: Any, name: str, where: str) -> None:
-    """Raise ConfigError for a transform that cannot work on an image alone."""
-    needed = set(getattr(made, "targets_as_params", ())) - {"image"}
-    if name in _NEED_BOXES:
-        needed = {"bboxes"}
-    if name in _NEED_MASKS:
-        needed = {"mask"}
-    if "image" not in made.available_keys:
-        needed = {"volume"}
-    if needed:
-        what = ", ".join(sorted(needed))
-        raise ConfigError(f"{where}: it needs {what}, and a step must do with the image alone: leave it out")
+    if arguments.get("seed") is not None:
+        raise ConfigError(f"{where}: leave out seed: each sample has one of its own, from plan.seed")
 
 
 def _check_plain(content: Any, where: str) -> None:
     """Raise ConfigError unless it is lists, dicts with names as keys, and scalars; not too many, not too deep."""
-
-    def sizes(value: Any, depth: int) -> Iterator[int]:
-        yield len(value) if isinstance(value, str) else 1
+    todo, num_values, num_characters = [(content, 0)], 0, 0
+    while todo:
+        value, depth = todo.pop()
+        num_values += 1
+        num_characters += len(value) if isinstance(value, str) else 1
+        if num_values > _MAX_VALUES or num_characters > _MAX_BYTES:
+            limits = f"{_MAX_VALUES:,} names and values, or {_MAX_BYTES:,} characters"
+            raise ConfigError(f"{where}: more than {limits}")
         if depth > _MAX_DEPTH:
             raise ConfigError(f"{where}: nested more than {_MAX_DEPTH} deep")
         if isinstance(value, dict):
-            for key, each in value.items():
+            for key in value:
                 if not isinstance(key, str):
                     raise ConfigError(f"{where}: expected is a name, got {_cut(key)}")
-                yield len(key)
-                yield from sizes(each, depth + 1)
+            todo += [(each, depth + 1) for item in value.items() for each in item]
         elif isinstance(value, list | tuple):
-            for each in value:
-                yield from sizes(each, depth + 1)
+            todo += [(each, depth + 1) for each in value]
         elif not isinstance(value, str | int | float | None):
             raise ConfigError(f"{where}: {_cut(value)} is a {type(value).__name__}, which is no argument")
-
-    for number, size in enumerate(itertools.accumulate(sizes(content, 0))):
-        if number >= _MAX_VALUES or size > _MAX_BYTES:
-            raise ConfigError(f"{where}: more than {_MAX_VALUES:,} names and values, or {_MAX_BYTES:,} characters")
 
 
 def _reason(error: Exception, arguments: dict[str, Any]) -> str:
@@ -273,15 +282,12 @@ def _reason(error: Exception, arguments: dict[str, Any]) -> str:
     errors = getattr(error.__cause__, "errors", None)  # of Pydantic, by which Albumentations checks values
     if errors is None:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    messages: dict[str, dict[str, None]] = {}  # by argument, each once: of a union each alternative has its own
+    reasons = []
     for each in errors():
         name = str(each["loc"][0]) if each["loc"] else ""
-        message = f"{name} is missing" if each["type"] == "missing" else each["msg"]
-        messages.setdefault(name, {})[message] = None
-    return "; ".join(
-        f"{name}: {' / '.join(of_name)}, got {_cut(arguments[name])}" if name in arguments else " / ".join(of_name)
-        for name, of_name in messages.items()
-    )
+        reason = f"{name} is missing" if each["type"] == "missing" else each["msg"]
+        reasons.append(f"{name}: {reason}, got {_cut(arguments[name])}" if name in arguments else reason)
+    return "; ".join(dict.fromkeys(reasons))
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -29,6 +29,7 @@ from mutate_images import OF_FORMAT
 from mutate_stores import OF_KIND, make, no_file
 from PIL import Image
 
+from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores import hdf5, open_store
 from raypipe.transform.crop_decode import CropDecoder
@@ -94,7 +95,8 @@ def decoded(data: bytes | None, rng: np.random.Generator) -> str:
 
 def same_in_part(data: bytes, rng: np.random.Generator) -> None:
     """A crop of a JPEG that is decoded alone: a part of the whole image, or as bad."""
-    opened = CropDecoder("scaled", (1 << 16, 1 << 16)).open(data)  # never scaled; opens without the extension too
+    # Never scaled; opens without the extension too.
+    opened = CropDecoder(TransformConfig(crop_decode="scaled"), (1 << 16, 1 << 16)).open(data)
     if opened is None or math.prod(opened[0]) > 4_000_000:
         return
     (height, width), decode_box = opened

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -17,6 +20,10 @@ from PIL import Image
 from raypipe.errors import SampleError
 from raypipe.transform import decode as decode_module
 from raypipe.transform.decode import decode, decode_part, why_no_extension
+
+CSRC = Path(__file__).parents[2] / "csrc"
+sys.path.insert(0, str(CSRC))
+from fuzz import fuzz  # noqa: E402
 
 needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
 RNG = np.random.default_rng(0)
@@ -61,47 +68,18 @@ def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(options: dict[str, Any
             assert np.array_equal(part, whole[top : top + rows, left : left + columns])
 
 
-def mutated(data: bytes, rng: np.random.Generator) -> bytes:
-    """Some bytes changed, lost, put in, or all from one on lost: tables, headers and codes alike."""
-    changed = bytearray(data)
-    for _ in range(int(rng.integers(1, 4))):
-        at = int(rng.integers(2, len(changed) - 1))
-        match int(rng.integers(5)):
-            case 0:
-                changed[at] ^= 1 << int(rng.integers(8))
-            case 1:
-                changed[at] = 0xFF
-            case 2:
-                changed[at:at] = rng.bytes(3)
-            case 3:
-                del changed[at : at + 2]
-            case _ if rng.random() < 0.3:
-                del changed[max(at, 20) :]
-    return bytes(changed)
-
-
 @needs_extension
 def test_of_damaged_bytes_it_accepts_only_what_simplejpeg_does_and_with_its_pixels() -> None:
-    images = [
-        encode(make(40, 52), **options, subsampling=subsampling)
-        for make, options, subsampling in itertools.product((noise, smooth), OPTIONS[2:], SUBSAMPLINGS)
-    ]
-    accepted = refused = 0
-    for number in range(4000):
-        rng = np.random.default_rng(number)
-        data = mutated(images[number % len(images)], rng)
-        try:
-            whole = simplejpeg.decode_jpeg(data, "RGB")
-        except ValueError:
-            whole = None
-        height, width = (40, 52) if whole is None else whole.shape[:2]
-        pixels = decode_part(data, (0, 0, height, width)) if height * width < 1e6 else None
-        if pixels is None:
-            refused += 1
-            continue
-        accepted += 1
-        assert whole is not None and np.array_equal(pixels, whole), number
-    assert accepted > 100 and refused > 1000
+    accepted, refused, wrong = fuzz(0, 4000)
+    assert not wrong and accepted > 100 and refused > 1000
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the sanitizers' build is by GCC")
+def test_the_sanitizers_find_nothing() -> None:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([CSRC / "sanitize.sh", "4000", "20000"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "0 wrong" in done.stdout, done.stderr[-3000:]
 
 
 @needs_extension

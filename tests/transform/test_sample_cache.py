@@ -141,7 +141,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(
     folder = cache._folder
     process = subprocess.Popen([sys.executable, "-c", _WRITE, str(folder)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    part, size = folder / "pixels-0000", 0
+    part, size = folder / "pixels", 0
     while size < 1 << 20 and process.poll() is None:
         size = part.stat().st_blocks * 512 if part.exists() else 0
     process.send_signal(signal.SIGKILL)
@@ -299,14 +299,15 @@ def test_the_next_stream_without_a_cache_frees_the_memory_but_not_what_is_used()
     assert folders() == {used} and len(folders("disk")) == 1
 
 
-def test_a_cache_that_is_removed_while_it_is_used_ends_in_decoding() -> None:
+def test_a_cache_that_is_removed_while_it_is_used_takes_no_more() -> None:
     cache = opened(numbered(100))
     other = opened(numbered(100))
     fill(cache, 3)
     subprocess.run(["rm", "-r", str(cache._folder)], check=True)
-    assert other.find(np.arange(100)) == {}
     fill(other, 100)
-    assert other.full and other.find(np.arange(100)) == {}
+    for one in (cache, other):
+        assert set(one.find(np.arange(100))) == {0, 1, 2}
+    assert other.full
 
 
 def test_what_another_user_has_put_into_memory_is_not_used(places: Path) -> None:

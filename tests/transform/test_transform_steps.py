@@ -54,7 +54,7 @@ def results(transform: Any) -> list[bytes]:
 def build(steps: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return build_steps(steps, A)
+        return build_steps(steps)
 
 
 # What is built
@@ -133,18 +133,18 @@ def test_each_transform_of_the_library_works_on_an_image_and_by_its_key_or_is_re
     arguments = {"transforms": inner} if name in COMPOSITIONS else ARGUMENTS.get(name, {}) | {"p": 1}
     if name in REFUSED:
         with pytest.raises(ConfigError, match=rf"^transform step 1.*{name}"):
-            build_steps([{name: arguments}], A)
+            build_steps([{name: arguments}])
         return
-    made = build_steps([{name: arguments}], A)
+    made = build_steps([{name: arguments}])
     apply = SampleTransform(made)
     forward = [apply(IMAGE.copy(), key).copy() for key in KEYS[:4]]
     np.random.seed(1)
-    again = SampleTransform(build_steps([{name: arguments}], A))
+    again = SampleTransform(build_steps([{name: arguments}]))
     backward = [again(IMAGE.copy(), key).copy() for key in reversed(KEYS[:4])][::-1]
     assert all(np.array_equal(one, other) for one, other in zip(forward, backward, strict=True))
     if name != "ToGray":
         A.save(made, tmp_path / "saved.json")
-        assert results(build_steps(read_steps(str(tmp_path / "saved.json")), A)) == results(made)
+        assert results(build_steps(read_steps(str(tmp_path / "saved.json")))) == results(made)
 
 
 # Files
@@ -257,7 +257,7 @@ def test_a_saved_name_of_anybody_else_is_refused_and_never_imported(
     saved = {"__version__": "2.0.8", "transform": {"__class_fullname__": name, "p": 1.0}}
     (tmp_path / "saved.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match="transform step 1: Albumentations has no transform"):
-        build_steps(read_steps(str(tmp_path / "saved.json")), A)
+        build_steps(read_steps(str(tmp_path / "saved.json")))
 
 
 def test_names_of_old_versions_are_understood(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_saved_function_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="Lambda needs a Python function: give the whole pipeline as module:function"
     ):
-        build_steps(read_steps(str(tmp_path / "saved.json")), A)
+        build_steps(read_steps(str(tmp_path / "saved.json")))
 
 
 # Errors
@@ -350,7 +350,7 @@ def any_steps(draw: Any) -> Any:
 @given(any_steps() | VALUES)
 def test_whatever_is_given_makes_a_pipeline_or_a_config_error(steps: Any) -> None:
     try:
-        made = build_steps(steps, A)
+        made = build_steps(steps)
     except ConfigError:
         return
     assert isinstance(made, A.Compose)

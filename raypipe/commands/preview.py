@@ -9,7 +9,6 @@ micro-batch in which the sample stands in that epoch: a tile is what a run of th
 from __future__ import annotations
 
 import functools
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from raypipe.transform.transform_steps import brief
 
 # Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
 _EXAMPLE: dict[str, Any] = {"preset": "standard", "mixup_alpha": 0.8, "cutmix_alpha": 1.0}
-MAX_TILES = 1000  # about 35 megapixels
+MAX_TILES = 1000  # about 40 megapixels
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,9 @@ class Preview:
 
     def place(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
         """The micro-batch in which a sample stands, None where an epoch leaves it out, and its row there."""
-        size, per_step = self.plan.config.micro_batch, self.plan.config.per_step
         position = int(positions_of(self.plan.train_order, epoch, np.array([index]))[0])
-        number, row = divmod(position, size)
-        step, micro = divmod(number, per_step)
+        number, row = divmod(position, self.plan.config.micro_batch)
+        step, micro = divmod(number, self.plan.config.per_step)
         return (MicroBatchId("train", epoch, step, micro) if step < self.plan.steps_per_epoch else None), row
 
     def strength(self, epoch: int, step: int) -> float:
@@ -177,7 +175,7 @@ class Preview:
         ]
 
     def _class(self, label: int) -> str:
-        """Its name, or its number where it has none that Pillow's own font can write."""
+        """Its name, or its number where it has none that the picture's font is sure to have."""
         names = self.store.classes or ()
         return names[label] if 0 <= label < len(names) and names[label].isascii() else f"class {label}"
 
@@ -232,24 +230,22 @@ def preview(
     is_example = nothing == ("none", [], "", 0, 0) and not transform.target_columns  # it moves pixels
     made = Preview(built, store, transform, replace(augment, **_EXAMPLE) if is_example else augment)
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    image = draw(
+    figure = draw(
         made.tiles(shown, numbers),
         title=f"{store.address.rstrip('/').rpartition('/')[2]}: {len(store):,} samples",
         note=_note(made, is_example),
         headers=[_header(made, epoch) for epoch in numbers],
     )
-    data = io.BytesIO()
-    image.save(data, "PNG", optimize=True)
     try:
-        target.write_bytes(data.getvalue())
+        figure.savefig(target, metadata={"Software": None}, pil_kwargs={"optimize": True})
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from error
     return {"output": output, "samples": len(shown), "epochs": epochs}
 
 
 def _header(made: Preview, epoch: int) -> str:
-    first, last = made.strength(epoch, 0), made.strength(epoch, made.plan.steps_per_epoch - 1)
-    span = f"{first:.2f}" if f"{first:.2f}" == f"{last:.2f}" else f"{first:.2f} to {last:.2f}"
+    first, last = (f"{made.strength(epoch, step):.2f}" for step in (0, made.plan.steps_per_epoch - 1))
+    span = first if first == last else f"{first} to {last}"
     return f"epoch {epoch}, seed {made.plan.config.seed}, strength {span}"
 
 

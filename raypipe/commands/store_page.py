@@ -7,6 +7,7 @@ at, evenly spread, so that it takes seconds for any number of samples.
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from raypipe.commands.sample_check import READ, read_each, spread
 from raypipe.config import PlanConfig, Shuffle
 from raypipe.console import shown
 from raypipe.errors import ConfigError, RaypipeError, SampleError
-from raypipe.pages import Chart, Series
+from raypipe.pages import Series
 from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.storage.filesystem import as_uri
 from raypipe.storage.whole_file import write_text
@@ -77,36 +78,28 @@ def write_page(store: Store, found: dict[str, Any], output: str, micro_batch: in
 def render(store: Store, found: dict[str, Any], micro_batch: int = 128) -> str:
     """The page of a store, as HTML; the arguments are those of `write_page`."""
     rows = [[name.replace("_", " "), shown(value)] for name, value in found.items() if value is not None]
-    contents = _contents(store, micro_batch) if len(store) else {}
-    return pages.render("store.html", address=store.address, size=len(store), found=rows, **contents)
+    contents = _contents(store, min(micro_batch, len(store))) if len(store) else {}
+    return pages.render("store.html", store=store, found=rows, **contents)
 
 
 def _contents(store: Store, micro_batch: int) -> dict[str, Any]:
     """What the template shows of a store with samples."""
     labels = _labels(store, _evenly(len(store), _NUM_LABELS))
-    classes = Counter([] if labels is None else labels.tolist()).most_common()
+    counts = Counter([] if labels is None else labels.tolist()).most_common()
+    ranked = Series("", range(len(counts)), [count for _, count in counts])
     mixed = [mix for shuffle in get_args(Shuffle) if (mix := mixing(store, shuffle, micro_batch))]
+    orders = [Series("", mix.positions.tolist(), mix.indices.tolist(), "dots") for mix in mixed]
     return {
         "pictures": _pictures(store),
-        "classes": [(_class_name(label, store.classes), count) for label, count in classes],
+        "classes": [(_class_name(label, store.classes), count) for label, count in counts],
         "max_bars": _MAX_BARS,
-        "empty_classes": len(store.classes or ()) - len(classes),
-        "class_sizes": pages.chart(
-            "samples of a class", [Series("", range(len(classes)), [count for _, count in classes])], "rank"
-        ),
-        "sizes": [chart for chart in _sizes(store) if chart],
-        "micro_batch": min(micro_batch, len(store)),
-        "mixing": [
-            [mix.shuffle, f"{mix.spread:.0%}", "" if mix.classes is None else f"{mix.classes:.1f}"]
-            for mix in mixed
-        ],
+        "class_sizes": pages.chart("samples of a class", [ranked], "rank"),
+        "sizes": _sizes(store),
+        "micro_batch": micro_batch,
+        "mixed": mixed,
         "orders": [
-            pages.chart(
-                f"{mix.shuffle}: which sample comes when",
-                [Series("", mix.positions.tolist(), mix.indices.tolist(), "dots")],
-                "position",
-            )
-            for mix in mixed
+            pages.chart(f"{mix.shuffle}: which sample comes when", [order], "position")
+            for mix, order in zip(mixed, orders, strict=True)
         ],
     }
 
@@ -169,17 +162,17 @@ def _class_name(label: int, classes: tuple[str, ...] | None) -> str:
     return classes[label] if classes and 0 <= label < len(classes) else f"label {label}"
 
 
-def _sizes(store: Store) -> Iterable[Chart | None]:
-    heights, widths, kib = [], [], []
-    for few in np.array_split(indices := spread(store, _NUM_HEADERS), -(-len(indices) // READ)):
+def _sizes(store: Store) -> list[str]:
+    """Charts of the images' sizes."""
+    indices = spread(store, _NUM_HEADERS)
+    found = []
+    for few in np.array_split(indices, -(-len(indices) // READ)):
         for data in read_each(store, few, "image")[0]:
-            try:
-                height, width = image_size(data)
-            except SampleError:
-                continue
-            heights.append(height)
-            widths.append(width)
-            kib.append(len(data) / 1024)
-    yield pages.chart("height, pixels", [Series("", widths, heights, "dots")], "width")
+            with contextlib.suppress(SampleError):
+                found.append((*image_size(data), len(data) / 1024))
+    heights, widths, kib = zip(*found, strict=True) if found else ((), (), ())
     ranks = np.linspace(0, 100, len(kib)).tolist()
-    yield pages.chart("KiB of an image", [Series("", ranks, sorted(kib))], "percentile")
+    return [
+        pages.chart("height, pixels", [Series("", widths, heights, "dots")], "width"),
+        pages.chart("KiB of an image", [Series("", ranks, sorted(kib))], "percentile"),
+    ]

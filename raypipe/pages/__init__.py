@@ -6,7 +6,9 @@ are imported where they are used: they take half a second, and actors and traine
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -52,33 +54,11 @@ class Series:
     form: Form = "line"
 
 
-@dataclass(frozen=True)
-class Chart:
-    """What a template makes a figure of.
-
-    Attributes:
-        title: with the unit.
-        x_name: what x counts.
-        svg: an element for HTML, without the title and the names of the lines.
-        legend: colours and names of the lines; empty for a single one.
-    """
-
-    title: str
-    x_name: str
-    svg: str
-    legend: list[tuple[str, str]]
-
-
-def render(template: str, **values: Any) -> str:
-    """A page.
-
-    Args:
-        template: its file in this folder.
-        values: what it names. Text of any origin: it is escaped, as is what no page can hold.
-    """
+@functools.cache
+def _templates() -> Any:
     import jinja2
 
-    environment = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -86,34 +66,36 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["colours"] = COLOURS
-    return environment.get_template(template).render(values)
+    templates.globals["colours"] = COLOURS
+    templates.filters["number"] = number
+    return templates
 
 
-def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zero: bool = True) -> Chart | None:
-    """A chart of lines over one another; values that are no finite numbers are left out.
+def render(template: str, **values: Any) -> str:
+    """The HTML that a template of this folder makes of values; text among them may come from anywhere."""
+    return _templates().get_template(template).render(values)
+
+
+def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zero: bool = True) -> str:
+    """A chart of lines over one another, for a template; nothing without a finite value.
 
     Args:
         title: with the unit.
-        lines: to draw.
+        lines: values that are no finite numbers are left out.
         x_name: what x counts.
         from_zero: whether y begins at 0, where no value is below.
-
-    Returns:
-        The chart; None without a value to draw.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     drawn = [(line, points) for line in lines if len(points := thinned(line))]
     if not drawn:
-        return None
+        return ""
     with matplotlib.rc_context(_LOOK):
         figure = Figure((4.6, 2.1), layout="constrained")
         axes = figure.add_subplot()
         axes.grid(axis="y", clip_on=False)
-        legend = [(COLOURS[i % len(COLOURS)], line.name) for i, (line, _) in enumerate(drawn)]
-        for (line, points), (colour, _) in zip(drawn, legend, strict=True):
+        for (line, points), colour in zip(drawn, itertools.cycle(COLOURS), strict=False):
             style = "." if line.form == "dots" else ".-" if line.form == "marked" or len(points) == 1 else "-"
             # Thousands of dots are smaller as pixels.
             axes.plot(*points.T, style, color=colour, markersize=5, clip_on=False, rasterized=line.form == "dots")
@@ -129,7 +111,8 @@ def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zer
     svg = file.getvalue()
     # Without what stands before the element, and without names that the page's other charts have as well.
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg[svg.index("<svg") :])
-    return Chart(title, x_name, svg, legend if len(legend) > 1 else [])
+    names = [line.name for line, _ in drawn]
+    return render("chart.html", title=title, x_name=x_name, names=names, svg=svg)
 
 
 def thinned(line: Series) -> np.ndarray:

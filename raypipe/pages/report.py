@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from raypipe import pages
 from raypipe.errors import ConfigError
 from raypipe.logs import STAGES
 from raypipe.metrics.records import METRICS, parse, read_records, told
-from raypipe.pages import Chart, Form, Series, number
+from raypipe.pages import Form, Series
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
 from raypipe.storage.whole_file import write_text
 from raypipe.stores.base import title_of
@@ -31,17 +31,6 @@ from raypipe.stores.base import title_of
 FILE_NAME = "report.html"
 _MAX_ROWS = 50  # of a table; the files have the rest
 _POOL_SIZE = re.compile(r"→ (\d+) transform actors")  # `raypipe.rayext.autoscaler` tells of its decisions so
-_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "steps": ("steps", number),
-    "images_per_s": ("images/s, median", number),
-    "wait_fraction": ("waiting for data, median", "{:.1%}".format),
-    "loss": ("training loss, last", number),
-    "val_accuracy": ("validation accuracy, last", number),
-    "best_val_accuracy": ("validation accuracy, best", number),
-    "starts": ("starts of the trainers", number),
-    "faults": ("faults that were mended", number),
-    "bad_samples": ("bad samples", number),
-}
 
 
 @dataclass(frozen=True)
@@ -66,25 +55,13 @@ class Recorded:
     def name(self) -> str:
         return self.uri.rstrip("/").rpartition("/")[2]
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [record for record in self.records if record.get("kind") == kind]
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record.get("kind") in kinds]
 
     def series(self, kind: str, key: str, scale: float = 1.0, form: Form = "line") -> Series:
         """The values of a key by global step."""
         found = [record for record in self.of(kind) if isinstance(record.get(key), int | float)]
         return Series(self.name, [r["step"] for r in found], [r[key] * scale for r in found], form)
-
-    def events(self) -> list[tuple[str, str, str]]:
-        """Step, kind and text of the starts, the faults and the changes of the pool's size."""
-        return [
-            (
-                number(record["step"]),
-                record["kind"],
-                f"{record.get('workers')} trainers" if record["kind"] == "start" else str(record.get("text")),
-            )
-            for record in self.records
-            if record.get("kind") in ("start", "fault", "scale")
-        ]
 
     def bad_samples(self) -> list[tuple[str, str]]:
         """What each is called, once, and what is wrong with it."""
@@ -166,16 +143,24 @@ def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any
 
 def render(runs: list[Recorded]) -> str:
     """The page of one run or several, as HTML."""
-    found = [summary(run) for run in runs]
+
+    def chart(title: str, kind: str, key: str, scale: float = 1.0, form: Form = "line", **options: Any) -> str:
+        return pages.chart(title, [run.series(kind, key, scale, form) for run in runs], **options)
+
     return pages.render(
         "report.html",
         runs=runs,
-        figures=[
-            [name, *("none" if one[key] is None else written(one[key]) for one in found)]
-            for key, (name, written) in _FIGURES.items()
+        summaries=[summary(run) for run in runs],
+        charts=[
+            chart("images/s", "train", "images_per_s"),
+            chart("waiting for data, %", "train", "wait_fraction", 100),
+            chart("training loss", "train", "loss"),
+            chart("validation accuracy", "val", "accuracy", form="marked", from_zero=False),
+            chart("validation loss", "val", "loss", form="marked"),
+            chart("learning rate", "train", "lr"),
+            chart("strength of the augmentation", "train", "strength"),
         ],
-        charts=[chart for chart in _charts(runs) if chart],
-        stages=[[chart for chart in (_stages(run), _pool(run)) if chart] for run in runs],
+        stages=[[_stages(run), _pool(run)] for run in runs],
         differences=_differences(runs),
         configuration=yaml.safe_dump(runs[0].config, sort_keys=False),
         max_rows=_MAX_ROWS,
@@ -183,20 +168,7 @@ def render(runs: list[Recorded]) -> str:
     )
 
 
-def _charts(runs: list[Recorded]) -> Iterable[Chart | None]:
-    def lines(kind: str, key: str, scale: float = 1.0, form: Form = "line") -> list[Series]:
-        return [run.series(kind, key, scale, form) for run in runs]
-
-    yield pages.chart("images/s", lines("train", "images_per_s"))
-    yield pages.chart("waiting for data, %", lines("train", "wait_fraction", 100))
-    yield pages.chart("training loss", lines("train", "loss"))
-    yield pages.chart("validation accuracy", lines("val", "accuracy", form="marked"), from_zero=False)
-    yield pages.chart("validation loss", lines("val", "loss", form="marked"))
-    yield pages.chart("learning rate", lines("train", "lr"))
-    yield pages.chart("strength of the augmentation", lines("train", "strength"))
-
-
-def _stages(run: Recorded) -> Chart | None:
+def _stages(run: Recorded) -> str:
     """Share of the trainers' time, by log interval."""
     names = [stage for stage in STAGES if stage != "wait"]
     train = [record for record in run.of("train") if isinstance(record.get("compute_s"), int | float)]
@@ -206,7 +178,7 @@ def _stages(run: Recorded) -> Chart | None:
     return pages.chart("of the time that is not waited, %", [Series(name, [*shares], y) for name, y in lines])
 
 
-def _pool(run: Recorded) -> Chart | None:
+def _pool(run: Recorded) -> str:
     matches = [(record["step"], _POOL_SIZE.search(str(record.get("text")))) for record in run.of("scale")]
     sizes = {step: float(match[1]) for step, match in matches if match}
     return pages.chart("transform actors asked for", [Series("actors", [*sizes], [*sizes.values()], "marked")])

@@ -9,7 +9,7 @@ micro-batch in which the sample stands in that epoch: a tile is what a run of th
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +37,8 @@ _EXAMPLE: dict[str, Any] = {"preset": "standard", "mixup_alpha": 0.8, "cutmix_al
 MAX_TILES = 1000  # about 40 megapixels
 
 
-@dataclass(frozen=True)
-class Stages:
-    """One micro-batch on its way to the model.
-
-    Attributes:
-        transformed: by the CPU transform, bad samples substituted; `image` is a dict of arrays (B, …).
-        augmented: uint8 (B, h, w, 3), what the device's operations make of it.
-        fed: the same, mixed: what the model gets, normalisation undone.
-        mixed: the other half of the targets; None = not mixed.
-    """
-
-    transformed: MicroBatchResult
-    augmented: np.ndarray
-    fed: np.ndarray
-    mixed: Mixed | None
-
-
 class Preview:
-    """Makes tiles for samples of a training store.
-
-    Args:
-        plan: the order.
-        store: the plan's training store.
-        transform: its `train` is the CPU transform.
-        augment: the device side.
-    """
+    """Makes tiles for samples of a plan's training store; the CPU transform is `transform.train`."""
 
     def __init__(self, plan: Plan, store: Store, transform: TransformConfig, augment: AugmentConfig) -> None:
         self.plan, self.store, self.config, self.augment = plan, store, transform, augment
@@ -88,7 +64,7 @@ class Preview:
                 stages = self.stages(at)
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
-                        row += self._three(stages, at, position)
+                        row += self._three(at, position, *stages)
             left_out = len(self.store) % (self.plan.config.micro_batch * self.plan.config.per_step)
             reason = f"not in this epoch: its last {left_out} samples make no whole step"
             for row, (place, _) in zip(rows, places, strict=True):
@@ -107,8 +83,17 @@ class Preview:
         """The strength of the augmentation at a training step."""
         return self.augment.strength.at(self.plan.progress(epoch, step))
 
-    def stages(self, at: MicroBatchId) -> Stages:
-        """All of one micro-batch. Raises SampleError for a bad sample without a good substitute."""
+    def stages(self, at: MicroBatchId) -> tuple[MicroBatchResult, np.ndarray, np.ndarray, Mixed | None]:
+        """All of one micro-batch on its way to the model.
+
+        Returns:
+            What the CPU transform makes of it, bad samples substituted, with a dict of arrays (B, …) as `image`;
+            uint8 (B, h, w, 3), what the device's operations make of that; the same, mixed: what the model gets,
+            normalisation undone; and the other half of the targets, None = not mixed.
+
+        Raises:
+            SampleError: a bad sample has no good substitute.
+        """
         indices = self.plan.indices(at)
 
         def read_substitute(position: int, attempt: int) -> tuple[Any, int, int, Key]:
@@ -127,7 +112,7 @@ class Preview:
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": self.strength(at.epoch, at.step)}
         augmented, _ = self._augment_only(image, target, counts, **drawn)
         fed, mixed = self._augment_and_mix(image, target, counts, **drawn)
-        return Stages(result, self._shown(augmented), self._shown(fed), mixed)
+        return result, self._shown(augmented), self._shown(fed), mixed
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
         """Normalised floats (B, 3, H, W) → uint8 (B, H, W, 3)."""
@@ -150,8 +135,15 @@ class Preview:
             return Tile(None, lines, str(error))
         return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)
 
-    def _three(self, stages: Stages, at: MicroBatchId, row: int) -> list[Tile]:
-        result, mixed = stages.transformed, stages.mixed
+    def _three(
+        self,
+        at: MicroBatchId,
+        row: int,
+        result: MicroBatchResult,
+        augmented: np.ndarray,
+        fed: np.ndarray,
+        mixed: Mixed | None,
+    ) -> list[Tile]:
         wanted, own = int(self.plan.indices(at)[row]), self._class(result.label[row])
         micro = f"micro-batch {at.micro}, " if self.plan.config.per_step > 1 else ""
         lines: tuple[str, ...] = (f"step {at.step}, {micro}row {row}",)
@@ -170,8 +162,8 @@ class Preview:
         drawn = {name: array[row].copy() for name, array in result.image.items() if name != "image"}
         return [
             Tile(None if reason else result.image["image"][row].copy(), lines, reason, **drawn),
-            Tile(stages.augmented[row].copy(), (own,), **drawn),
-            Tile(stages.fed[row].copy(), label, **drawn),
+            Tile(augmented[row].copy(), (own,), **drawn),
+            Tile(fed[row].copy(), label, **drawn),
         ]
 
     def _class(self, label: int) -> str:
@@ -196,9 +188,8 @@ def preview(
     Args:
         store: the training store.
         output: the file to write.
-        plan: of the run; micro-batches may be no larger than the store allows.
-        transform: of the run.
-        augment: of the run; one that does nothing is replaced by an example, and the picture says so.
+        plan, transform, augment: of the run. Micro-batches are no larger than the store allows; an augmentation
+            that does nothing is replaced by an example, and the picture says so.
         epochs: how many of the run's epochs to show, evenly spread.
         samples: the first so many of the run, where no indices are given.
         indices: of the samples to show.

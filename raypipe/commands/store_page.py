@@ -55,16 +55,7 @@ class Mixing:
 
 
 def write_page(store: Store, found: dict[str, Any], output: str, micro_batch: int = 128) -> str:
-    """Write the page of a store.
-
-    Args:
-        store: to show.
-        found: what `raypipe.commands.inspection.describe` says of it.
-        output: the page, a path or a URI.
-        micro_batch: B, for the mixing; as many as there are samples if it has fewer.
-
-    Returns:
-        The page's URI.
+    """Write the page of a store to a path or URI, and return its URI; other arguments are those of `render`.
 
     Raises:
         ConfigError: it cannot be written.
@@ -76,7 +67,13 @@ def write_page(store: Store, found: dict[str, Any], output: str, micro_batch: in
 
 
 def render(store: Store, found: dict[str, Any], micro_batch: int = 128) -> str:
-    """The page of a store, as HTML; the arguments are those of `write_page`."""
+    """The page of a store, as HTML.
+
+    Args:
+        store: to show.
+        found: what `raypipe.commands.inspection.describe` says of it.
+        micro_batch: B, for the mixing; as many as there are samples if it has fewer.
+    """
     rows = [[name.replace("_", " "), shown(value)] for name, value in found.items() if value is not None]
     contents = _contents(store, min(micro_batch, len(store))) if len(store) else {}
     return pages.render("store.html", store=store, found=rows, **contents)

@@ -121,12 +121,12 @@ def summary(run: Recorded) -> dict[str, Any]:
 
 
 def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any]:
-    """Write the page of a run, or of two.
+    """Write the page of a run's folder, or of two, a path or a URI each.
 
     Args:
-        run: the run's folder, a path or a URI.
+        run: the run's folder.
         against: another run to compare with; empty = none.
-        output: the page, a path or a URI; empty = report.html in the run's folder.
+        output: the page; empty = report.html in the run's folder.
 
     Returns:
         `summary` of the run, `report`, where the page is, and `against`, the summary of the other run or None.

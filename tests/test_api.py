@@ -159,6 +159,7 @@ def test_each_side_knows_only_its_own_framework() -> None:
             assert "ray" not in roots(module, lazy=True), module
         if package == "device":
             assert "ray" not in roots(module, lazy=True), module
+        assert not roots(module) & {"jinja2", "matplotlib"}, module
 
 
 # The error tree

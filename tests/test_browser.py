@@ -14,6 +14,7 @@ from test_report import make_run
 
 from raypipe.commands.inspection import describe
 from raypipe.commands.store_page import write_page
+from raypipe.pages import COLOURS
 from raypipe.pages.report import write_report
 from raypipe.stores.memory import MemoryStore
 
@@ -52,5 +53,6 @@ def test_the_page_of_a_run_draws_its_charts(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one")
     write_report(str(run))
     seen = shown(run / "report.html").astype(int)
-    blue = (abs(seen - (168, 99, 37)) < 12).all(2)  # of the first line of a chart
+    first = [int(COLOURS[0][i : i + 2], 16) for i in (5, 3, 1)]
+    blue = (abs(seen - first) < 12).all(2)
     assert blue.sum() > 2000

@@ -9,8 +9,7 @@ micro-batch in which the sample stands in that epoch: a tile is what a run of th
 from __future__ import annotations
 
 import functools
-import io
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,35 +36,11 @@ from raypipe.transform.transform_steps import brief
 
 # Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
 _EXAMPLE: dict[str, Any] = {"preset": "standard", "mixup_alpha": 0.8, "cutmix_alpha": 1.0}
-MAX_TILES = 1000  # about 35 megapixels
-
-
-@dataclass(frozen=True)
-class Stages:
-    """One micro-batch on its way to the model.
-
-    Attributes:
-        transformed: by the CPU transform, bad samples substituted.
-        augmented: uint8 (B, h, w, 3), what the device's operations make of it.
-        fed: the same, mixed: what the model gets, normalisation undone.
-        mixed: the other half of the targets; None = not mixed.
-    """
-
-    transformed: MicroBatchResult
-    augmented: np.ndarray
-    fed: np.ndarray
-    mixed: Mixed | None
+MAX_TILES = 1000  # about 40 megapixels
 
 
 class Preview:
-    """Makes tiles for samples of a training store.
-
-    Args:
-        plan: the order.
-        store: the plan's training store.
-        transform: its `train` is the CPU transform.
-        augment: the device side.
-    """
+    """Makes tiles for samples of a plan's training store; the CPU transform is `transform.train`."""
 
     def __init__(self, plan: Plan, store: Store, transform: TransformConfig, augment: AugmentConfig) -> None:
         self.plan, self.store, self.config, self.augment = plan, store, transform, augment
@@ -91,7 +66,7 @@ class Preview:
                 stages = self.stages(at)
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
-                        row += self._three(stages, at, position)
+                        row += self._three(at, position, *stages)
             left_out = len(self.store) % (self.plan.config.micro_batch * self.plan.config.per_step)
             reason = f"not in this epoch: its last {left_out} samples make no whole step"
             for row, (place, _) in zip(rows, places, strict=True):
@@ -101,18 +76,26 @@ class Preview:
 
     def place(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
         """The micro-batch in which a sample stands, None where an epoch leaves it out, and its row there."""
-        size, per_step = self.plan.config.micro_batch, self.plan.config.per_step
         position = int(self.plan.train_order.positions(epoch, np.array([index]))[0])
-        number, row = divmod(position, size)
-        step, micro = divmod(number, per_step)
+        number, row = divmod(position, self.plan.config.micro_batch)
+        step, micro = divmod(number, self.plan.config.per_step)
         return (MicroBatchId("train", epoch, step, micro) if step < self.plan.steps_per_epoch else None), row
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
         return self.augment.strength.at(self.plan.progress(epoch, step))
 
-    def stages(self, at: MicroBatchId) -> Stages:
-        """All of one micro-batch. Raises SampleError for a bad sample without a good substitute."""
+    def stages(self, at: MicroBatchId) -> tuple[MicroBatchResult, np.ndarray, np.ndarray, Mixed | None]:
+        """All of one micro-batch on its way to the model.
+
+        Returns:
+            What the CPU transform makes of it, bad samples substituted, with a dict of arrays (B, …) as `image`;
+            uint8 (B, h, w, 3), what the device's operations make of that; the same, mixed: what the model gets,
+            normalisation undone; and the other half of the targets, None = not mixed.
+
+        Raises:
+            SampleError: a bad sample has no good substitute.
+        """
         indices = self.plan.indices(at)
 
         def read_substitute(position: int, attempt: int) -> tuple[EncodedSample, int, int, Key]:
@@ -129,7 +112,7 @@ class Preview:
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": self.strength(at.epoch, at.step)}
         augmented, _ = self._augment_only(image, target, counts, **drawn)
         fed, mixed = self._augment_and_mix(image, target, counts, **drawn)
-        return Stages(result, self._shown(augmented), self._shown(fed), mixed)
+        return result, self._shown(augmented), self._shown(fed), mixed
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
         """Normalised floats (B, 3, H, W) → uint8 (B, H, W, 3)."""
@@ -152,8 +135,15 @@ class Preview:
             return Tile(None, lines, str(error))
         return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)
 
-    def _three(self, stages: Stages, at: MicroBatchId, row: int) -> list[Tile]:
-        result, mixed = stages.transformed, stages.mixed
+    def _three(
+        self,
+        at: MicroBatchId,
+        row: int,
+        result: MicroBatchResult,
+        augmented: np.ndarray,
+        fed: np.ndarray,
+        mixed: Mixed | None,
+    ) -> list[Tile]:
         wanted, own = int(self.plan.indices(at)[row]), self._class(result.label[row])
         micro = f"micro-batch {at.micro}, " if self.plan.config.per_step > 1 else ""
         lines: tuple[str, ...] = (f"step {at.step}, {micro}row {row}",)
@@ -172,12 +162,12 @@ class Preview:
         drawn = {name: array[row].copy() for name, array in result.arrays.items() if name != "image"}
         return [
             Tile(None if reason else result.arrays["image"][row].copy(), lines, reason, **drawn),
-            Tile(stages.augmented[row].copy(), (own,), **drawn),
-            Tile(stages.fed[row].copy(), label, **drawn),
+            Tile(augmented[row].copy(), (own,), **drawn),
+            Tile(fed[row].copy(), label, **drawn),
         ]
 
     def _class(self, label: int) -> str:
-        """Its name, or its number where it has none that Pillow's own font can write."""
+        """Its name, or its number where it has none that the picture's font is sure to have."""
         names = self.store.classes or ()
         return names[label] if 0 <= label < len(names) and names[label].isascii() else f"class {label}"
 
@@ -198,9 +188,8 @@ def preview(
     Args:
         store: the training store.
         output: the file to write.
-        plan: of the run; micro-batches may be no larger than the store allows.
-        transform: of the run.
-        augment: of the run; one that does nothing is replaced by an example, and the picture says so.
+        plan, transform, augment: of the run. Micro-batches are no larger than the store allows; an augmentation
+            that does nothing is replaced by an example, and the picture says so.
         epochs: how many of the run's epochs to show, evenly spread.
         samples: the first so many of the run, where no indices are given.
         indices: of the samples to show.
@@ -232,24 +221,22 @@ def preview(
     is_example = nothing == ("none", [], "", 0, 0) and not transform.target_columns  # it moves pixels
     made = Preview(built, store, transform, replace(augment, **_EXAMPLE) if is_example else augment)
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    image = draw(
+    figure = draw(
         made.tiles(shown, numbers),
         title=f"{store.address.rstrip('/').rpartition('/')[2]}: {len(store):,} samples",
         note=_note(made, is_example),
         headers=[_header(made, epoch) for epoch in numbers],
     )
-    data = io.BytesIO()
-    image.save(data, "PNG", optimize=True)
     try:
-        target.write_bytes(data.getvalue())
+        figure.savefig(target, metadata={"Software": None}, pil_kwargs={"optimize": True})
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from error
     return {"output": output, "samples": len(shown), "epochs": epochs}
 
 
 def _header(made: Preview, epoch: int) -> str:
-    first, last = made.strength(epoch, 0), made.strength(epoch, made.plan.steps_per_epoch - 1)
-    span = f"{first:.2f}" if f"{first:.2f}" == f"{last:.2f}" else f"{first:.2f} to {last:.2f}"
+    first, last = (f"{made.strength(epoch, step):.2f}" for step in (0, made.plan.steps_per_epoch - 1))
+    span = first if first == last else f"{first} to {last}"
     return f"epoch {epoch}, seed {made.plan.config.seed}, strength {span}"
 
 

@@ -7,6 +7,7 @@ at, evenly spread, so that it takes seconds for any number of samples.
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from typing import Any, get_args
 
 import numpy as np
 
+from raypipe import pages
 from raypipe.commands.sample_check import READ, read_each, spread
 from raypipe.config import PlanConfig, Shuffle
 from raypipe.errors import ConfigError, RaypipeError, SampleError
 from raypipe.logs import shown
-from raypipe.pages import page
-from raypipe.pages.page import Series
+from raypipe.pages import Series
 from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.storage.filesystem import as_uri
 from raypipe.storage.whole_file import write_text
@@ -53,16 +54,7 @@ class Mixing:
 
 
 def write_page(store: Store, found: dict[str, Any], output: str, micro_batch: int = 128) -> str:
-    """Write the page of a store.
-
-    Args:
-        store: to show.
-        found: what `raypipe.commands.inspection.describe` says of it.
-        output: the page, a path or a URI.
-        micro_batch: B, for the mixing; as many as there are samples if it has fewer.
-
-    Returns:
-        The page's URI.
+    """Write the page of a store to a path or URI, and return its URI; other arguments are those of `render`.
 
     Raises:
         ConfigError: it cannot be written.
@@ -74,20 +66,38 @@ def write_page(store: Store, found: dict[str, Any], output: str, micro_batch: in
 
 
 def render(store: Store, found: dict[str, Any], micro_batch: int = 128) -> str:
-    """The page of a store, as HTML; the arguments are those of `write_page`."""
-    named = {name: value for name, value in found.items() if value is not None}
-    rows = [[name.replace("_", " "), shown(value)] for name, value in named.items()]
-    body = [page.section("In short", page.table(rows))]
-    if len(store):
-        labels = _labels(store, _evenly(len(store), _NUM_LABELS))
-        mixed = [mix for shuffle in get_args(Shuffle) if (mix := mixing(store, shuffle, micro_batch))]
-        body += [
-            page.section("Samples", _pictures(store)),
-            page.section("Classes", *_classes(labels, store.classes)),
-            page.section("Sizes", page.cards(_sizes(store))),
-            page.section("Shuffling", *_mixing(mixed, min(micro_batch, len(store)))),
-        ]
-    return page.page(store.address, f"{len(store):,} samples", body)
+    """The page of a store, as HTML.
+
+    Args:
+        store: to show.
+        found: what `raypipe.commands.inspection.describe` says of it.
+        micro_batch: B, for the mixing; as many as there are samples if it has fewer.
+    """
+    rows = [[name.replace("_", " "), shown(value)] for name, value in found.items() if value is not None]
+    contents = _contents(store, min(micro_batch, len(store))) if len(store) else {}
+    return pages.render("store.html", store=store, found=rows, **contents)
+
+
+def _contents(store: Store, micro_batch: int) -> dict[str, Any]:
+    """What the template shows of a store with samples."""
+    labels = _labels(store, _evenly(len(store), _NUM_LABELS))
+    counts = Counter([] if labels is None else labels.tolist()).most_common()
+    ranked = Series("", range(len(counts)), [count for _, count in counts])
+    mixed = [mix for shuffle in get_args(Shuffle) if (mix := mixing(store, shuffle, micro_batch))]
+    orders = [Series("", mix.positions.tolist(), mix.indices.tolist(), "dots") for mix in mixed]
+    return {
+        "pictures": _pictures(store),
+        "classes": [(_class_name(label, store.classes), count) for label, count in counts],
+        "max_bars": _MAX_BARS,
+        "class_sizes": pages.chart("samples of a class", [ranked], "rank"),
+        "sizes": _sizes(store),
+        "micro_batch": micro_batch,
+        "mixed": mixed,
+        "orders": [
+            pages.chart(f"{mix.shuffle}: which sample comes when", [order], "position")
+            for mix, order in zip(mixed, orders, strict=True)
+        ],
+    }
 
 
 def mixing(store: Store, shuffle: str, micro_batch: int) -> Mixing | None:
@@ -99,9 +109,8 @@ def mixing(store: Store, shuffle: str, micro_batch: int) -> Mixing | None:
         plan = Plan.of(PlanConfig(epochs=1, micro_batch=micro_batch, shuffle=shuffle), store)  # type: ignore[arg-type]
     except ConfigError:
         return None
-    steps = _evenly(plan.steps_per_epoch, _NUM_MICRO_BATCHES)
     spreads, classes = list[float](), list[int]()
-    for step in steps.tolist():
+    for step in _evenly(plan.steps_per_epoch, _NUM_MICRO_BATCHES).tolist():
         indices = plan.indices(MicroBatchId("train", 0, step, 0))
         spreads.append(float(np.abs(np.subtract.outer(indices, indices)).mean()) * 3 / len(store))
         if len(classes) < _NUM_SHOWN and (labels := _labels(store, np.sort(indices))) is not None:
@@ -127,8 +136,8 @@ def _labels(store: Store, indices: np.ndarray) -> np.ndarray | None:
         return None
 
 
-def _pictures(store: Store) -> str:
-    figures = []
+def _pictures(store: Store) -> Iterable[tuple[str, str]]:
+    """Address and caption of some samples' thumbnails; of one that cannot be decoded, no address."""
     indices = spread(store, _NUM_SHOWN)
     images, errors = read_each(store, indices, "image")
     labels, _ = read_each(store, indices, "label")
@@ -138,71 +147,28 @@ def _pictures(store: Store) -> str:
                 raise SampleError(errors[position])
             thumbnail = resize_short_side(decode(image, min_side=_THUMBNAIL), _THUMBNAIL)
         except SampleError as error:
-            figures.append(page.figure("", f"sample {index}: {error}"))
+            yield "", f"sample {index}: {error}"
             continue
         name = "label unread" if label is None else _class_name(int(label), store.classes)
-        address = f"data:image/jpeg;base64,{base64.b64encode(encode_jpeg(thumbnail, 85)).decode()}"
-        figures.append(page.figure(address, f"{index:,}: {name}"))
-    return page.gallery(figures)
+        encoded = base64.b64encode(encode_jpeg(thumbnail, 85)).decode()
+        yield f"data:image/jpeg;base64,{encoded}", f"{index:,}: {name}"
 
 
 def _class_name(label: int, classes: tuple[str, ...] | None) -> str:
     return classes[label] if classes and 0 <= label < len(classes) else f"label {label}"
 
 
-def _classes(labels: np.ndarray | None, classes: tuple[str, ...] | None) -> Iterable[str]:
-    if labels is None:
-        yield page.paragraph("The labels cannot be read; raypipe inspect --verify tells which.")
-        return
-    counts = Counter(labels.tolist())
-    names = [_class_name(label, classes) for label in counts]
-    ordered = sorted(zip(names, counts.values(), strict=True), key=lambda pair: -pair[1])
-    most, least = ordered[0], ordered[-1]
-    empty = len(classes) - len(counts) if classes else 0
-    yield page.paragraph(
-        f"{len(counts):,} classes in {len(labels):,} labels, the largest {most[0]} with {most[1]:,}, the smallest"
-        f" {least[0]} with {least[1]:,}: {most[1] / least[1]:.1f} times."
-        + (f" {empty:,} of the store's classes were not met." if empty > 0 else "")
-    )
-    if len(ordered) <= _MAX_BARS:
-        yield page.bars(ordered)
-    else:
-        sizes = [float(count) for _, count in ordered]
-        yield page.cards(
-            [page.chart("samples of a class, by rank", [Series("", range(len(sizes)), sizes)], "rank")]
-        )
-
-
-def _sizes(store: Store) -> Iterable[str]:
-    heights, widths, num_bytes = [], [], []
-    for few in np.array_split(indices := spread(store, _NUM_HEADERS), -(-len(indices) // READ)):
+def _sizes(store: Store) -> list[str]:
+    """Charts of the images' sizes."""
+    indices = spread(store, _NUM_HEADERS)
+    found = []
+    for few in np.array_split(indices, -(-len(indices) // READ)):
         for data in read_each(store, few, "image")[0]:
-            try:
-                height, width = image_size(data)
-            except SampleError:
-                continue
-            heights.append(height)
-            widths.append(width)
-            num_bytes.append(len(data) / 1024)
-    yield page.chart("height by width, pixels", [Series("", widths, heights, "dots")], "width")
-    ranks = [100 * rank / max(1, len(num_bytes) - 1) for rank in range(len(num_bytes))]
-    yield page.chart("KiB of an image, by percentile", [Series("", ranks, sorted(num_bytes))], "percentile")
-
-
-def _mixing(mixed: list[Mixing], micro_batch: int) -> Iterable[str]:
-    rows = [
-        [mix.shuffle, f"{mix.spread:.0%}", "" if mix.classes is None else f"{mix.classes:.1f}"] for mix in mixed
+            with contextlib.suppress(SampleError):
+                found.append((*image_size(data), len(data) / 1024))
+    heights, widths, kib = zip(*found, strict=True) if found else ((), (), ())
+    ranks = np.linspace(0, 100, len(kib)).tolist()
+    return [
+        pages.chart("height, pixels", [Series("", widths, heights, "dots")], "width"),
+        pages.chart("KiB of an image", [Series("", ranks, sorted(kib))], "percentile"),
     ]
-    yield page.paragraph(
-        f"Of micro-batches of {micro_batch}: how far apart their samples lie in the store, as a share of what a"
-        " full shuffle gives, and how many classes they have."
-    )
-    yield page.table(rows, ["plan.shuffle", "spread", "classes"])
-    yield page.cards(
-        page.chart(
-            f"{mix.shuffle}: which sample comes when",
-            [Series("", mix.positions.tolist(), mix.indices.tolist(), "dots")],
-            "position",
-        )
-        for mix in mixed
-    )

@@ -16,8 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
 
@@ -35,8 +34,7 @@ _PERIOD_S = 1.0
 _RUN_KEY, _LOG_KEY = "raypipe.run", "raypipe.log"
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """One metric.
 
     Attributes:
@@ -50,8 +48,8 @@ class Metric:
     meaning: str
 
     @property
-    def kind(self) -> Literal["counter", "gauge"]:
-        """Of Prometheus."""
+    def kind(self) -> str:
+        """Of Prometheus: counter or gauge."""
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
@@ -99,41 +97,37 @@ def _instrument(name: str) -> Any:
 
 
 class _Recorder:
-    """Records metrics under labels that do not change."""
+    """Records metrics of a run, under further labels that do not change."""
 
-    def __init__(self, **labels: str) -> None:
-        self._labels = labels
+    def __init__(self, run: str, **labels: str) -> None:
+        self._labels = {"run": run, **labels}
         self._totals: dict[tuple[str, ...], float] = {}
 
     def _tags(self, name: str, labels: Mapping[str, str]) -> dict[str, str]:
         values = {**self._labels, **labels}
         return {label: values[label] for label in METRICS[name].labels}
 
-    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+    def _add(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Count up; by nothing, if there is nothing to count."""
         if amount > 0:
             _instrument(name).inc(amount, self._tags(name, labels))
 
-    def reach(self, name: str, total: float, **labels: str) -> None:
+    def _reach(self, name: str, total: float, **labels: str) -> None:
         """Count up to a running total of the caller's, which starts at 0."""
         key = (name, *labels.values())
-        self.add(name, total - self._totals.get(key, 0.0), **labels)
-        self._totals[key] = max(total, self._totals.get(key, 0.0))
+        before = self._totals.get(key, 0.0)
+        self._add(name, total - before, **labels)
+        self._totals[key] = max(total, before)
 
-    def set(self, name: str, value: float, **labels: str) -> None:
+    def _set(self, name: str, value: float, **labels: str) -> None:
         _instrument(name).set(value, self._tags(name, labels))
 
 
-class TrainerMetrics:
-    """Of one rank.
-
-    Args:
-        run: the run's name.
-        rank: of this process. Rank 0 alone tells what is the same for all.
-    """
+class TrainerMetrics(_Recorder):
+    """Of one rank; rank 0 alone tells what is the same for all."""
 
     def __init__(self, run: str, rank: int) -> None:
-        self._recorder = _Recorder(run=run, rank=str(rank))
+        super().__init__(run, rank=str(rank))
         self._rank = rank
         self._learnt: dict[str, float] = {}
         self._recorded_at = 0.0
@@ -144,7 +138,7 @@ class TrainerMetrics:
 
     def learnt(self, **values: float) -> None:
         """What to show from now on, by names of metrics without raypipe_: trainer_loss, validation_accuracy, …"""
-        self._learnt |= {f"raypipe_{name}": value for name, value in values.items()}
+        self._learnt |= values
 
     def record(
         self,
@@ -166,30 +160,20 @@ class TrainerMetrics:
             strength: of the augmentation.
         """
         self._recorded_at = time.monotonic()
-        recorder = self._recorder
         for split, of in times.items():
-            recorder.reach("raypipe_trainer_images_total", of.images, split=split)
+            self._reach("raypipe_trainer_images_total", of.images, split=split)
             for stage in STAGES:
-                recorder.reach(f"raypipe_trainer_{stage}_seconds_total", getattr(of, f"{stage}_s"), split=split)
-        recorder.reach("raypipe_trainer_steps_total", steps)
-        recorder.set("raypipe_trainer_first_batch_seconds", first_batch_s)
+                self._reach(f"raypipe_trainer_{stage}_seconds_total", getattr(of, f"{stage}_s"), split=split)
+        self._reach("raypipe_trainer_steps_total", steps)
+        self._set("raypipe_trainer_first_batch_seconds", first_batch_s)
         if self._rank == 0:
-            recorder.set("raypipe_trainer_step", step)
-            recorder.set("raypipe_trainer_epoch", epoch)
-            recorder.set("raypipe_trainer_augment_strength", strength)
-            for name, value in self._learnt.items():
-                recorder.set(name, value)
+            of_run = {"trainer_step": step, "trainer_epoch": epoch, "trainer_augment_strength": strength}
+            for name, value in (of_run | self._learnt).items():
+                self._set(f"raypipe_{name}", value)
 
 
-class ActorMetrics:
-    """Of one transform actor.
-
-    Args:
-        run: the run's name.
-    """
-
-    def __init__(self, run: str) -> None:
-        self._recorder = _Recorder(run=run)
+class ActorMetrics(_Recorder):
+    """Of one transform actor."""
 
     def made(self, split: Split, *, read_s: float, work_s: float, bad: list[dict[str, Any]]) -> None:
         """A micro-batch is made.
@@ -199,33 +183,25 @@ class ActorMetrics:
             read_s, work_s: seconds that reading took, and all of it.
             bad: a record per bad sample, see `MicroBatchResult`.
         """
-        add = functools.partial(self._recorder.add, split=split)
-        add("raypipe_actor_micro_batches_total")
-        add("raypipe_actor_read_seconds_total", read_s)
-        add("raypipe_actor_work_seconds_total", work_s)
-        if bad:
-            add("raypipe_bad_samples_total", len(bad))
-            add("raypipe_substituted_samples_total", sum(record["substitute"] is not None for record in bad))
+        substituted = sum(record["substitute"] is not None for record in bad)
+        self._add("raypipe_actor_micro_batches_total", split=split)
+        self._add("raypipe_actor_read_seconds_total", read_s, split=split)
+        self._add("raypipe_actor_work_seconds_total", work_s, split=split)
+        self._add("raypipe_bad_samples_total", len(bad), split=split)
+        self._add("raypipe_substituted_samples_total", substituted, split=split)
 
     def looked_up(self, split: Split, *, hits: int, misses: int) -> None:
         """A micro-batch was looked up in the node's cache: so many samples were there, and were not."""
-        self._recorder.add("raypipe_cache_hits_total", hits, split=split)
-        self._recorder.add("raypipe_cache_misses_total", misses, split=split)
+        self._add("raypipe_cache_hits_total", hits, split=split)
+        self._add("raypipe_cache_misses_total", misses, split=split)
 
 
-class FaultMetrics:
-    """Of one stream.
-
-    Args:
-        run: the run's name.
-    """
-
-    def __init__(self, run: str) -> None:
-        self._recorder = _Recorder(run=run)
+class FaultMetrics(_Recorder):
+    """Of one stream."""
 
     def happened(self, kind: Fault) -> None:
         """Something went wrong."""
-        self._recorder.add("raypipe_stream_faults_total", kind=kind)
+        self._add("raypipe_stream_faults_total", kind=kind)
 
 
 def configure(context: DataContext, run: str, log: LogFormat) -> None:
@@ -238,51 +214,41 @@ def configure(context: DataContext, run: str, log: LogFormat) -> None:
     ]
 
 
-class StreamMetrics:
+class StreamMetrics(_Recorder):
     """An ExecutionCallback of Ray Data's, called at each turn of its scheduler; looks once a second."""
+
+    def __init__(self) -> None:  # of which run, the execution tells
+        self._looked_at = 0.0
 
     def before_execution_starts(self, executor: Any) -> None:
         # Not above: the supervisor's process does without ray.data, which takes 2.4 s to import.
         from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 
         self._pools = [op for op in executor._topology if isinstance(op, ActorPoolMapOperator)]
-        context = executor._data_context
-        configure_logs(context.get_config(_LOG_KEY), run=context.get_config(_RUN_KEY))
-        self._recorder = _Recorder(run=context.get_config(_RUN_KEY))
-        self._looked_at = 0.0
+        run, log = (executor._data_context.get_config(key) for key in (_RUN_KEY, _LOG_KEY))
+        configure_logs(log, run=run)
+        super().__init__(run)
 
     def on_execution_step(self, executor: Any) -> None:
         if time.monotonic() - self._looked_at < _PERIOD_S:
             return
         self._looked_at = time.monotonic()
-        for pool in self._pools:
-            self._look(executor, pool)
-
-    def _look(self, executor: Any, pool: Any) -> None:
-        finished = pool.metrics.num_task_outputs_generated
         last, state = executor._output_node
         taken = last.metrics.block_outputs_taken - state.output_queue.num_blocks
-        actors = pool.get_actor_info()
-        self._record(
-            finished,
-            in_flight=pool.num_active_tasks() + finished - taken,
-            waiting=finished - taken,
-            running=actors.running,
-            restarting=actors.restarting,
-            pending=actors.pending,
-        )
+        for pool in self._pools:
+            waiting, actors = pool.metrics.num_task_outputs_generated - taken, pool.get_actor_info()
+            self._show(pool, pool.num_active_tasks() + waiting, waiting, actors)
 
-    def _record(self, finished: int, *, in_flight: int = 0, waiting: int = 0, **actors: int) -> None:
-        recorder = self._recorder
-        recorder.reach("raypipe_stream_micro_batches_total", finished)
-        recorder.set("raypipe_stream_in_flight", in_flight)
-        recorder.set("raypipe_stream_waiting", waiting)
+    def _show(self, pool: Any, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
+        self._reach("raypipe_stream_micro_batches_total", pool.metrics.num_task_outputs_generated)
+        self._set("raypipe_stream_in_flight", in_flight)
+        self._set("raypipe_stream_waiting", waiting)
         for state in ("running", "restarting", "pending"):
-            recorder.set("raypipe_stream_actors", actors.get(state, 0), state=state)
+            self._set("raypipe_stream_actors", getattr(actors, state, 0), state=state)
 
     def after_execution_succeeds(self, executor: Any) -> None:
         for pool in self._pools:
-            self._record(pool.metrics.num_task_outputs_generated)
+            self._show(pool)
 
     def after_execution_fails(self, executor: Any, error: Exception) -> None:
         self.after_execution_succeeds(executor)

@@ -31,10 +31,6 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-def _seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-
-
 class StageClock:
     """Seconds per stage. Marks on CUDA are read when the device has passed them, so the newest may be missing."""
 
@@ -50,8 +46,10 @@ class StageClock:
         """Seconds per stage so far."""
         for _ in range(len(self._pending)):
             stage, start, end = self._pending.popleft()
-            if isinstance(end, float) or end.query():
-                self._totals[stage] += _seconds(start, end)
+            if isinstance(end, float):
+                self._totals[stage] += end - start
+            elif end.query():
+                self._totals[stage] += start.elapsed_time(end) / 1000
             else:
                 self._pending.append((stage, start, end))
         return dict(self._totals)
@@ -104,17 +102,10 @@ _WAIT_IS_NOTHING = 0.05
 _HEADROOM = 1.15
 
 
-def actors_needed(times: StageTimes, world_size: int) -> float:
-    """Transform actors per rank that would keep every rank busy: what an actor works, over what a rank does.
-
-    Little's law, per micro-batch: actors = work / (augment + compute), with 15 % to spare.
-    """
-    busy_s = times.augment_s + times.compute_s
-    return times.work_s / busy_s * _HEADROOM if busy_s and world_size else math.nan
-
-
 def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "cpu") -> list[str]:
     """What limits the run, how many actors would be enough, and what to change, in sentences.
+
+    Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare.
 
     Args:
         times: summed over the ranks.
@@ -124,15 +115,14 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
     """
     if not times.images or not times.step_s:
         return ["Nothing was measured yet."]
-    found = []
-    per_s = times.images / times.step_s * world_size
-    needed = actors_needed(times, world_size) * world_size
     name = "GPU" if device == "cuda" else "trainer"
-    shares = {s: getattr(times, f"{s}_s") / times.step_s for s in ("wait", "augment", "compute")}
+    busy_s = times.augment_s + times.compute_s
+    needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan  # for each rank
+    shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in ("wait", "augment", "compute")}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
-    found.append(f"{per_s:,.0f} images/s; the time of a {name} is {parts}.")
+    found = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
     if times.wait_fraction > _WAIT_IS_NOTHING:
-        found.append(_about_input(times, needed, actors, name))
+        found.append(_about_input(times, needed * world_size <= actors, name))
     elif shares["augment"] > shares["compute"]:
         found.append(
             "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
@@ -141,15 +131,15 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
     else:
         found.append(f"The model limits the run: the stream keeps up, and the {name} waits for nothing.")
     if math.isfinite(needed):
-        each = f"{needed / world_size:.1f} per {name}" if world_size > 1 else f"for this {name}"
-        enough = max(1, math.ceil(needed))
+        each = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
+        enough = max(1, math.ceil(needed * world_size))
         spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
         what = "CPU actor" if enough == 1 else "CPU actors"
         found.append(f"{enough} {what} would be enough, {each}; the pool has up to {actors}{spare}.")
     return found
 
 
-def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> str:
+def _about_input(times: StageTimes, can_keep_up: bool, name: str) -> str:
     share = f"{times.wait_fraction:.0%} of the {name}'s time goes by waiting"
     if times.decode_s > times.augment_s + times.compute_s:
         return (
@@ -161,7 +151,7 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
             f"The copy to the device limits the run, {share}: send fewer bytes (a smaller transform.size), or "
             "have fewer ranks per host."
         )
-    if times.work_s and needed <= actors:
+    if times.work_s and can_keep_up:
         return (
             f"The stream brings micro-batches late although its actors could make them in time, {share}: raise "
             "pool.in_flight, or plan.micro_batch if micro-batches take under 20 ms to make."

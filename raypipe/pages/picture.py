@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import colorsys
+import textwrap
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
 from raypipe.logs import printable
 
-_TILE, _GUTTER, _GAP, _MARGIN, _LINE = 160, 6, 28, 24, 17
-_INK, _FAINT, _GREY, _PALE, _RULE = "#1a1a1a", "#666666", "#dcdcdc", "#f4f4f4", "#b5b5b5"
-_GROUP = 3 * _TILE + 2 * _GUTTER
-_ROW = _TILE + 2 * _LINE + 14
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DPI = 100
+_FONT: Any = {"family": "monospace", "parse_math": False}
+_TILE, _ROW, _GUTTER, _GAP, _MARGIN = 160, 208, 6, 28, 24  # pixels
+# Of labels, RGBA. Neighbouring labels are far apart in hue: each is a golden angle from the one before.
+_COLOURS = np.array([(*colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1), 0.43) for label in range(256)])
+_COLOURS[0], _COLOURS[255] = (0, 0, 0, 0), (0, 0, 0, 0.43)  # the background, and what is ignored
 
 
 @dataclass(frozen=True)
@@ -36,85 +41,65 @@ class Tile:
     boxes: np.ndarray | None = None
 
 
-def draw(rows: list[list[Tile]], *, title: str, note: str, headers: list[str]) -> Image.Image:
+def draw(rows: list[list[Tile]], *, title: str, note: str, headers: list[str]) -> Figure:
     """Rows of 1 + 3·E tiles as one picture, under a title, a note and E headers."""
-    large, medium, small = (ImageFont.load_default(size) for size in (22, 14.5, 12.5))
-    width = 2 * _MARGIN + _TILE + len(headers) * (_GAP + _GROUP)
-    notes = wrap(note, medium, width - 2 * _MARGIN, 8)
-    top = _MARGIN + 34 + 20 * len(notes) + 14
-    grid = top + 46
-    picture = Image.new("RGB", (width, grid + len(rows) * _ROW + _MARGIN - 14), "white")
-    pen = ImageDraw.Draw(picture)
-    pen.text((_MARGIN, _MARGIN), wrap(title, large, width - 2 * _MARGIN, 1)[0], _INK, large)
-    for i, line in enumerate(notes):
-        pen.text((_MARGIN, _MARGIN + 34 + 20 * i), line, _FAINT, medium)
-    groups = [_MARGIN + _TILE + _GAP + i * (_GROUP + _GAP) for i in range(len(headers))]
-    columns = [(_MARGIN, _TILE, "store"), *((x, _GROUP, text) for x, text in zip(groups, headers, strict=True))]
-    for left, span, header in columns:
-        pen.text((left, top), wrap(header, medium, span, 1)[0], _INK, medium)
-        pen.line((left, top + 21, left + span - 1, top + 21), _RULE)
-    lefts = [_MARGIN, *(left + i * (_TILE + _GUTTER) for left in groups for i in range(3))]
-    for left, name in zip(lefts, ["decoded", *("transformed", "augmented", "mixed") * len(headers)], strict=True):
-        pen.text((left, top + 26), name, _FAINT, small)
-    for number, row in enumerate(rows):
+    from matplotlib.figure import Figure
+
+    names = ["decoded", *("transformed", "augmented", "mixed") * len(headers)]
+    lefts = [_MARGIN + i * (_TILE + _GUTTER) + (i + 2) // 3 * _GAP for i in range(len(names))]
+    inside = lefts[-1] + _TILE - _MARGIN
+    above = _MARGIN + 84 + 20 * len(wrapped(note, 13, inside, 8))
+    width, height = inside + 2 * _MARGIN, above + len(rows) * _ROW
+    figure = Figure((width / _DPI, height / _DPI), dpi=_DPI)
+
+    def write(
+        x: int, y: int, text: str, size: int = 10, span: int = _TILE, most: int = 1, faint: bool = True
+    ) -> None:
+        colour, points = "#666666" if faint else "#1a1a1a", size * 72 / _DPI
+        for i, line in enumerate(wrapped(text, size, span, most)):
+            top = y + size + 1.5 * size * i
+            figure.text(x / width, 1 - top / height, line, size=points, color=colour, **_FONT)
+
+    write(_MARGIN, _MARGIN, title, 20, inside, faint=False)
+    write(_MARGIN, _MARGIN + 34, note, 13, inside, 8)
+    for left, header in zip([lefts[0], *lefts[1::3]], ["store", *headers], strict=True):
+        write(left, above - 44, header, 13, _TILE if left == _MARGIN else 3 * _TILE, faint=False)
+    for left, name in zip(lefts, names, strict=True):
+        write(left, above - 18, name)
+    for top, row in zip(range(above, height, _ROW), rows, strict=True):
         for left, tile in zip(lefts, row, strict=True):
-            _draw_tile(picture, left, grid + number * _ROW, tile, small)
-    return picture
+            place = left / width, 1 - (top + _TILE) / height, _TILE / width, _TILE / height
+            _draw_tile(figure.add_axes(place, xticks=[], yticks=[], facecolor="#dcdcdc"), tile)
+            write(left + 8, top + 8, tile.reason, span=_TILE - 16, most=8, faint=False)
+            for i, line in enumerate(tile.lines):
+                write(left, top + _TILE + 4 + 17 * i, line, faint=i > 0)
+    return figure
 
 
-def _draw_tile(picture: Image.Image, left: int, top: int, tile: Tile, font: Font) -> None:
-    pen = ImageDraw.Draw(picture)
-    pen.rectangle((left, top, left + _TILE - 1, top + _TILE - 1), _GREY if tile.image is None else _PALE)
+def _draw_tile(axes: Any, tile: Tile) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.spines[:].set_visible(False)
     if tile.image is None:
-        for i, line in enumerate(wrap(tile.reason, font, _TILE - 16, 8)):
-            pen.text((left + 8, top + 8 + i * _LINE), line, _INK, font)
-    else:
-        image = Image.fromarray(tile.image)
-        scale = _TILE / max(image.size)
-        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-        # Enlarged pixels stay pixels.
-        image = image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
-        if tile.mask is not None:
-            colours = np.array([_colour(label) for label in range(256)], np.uint8)
-            classes = Image.fromarray(tile.mask).resize(size, Image.Resampling.NEAREST)
-            blend = np.where(np.asarray(classes) > 0, 110, 0).astype(np.uint8)
-            image.paste(Image.fromarray(colours[np.asarray(classes)]), mask=Image.fromarray(blend))
-        for *corners, label in () if tile.boxes is None else tile.boxes.tolist():
-            if label >= 0:
-                x0, y0, x1, y1 = (round(corner * scale) for corner in corners)
-                ends = x0, y0, max(x0, x1 - 1), max(y0, y1 - 1)
-                ImageDraw.Draw(image).rectangle(ends, outline=_colour(int(label) + 1), width=2)
-        picture.paste(image, (left + (_TILE - size[0]) // 2, top + (_TILE - size[1]) // 2))
-    for i, line in enumerate(tile.lines):
-        pen.text((left, top + _TILE + 3 + i * _LINE), wrap(line, font, _TILE, 1)[0], _FAINT if i else _INK, font)
+        return
+    # Enlarged pixels stay pixels.
+    axes.imshow(tile.image, interpolation="nearest" if max(tile.image.shape) <= _TILE else "auto")
+    if tile.mask is not None:
+        axes.imshow(_COLOURS[tile.mask], interpolation="nearest")
+    for x0, y0, x1, y1, label in () if tile.boxes is None else tile.boxes:
+        if label >= 0:
+            colour = _COLOURS[1 + int(label) % 254, :3]
+            # Coordinates of pixels are those of their centres here.
+            axes.add_patch(
+                Rectangle((x0 - 0.5, y0 - 0.5), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=2)
+            )
 
 
-def _colour(label: int) -> tuple[int, int, int]:
-    """Neighbouring labels are far apart in hue: each is a golden angle from the one before."""
-    if label == 255:
-        return (0, 0, 0)
-    red, green, blue = colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1)
-    return round(255 * red), round(255 * green), round(255 * blue)
-
-
-def wrap(text: str, font: Font, width: float, max_lines: int) -> list[str]:
-    """Text in lines no wider than `width` pixels; an ellipsis where it, or a word, was cut."""
-    lines = [""]
-    for word in printable(text).split():
-        longer = f"{lines[-1]} {word}".lstrip()
-        if font.getlength(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        elif len(lines) < max_lines:
-            lines.append(word)
-        else:
-            lines[-1] = longer + " …"
-            break
-    return [_cut(line, font, width) for line in lines]
-
-
-def _cut(line: str, font: Font, width: float) -> str:
-    if font.getlength(line) <= width:
-        return line
-    while line and font.getlength(line + "…") > width:
-        line = line[:-1]
-    return line.rstrip() + "…"
+def wrapped(text: str, size: int, width: int, most: int) -> list[str]:
+    """Text in lines no wider than `width` pixels, in letters that the font has; an ellipsis where it was cut."""
+    written = printable(text).encode("latin-1", "backslashreplace").decode("latin-1")
+    columns = width // round(0.602 * size)  # DejaVu Sans Mono is so wide, by whole pixels
+    lines = textwrap.wrap(written, columns)
+    if len(lines) > most:
+        lines[most - 1 :] = [lines[most - 1][: columns - 1] + "…"]
+    return lines

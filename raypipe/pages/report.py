@@ -12,18 +12,18 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow.fs
 import yaml
 
+from raypipe import pages
 from raypipe.errors import ConfigError
 from raypipe.logs import STAGES
 from raypipe.metrics.records import METRICS, parse, read_records, told
-from raypipe.pages import page
-from raypipe.pages.page import Form, Series, number
+from raypipe.pages import Form, Series
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
 from raypipe.storage.whole_file import write_text
 from raypipe.stores.base import title_of
@@ -55,13 +55,21 @@ class Recorded:
     def name(self) -> str:
         return self.uri.rstrip("/").rpartition("/")[2]
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [record for record in self.records if record.get("kind") == kind]
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record.get("kind") in kinds]
 
-    def series(self, kind: str, key: str, name: str = "", scale: float = 1.0, form: Form = "line") -> Series:
+    def series(self, kind: str, key: str, scale: float = 1.0, form: Form = "line") -> Series:
         """The values of a key by global step."""
-        found = [(r["step"], r[key] * scale) for r in self.of(kind) if isinstance(r.get(key), int | float)]
-        return Series(name or self.name, [x for x, _ in found], [y for _, y in found], form)
+        found = [record for record in self.of(kind) if isinstance(record.get(key), int | float)]
+        return Series(self.name, [r["step"] for r in found], [r[key] * scale for r in found], form)
+
+    def bad_samples(self) -> list[tuple[str, str]]:
+        """What each is called, once, and what is wrong with it."""
+        seen = {(record.get("store"), record.get("index")): record for record in self.bad}
+        return [
+            (title_of(store, index, record.get("name", "")), str(record.get("error")))
+            for (store, index), record in seen.items()
+        ]
 
 
 def read_run(run: str) -> Recorded:
@@ -93,38 +101,32 @@ def read_run(run: str) -> Recorded:
 
 def summary(run: Recorded) -> dict[str, Any]:
     """The figures of a run in short; None where it has recorded none."""
-
-    def median(key: str) -> float | None:
-        values = run.series("train", key).y
-        return statistics.median(values) if values else None
-
-    def last(kind: str, key: str) -> float | None:
-        values = run.series(kind, key).y
-        return values[-1] if values else None
-
+    steps, per_s, waiting, loss = (
+        run.series("train", key).y for key in ("step", "images_per_s", "wait_fraction", "loss")
+    )
     accuracy = run.series("val", "accuracy").y
     return {
         "run": run.uri,
-        "steps": int(max((record["step"] for record in run.of("train")), default=0)),
-        "images_per_s": median("images_per_s"),
-        "wait_fraction": median("wait_fraction"),
-        "loss": last("train", "loss"),
-        "val_accuracy": last("val", "accuracy"),
-        "best_val_accuracy": max(accuracy) if accuracy else None,
+        "steps": int(max(steps, default=0)),
+        "images_per_s": statistics.median(per_s) if per_s else None,
+        "wait_fraction": statistics.median(waiting) if waiting else None,
+        "loss": loss[-1] if loss else None,
+        "val_accuracy": accuracy[-1] if accuracy else None,
+        "best_val_accuracy": max(accuracy, default=None),
         "starts": len(run.of("start")),
         "faults": len(run.of("fault")),
-        "bad_samples": len({(record.get("store"), record.get("index")) for record in run.bad}),
+        "bad_samples": len(run.bad_samples()),
         "unreadable_lines": run.unreadable,
     }
 
 
 def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any]:
-    """Write the page of a run, or of two.
+    """Write the page of a run's folder, or of two, a path or a URI each.
 
     Args:
-        run: the run's folder, a path or a URI.
+        run: the run's folder.
         against: another run to compare with; empty = none.
-        output: the page, a path or a URI; empty = report.html in the run's folder.
+        output: the page; empty = report.html in the run's folder.
 
     Returns:
         `summary` of the run, `report`, where the page is, and `against`, the summary of the other run or None.
@@ -141,115 +143,53 @@ def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any
 
 def render(runs: list[Recorded]) -> str:
     """The page of one run or several, as HTML."""
-    first = runs[0]
-    names = " and ".join(run.name for run in runs)
-    body = [page.section("In short", _figures(runs)), page.section("Over the run", page.cards(_charts(runs)))]
-    for run in runs:
-        mark = f" of {run.name}" if len(runs) > 1 else ""
-        diagnosis = run.of("diagnosis")
-        body += [
-            page.section(
-                f"Diagnosis{mark}", *(page.paragraph(str(last.get("text", ""))) for last in diagnosis[-1:])
-            ),
-            page.section(f"Stages{mark}", page.cards([_stages(run), _pool(run)])),
-            page.section(f"What happened{mark}", _events(run)),
-            page.section(f"Bad samples{mark}", _bad(run)),
-        ]
-    if len(runs) > 1:
-        body.append(page.section("Settings that differ", _differences(runs)))
-    else:
-        body.append(page.section("Configuration", page.text_block(yaml.safe_dump(first.config, sort_keys=False))))
-    return page.page(f"Run {names}", ", ".join(run.uri for run in runs), body)
 
+    def chart(title: str, kind: str, key: str, scale: float = 1.0, form: Form = "line", **options: Any) -> str:
+        return pages.chart(title, [run.series(kind, key, scale, form) for run in runs], **options)
 
-def _figures(runs: list[Recorded]) -> str:
-    shown: list[tuple[str, str, Callable[[Any], str]]] = [
-        ("steps", "steps", number),
-        ("images/s, median", "images_per_s", number),
-        ("waiting for data, median", "wait_fraction", lambda value: f"{value:.1%}"),
-        ("training loss, last", "loss", number),
-        ("validation accuracy, last", "val_accuracy", number),
-        ("validation accuracy, best", "best_val_accuracy", number),
-        ("starts of the trainers", "starts", number),
-        ("faults that were mended", "faults", number),
-        ("bad samples", "bad_samples", number),
-    ]
-    figures = [summary(run) for run in runs]
-    rows = [
-        [name, *("none" if one[key] is None else text(one[key]) for one in figures)] for name, key, text in shown
-    ]
-    return page.table(rows, ["", *(run.name for run in runs)] if len(runs) > 1 else ())
-
-
-def _charts(runs: list[Recorded]) -> Iterable[str]:
-    def lines(kind: str, key: str, scale: float = 1.0, form: Form = "line") -> list[Series]:
-        return [run.series(kind, key, scale=scale, form=form) for run in runs]
-
-    yield page.chart("images/s", lines("train", "images_per_s"))
-    yield page.chart("waiting for data, %", lines("train", "wait_fraction", 100))
-    yield page.chart("training loss", lines("train", "loss"))
-    yield page.chart("validation accuracy", lines("val", "accuracy", form="marked"), from_zero=False)
-    yield page.chart("validation loss", lines("val", "loss", form="marked"))
-    yield page.chart("learning rate", lines("train", "lr"))
-    yield page.chart("strength of the augmentation", lines("train", "strength"))
+    return pages.render(
+        "report.html",
+        runs=runs,
+        summaries=[summary(run) for run in runs],
+        charts=[
+            chart("images/s", "train", "images_per_s"),
+            chart("waiting for data, %", "train", "wait_fraction", 100),
+            chart("training loss", "train", "loss"),
+            chart("validation accuracy", "val", "accuracy", form="marked", from_zero=False),
+            chart("validation loss", "val", "loss", form="marked"),
+            chart("learning rate", "train", "lr"),
+            chart("strength of the augmentation", "train", "strength"),
+        ],
+        stages=[[_stages(run), _pool(run)] for run in runs],
+        differences=_differences(runs),
+        configuration=yaml.safe_dump(runs[0].config, sort_keys=False),
+        max_rows=_MAX_ROWS,
+        told=told,
+    )
 
 
 def _stages(run: Recorded) -> str:
     """Share of the trainers' time, by log interval."""
+    names = [stage for stage in STAGES if stage != "wait"]
     train = [record for record in run.of("train") if isinstance(record.get("compute_s"), int | float)]
-    names = [f"{stage}_s" for stage in STAGES if stage != "wait"]
-    found: dict[str, list[float]] = {name: [] for name in names}
-    steps = []
-    for record in train:
-        whole = sum(float(record.get(name, 0)) for name in names)
-        if whole > 0:
-            steps.append(record["step"])
-            for name in names:
-                found[name].append(100 * float(record.get(name, 0)) / whole)
-    series = [Series(name.removesuffix("_s"), steps, values) for name, values in found.items()]
-    return page.chart("of the time that is not waited, %", series)
+    seconds = {record["step"]: [float(record.get(f"{name}_s", 0)) for name in names] for record in train}
+    shares = {step: [100 * one / sum(found) for one in found] for step, found in seconds.items() if sum(found)}
+    lines = zip(names, zip(*shares.values(), strict=True), strict=False)  # none without a value
+    return pages.chart("of the time that is not waited, %", [Series(name, [*shares], y) for name, y in lines])
 
 
 def _pool(run: Recorded) -> str:
     matches = [(record["step"], _POOL_SIZE.search(str(record.get("text")))) for record in run.of("scale")]
-    sizes = [(step, float(match[1])) for step, match in matches if match]
-    series = Series("actors", [step for step, _ in sizes], [size for _, size in sizes], "marked")
-    return page.chart("transform actors asked for", [series])
+    sizes = {step: float(match[1]) for step, match in matches if match}
+    return pages.chart("transform actors asked for", [Series("actors", [*sizes], [*sizes.values()], "marked")])
 
 
-def _events(run: Recorded) -> str:
-    happened = []
-    for record in run.records:
-        match record.get("kind"):
-            case "start":
-                happened.append((number(record["step"]), "start", f"{record.get('workers')} trainers"))
-            case "fault" | "scale" as kind:
-                happened.append((number(record["step"]), kind, str(record.get("text"))))
-    rows = [*happened[:_MAX_ROWS]]
-    if len(happened) > _MAX_ROWS:
-        rows.append(("…", "", f"{len(happened) - _MAX_ROWS} more"))
-    return page.table(rows, ["step", "", ""]) + (page.paragraph(told(run.unreadable)) if run.unreadable else "")
-
-
-def _bad(run: Recorded) -> str:
-    seen = {(r.get("store"), r.get("index")): r for r in run.bad}
-    rows = [
-        [title_of(store, index, r.get("name", "")), str(r.get("error"))]
-        for (store, index), r in list(seen.items())[:_MAX_ROWS]
-    ]
-    if len(seen) > _MAX_ROWS:
-        rows.append(["…", f"{len(seen) - _MAX_ROWS} more in the run's quarantine"])
-    return page.table(rows, ["sample", "what is wrong"])
-
-
-def _differences(runs: list[Recorded]) -> str:
+def _differences(runs: list[Recorded]) -> list[list[str]]:
+    """Name and values of each setting that is not the same in all runs."""
     flat = [dict(_flat(run.config)) for run in runs]
-    names = list(dict.fromkeys(name for one in flat for name in one))
+    names = dict.fromkeys(name for one in flat for name in one)
     rows = [[name, *(one.get(name, "not there") for one in flat)] for name in names]
-    return page.table(
-        [row for row in rows if len(set(row[1:])) > 1] or [["none", *[""] * len(runs)]],
-        ["", *(run.name for run in runs)],
-    )
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -33,7 +33,7 @@ def test_a_micro_batch_larger_than_the_store_is_the_store() -> None:
 def test_the_page_shows_samples_classes_sizes_and_orders(stores: dict[str, Path]) -> None:
     text = render(SORTED, describe(SORTED), 20)
     assert text.count("data:image/jpeg;base64,") == 24 and "a</td>" in text and "100</td>" in text
-    for title in ("height by width", "KiB of an image", "global: which sample", "off: which sample"):
+    for title in ("height, pixels", "KiB of an image", "global: which sample", "off: which sample"):
         assert f'aria-label="{title}' in text
 
 

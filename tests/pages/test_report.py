@@ -9,6 +9,7 @@ import yaml
 
 from raypipe.commands.cli import main
 from raypipe.errors import ConfigError
+from raypipe.pages import COLOURS
 from raypipe.pages.report import read_run, render, write_report
 
 
@@ -81,7 +82,7 @@ def test_two_runs_share_their_charts_and_differ_by_their_settings(run: Path, tmp
     text = (tmp_path / "both.html").read_text()
     assert found["against"]["steps"] == 40 and not (run / "report.html").exists()
     assert "plan.seed" in text and "plan.epochs" not in text and "&lt;b&gt;" in text
-    assert text.count("<polyline") > render([read_run(str(run))]).count("<polyline")
+    assert text.count(f"stroke: {COLOURS[1]}") > render([read_run(str(run))]).count(f"stroke: {COLOURS[1]}")
 
 
 def test_lines_that_cannot_be_read_are_left_out_and_the_page_says_so(run: Path) -> None:

@@ -1,0 +1,60 @@
+"""Where the picture puts its tiles, and what it draws over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from raypipe.pages.picture import Tile, draw
+
+LEFT, SIZE, ROW = 24, 160, 208  # of the first tile, and of a row with its captions, pixels
+
+
+def pixels(rows: list[list[Tile]], **texts: Any) -> np.ndarray:
+    """The picture, uint8 (H, W, 3)."""
+    canvas = FigureCanvasAgg(draw(rows, **{"title": "", "note": "", "headers": [], **texts}))
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]
+
+
+@pytest.mark.parametrize("text", ["W" * 200, "many words of ordinary length " * 9, "a " + "W" * 200 + " b"])
+def test_nothing_that_is_written_is_wider_than_its_place(text: str) -> None:
+    rows = [[Tile(None, (text, text), text)] + [Tile(None)] * 3]
+    seen = pixels(rows, title=text, note=text, headers=[text])
+    ink = seen.min(2) < 200
+    assert not ink[:, :LEFT].any() and not ink[:, -LEFT:].any()
+    caption, reason = ink[SIZE - ROW :], ink[-ROW : SIZE - ROW]
+    for place in (caption, reason):
+        assert place[:, LEFT : LEFT + SIZE].any() and not place[:, LEFT + SIZE :].any()
+
+
+def test_short_text_is_whole_and_what_the_font_lacks_is_an_escape() -> None:
+    figure = draw([[Tile(None, ("größe", "猫 \x1b"))]], title="short $x$", note="", headers=[])
+    written = [text.get_text() for text in figure.texts]
+    assert {"short $x$", "größe", r"\u732b \x1b"} <= set(written)
+
+
+def test_a_tile_is_enlarged_by_whole_pixels() -> None:
+    image = np.zeros((2, 2, 3), np.uint8)
+    image[0, 0], image[1, 1] = (255, 0, 0), (0, 0, 255)
+    seen = pixels([[Tile(image)]])
+    for colour in image[[0, 1], [0, 1]]:
+        assert (seen == colour).all(2).sum() == 80 * 80
+
+
+def test_a_tile_without_an_image_is_grey() -> None:
+    seen = pixels([[Tile(None)]])[-ROW:]
+    assert 64 < seen[5, LEFT + 5, 0] < 230 and (seen[SIZE + 5, LEFT + 5] == 255).all()
+
+
+def test_a_mask_tints_and_a_box_frames_its_place() -> None:
+    image, mask = np.full((80, 80, 3), 50, np.uint8), np.zeros((80, 80), np.uint8)
+    mask[:40, :40], mask[:40, 40:] = 1, 255
+    boxes = np.array([[40, 40, 80, 80, 2], [0, 0, 0, 0, -1]], np.float32)
+    seen = pixels([[Tile(image, mask=mask, boxes=boxes)]])[-ROW:, LEFT:].astype(int)
+    assert (seen[100, 40] == 50).all() and (seen[120, 120] == 50).all()
+    tinted, ignored, frame = seen[40, 40], seen[40, 120], seen[80, 120]
+    assert tinted.max() - tinted.min() > 80 and (ignored < 40).all() and frame.max() == 255

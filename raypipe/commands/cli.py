@@ -20,10 +20,11 @@ from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
 
-from raypipe.commands import audit, bench, cli_capacity, cli_cluster
+from raypipe.commands import audit, bench, cli_capacity, doctor
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
 from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
 from raypipe.storage.owner import check_owner
 
 set_parsing_settings(add_print_completion_argument=True)
@@ -137,6 +138,23 @@ def preview(
     )
 
 
+def stop(run: str) -> dict[str, Any]:
+    """End a run at its next line of progress, with a checkpoint; it goes on by `jobs/train.py --resume RUN`.
+
+    Example: raypipe stop s3://my-bucket/runs/20261121-104600
+
+    Args:
+        run: folder or URI of the run, its `run_dir`.
+    """
+    from raypipe.train.launch import require_run
+    from raypipe.train.runlog import request_stop
+
+    run_uri = as_uri(run.rstrip("/"))
+    require_run(run_uri)
+    request_stop(run_uri)
+    return {"run_dir": run, "stop_requested": True}
+
+
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "ingest": ingest,
     "bench": bench.bench,
@@ -146,8 +164,8 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "plan-capacity": cli_capacity.plan_capacity,
     "preview": preview,
     "report": audit.report,
-    "doctor": cli_cluster.doctor,
-    "stop": cli_cluster.stop,
+    "doctor": doctor.doctor,
+    "stop": stop,
 }
 _FLAGS = {
     parameter.name
@@ -242,8 +260,6 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
 
 def _stored_config(run: str) -> str:
     """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
-    from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
-
     with explained(ConfigError, f"the configuration of {run} cannot be read"):
         return (read_whole(*open_filesystem(join(as_uri(run), "config.yaml"))) or b"").decode()
 

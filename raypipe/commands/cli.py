@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
 
-from raypipe.commands import audit, bench, cli_capacity, doctor
+from raypipe.commands import audit, bench, capacity, doctor
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
 from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
@@ -161,7 +161,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "digest": audit.digest,
     "digest-diff": audit.digest_diff,
     "inspect": audit.inspect,
-    "plan-capacity": cli_capacity.plan_capacity,
+    "plan-capacity": capacity.plan_capacity,
     "preview": preview,
     "report": audit.report,
     "doctor": doctor.doctor,

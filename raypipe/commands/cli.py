@@ -26,6 +26,7 @@ from raypipe.console import printable
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
 from raypipe.storage.owner import check_owner
+from raypipe.stores import open_store, store_options
 
 set_parsing_settings(add_print_completion_argument=True)
 
@@ -39,9 +40,7 @@ def ingest(
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
     overwrite: bool = False,
-    image_column: str = "image",
-    label_column: str = "label",
-    layout: str = "auto",
+    **columns: str,
 ) -> dict[str, Any]:
     """Copy any store into a new LMDB, Parquet or WebDataset store.
 
@@ -55,17 +54,12 @@ def ingest(
         shards: files of the new store; 0 = 1 GiB each.
         on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
         overwrite: replace a store at dst.
-        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
-            the feature; of HDF5, the dataset.
-        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
-        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
     from raypipe.commands import ingest as ingest_module
     from raypipe.commands.shard_copy import Reencode
-    from raypipe.stores import open_store, store_options
 
     reencode = Reencode(short_side, quality)
-    store = open_store(src, **store_options(image_column, label_column, layout))
+    store = open_store(src, **store_options(**columns))
     return ingest_module.ingest(
         store, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
     )
@@ -87,10 +81,8 @@ def preview(
     size: int = 224,
     mask_column: str = "",
     boxes_column: str = "",
-    image_column: str = "image",
-    label_column: str = "label",
-    layout: str = "auto",
     augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
+    **columns: str,
 ) -> dict[str, Any]:
     """Draw what becomes of samples: decoded, transformed, augmented and mixed, as a run feeds them. No Ray.
 
@@ -111,13 +103,9 @@ def preview(
         size: side of the images that the preset makes, in pixels.
         mask_column: column of masks, which are drawn over the images; empty = none.
         boxes_column: the same, of boxes.
-        image_column: of the store, as `raypipe inspect` takes it.
-        label_column: likewise.
-        layout: likewise.
         augment: the device side; one that does nothing is replaced by an example.
     """
     from raypipe.commands import preview as preview_module
-    from raypipe.stores import open_store, store_options
     from raypipe.transform.transform_steps import config_without_files
 
     try:
@@ -125,7 +113,7 @@ def preview(
     except ValueError:
         raise ConfigError(f"--indices must be numbers as in 3,14,15, got {indices!r}") from None
     return preview_module.preview(
-        open_store(store, **store_options(image_column, label_column, layout)),
+        open_store(store, **store_options(**columns)),
         output,
         plan=PlanConfig(of_epochs or epochs, micro_batch, per_step, seed, shuffle),
         transform=config_without_files(

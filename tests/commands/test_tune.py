@@ -1,20 +1,28 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import runpy
+import shutil
 import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+import torch
 import yaml
+from ray.exceptions import RayTaskError
+from ray.train.v2._internal.execution import train_fn_utils
 
+from raypipe.commands import tune
 from raypipe.commands.cli import parse_job, parse_run
 from raypipe.commands.policies import Policy, TuneConfig, policies, seeds
-from raypipe.commands.trial_queue import Outcome
-from raypipe.commands.tune import _anywhere, best_of, final_runs, milestones, search, search_runs
+from raypipe.commands.tune import Outcome, Share, share_out
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,
@@ -24,10 +32,15 @@ from raypipe.config import (
     TrainConfig,
     TransformConfig,
 )
-from raypipe.errors import ConfigError, RaypipeError, ResourceError
+from raypipe.errors import ConfigError, RaypipeError, ResourceError, StoreError
 from raypipe.metrics.records import read_records
 from raypipe.rayext.cluster import Resources
 
+JOB: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "jobs" / "tune.py"))
+_anywhere, best_of, final_runs, scheduler = (
+    JOB[name] for name in ("_anywhere", "best_of", "final_runs", "scheduler")
+)
+search, search_runs = JOB["search"], JOB["search_runs"]
 TUNE = TuneConfig(trials=3, epochs=2, repeats=2, final_epochs=1, seed=1, max_concurrent=1)
 
 
@@ -63,9 +76,16 @@ def test_trials_differ_in_their_policies_alone(run: RunConfig) -> None:
 
 def test_a_search_takes_half_of_the_epochs_and_stops_none_in_the_first_half_of_a_trial(run: RunConfig) -> None:
     settings = dataclasses.replace(run, plan=dataclasses.replace(run.plan, epochs=10))
-    assert milestones(settings, TuneConfig()) == (2, 5, 2.0)
-    assert milestones(settings, TuneConfig(epochs=9, grace_epochs=3, keep=0.25)) == (3, 9, 4.0)
-    assert milestones(dataclasses.replace(run, plan=PlanConfig(epochs=1)), TuneConfig()) == (1, 1, 2.0)
+
+    def milestones(*arguments: Any) -> list[int]:
+        (bracket,) = scheduler(*arguments)._brackets
+        return [int(milestone) for milestone, _ in bracket._rungs][::-1]
+
+    assert milestones(settings, TuneConfig()) == [2, 4]
+    assert milestones(settings, TuneConfig(epochs=9, grace_epochs=2, keep=0.25)) == [2, 8]
+    assert milestones(dataclasses.replace(run, plan=PlanConfig(epochs=1)), TuneConfig()) == [1]
+    trials = search_runs(settings, TuneConfig(), policies(TUNE, run))
+    assert {trial.plan.epochs for trial in trials} == {5}
 
 
 def test_the_best_and_the_default_are_compared_with_the_same_new_seeds(run: RunConfig) -> None:
@@ -124,10 +144,130 @@ def test_a_search_does_not_go_on_in_a_smaller_cluster(run: RunConfig, monkeypatc
     share = {"concurrent": 4, "gpu": False, "cpus": 1.0, "actors": 1, "cpus_per_actor": 1.0}
     (folder / "share.json").write_text(json.dumps(share))
     for name in ("connect", "preflight"):
-        monkeypatch.setattr(f"raypipe.commands.tune.{name}", lambda *_: None)
-    monkeypatch.setattr("raypipe.commands.tune.cluster_resources", lambda: Resources(4, 0, 4, 0))
+        monkeypatch.setitem(search.__globals__, name, lambda *_: None)
+    monkeypatch.setitem(search.__globals__, "cluster_resources", lambda: Resources(4, 0, 4, 0))
     with pytest.raises(ResourceError, match=r"begun with 4 at a time.* 8 CPUs in all; the cluster has 4 CPUs"):
         search(dataclasses.replace(run, resume=str(folder)), TUNE)
+
+
+# Who gets what, and what came of it
+
+
+def idle(cpus: float, gpus: float = 0) -> Resources:
+    return Resources(cpus, gpus, cpus, gpus)
+
+
+def settings(train: dict[str, Any] | None = None, **pool: Any) -> RunConfig:
+    return RunConfig(train=TrainConfig(**(train or {})), pool=PoolConfig(**pool))
+
+
+def test_one_trial_for_each_cpu_where_there_are_no_gpus() -> None:
+    assert share_out(idle(2), settings(), 12) == Share(2, False, 0.5, 1, 0.5)
+    assert share_out(idle(16), settings(), 12) == Share(12, False, 0.66, 1, 0.66)
+
+
+def test_one_trial_for_each_gpu_with_an_equal_part_of_the_cpus() -> None:
+    assert share_out(idle(96, 8), settings(), 12) == Share(8, True, 1.0, 11, 1.0)
+    assert share_out(Resources(96, 8, 96, 3), settings(), 12) == Share(3, True, 1.0, 31, 1.0)
+    assert share_out(idle(96, 8), settings({"gpu": "no"}), 12).gpu is False
+
+
+def test_fewer_at_a_time_have_more_each() -> None:
+    assert share_out(idle(8), settings(), 2) == Share(2, False, 1.0, 3, 1.0)
+    assert share_out(idle(8), settings(max_actors=2), 2).actors == 2
+    assert share_out(idle(8), settings({"cpus_per_worker": 2.0}, cpus_per_actor=0.5), 2) == Share(
+        2, False, 2.0, 4, 0.5
+    )
+
+
+def test_what_other_jobs_hold_is_left_to_them() -> None:
+    assert share_out(Resources(16, 0, 4, 0), settings(), 2) == Share(2, False, 1.0, 1, 1.0)
+
+
+def test_all_trials_of_a_time_fit_with_their_actors_on_every_small_cluster() -> None:
+    for cpus in range(1, 12):
+        for most in range(1, 12):
+            for actors in (1, 2, 3):
+                share = share_out(idle(cpus), settings(min_actors=actors), most)
+                assert 1 <= share.concurrent <= most and share.actors >= actors
+                needed = share.concurrent * (share.cpus + share.actors * share.cpus_per_actor)
+                assert needed <= cpus + 1e-9
+
+
+def test_too_small_a_share_names_what_to_lower() -> None:
+    with pytest.raises(ResourceError, match=r"lower tune\.max_concurrent or pool\.min_actors"):
+        share_out(idle(1), settings(min_actors=200), 1)
+
+
+def test_a_share_reads_as_what_it_is() -> None:
+    share = Share(2, True, 1.0, 3, 0.5)
+    assert str(share) == "2 at a time, each with a GPU and 1 CPUs and 3 transform actors of 0.5 CPUs"
+    assert Share(**dataclasses.asdict(share)) == share
+
+
+def test_a_trial_that_was_stopped_early_is_not_done_whatever_ray_tune_calls_it() -> None:
+    from ray.tune import Result
+
+    def found(epochs: int, error: Exception | None = None) -> Any:
+        metrics = {"config": {"number": 1}, "epochs": epochs, "done": True, "val_accuracy": 0.5, "val_loss": 1.0}
+        return tune.outcome(Result(metrics=metrics, checkpoint=None, error=error, path=""), runs)
+
+    runs = [settings(), dataclasses.replace(settings(), plan=PlanConfig(epochs=5))]
+    assert not found(2).done and found(5).done
+    assert (found(2).number, found(2).accuracy, found(2).error) == (1, 0.5, "")
+    assert found(2, ValueError("of\nno use")).error == "no use"
+    of_ray = RayTaskError(
+        "step", "a trace\nof many lines", StoreError("x.lmdb does not exist; understood are:\n  LMDB")
+    )
+    assert found(2, of_ray).error == "StoreError: x.lmdb does not exist; understood are:\n  LMDB"
+
+
+# A trial
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trial_reports_each_epoch_and_goes_on_from_its_checkpoint_with_the_same_weights(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = PlanConfig(epochs=2, micro_batch=10, per_step=2, seed=1, val_every=1)
+    pool = PoolConfig(max_actors=1, cpus_per_actor=0.5)
+    runs = [
+        dataclasses.replace(run, plan=plan, pool=pool, runs=str(tmp_path), name=name)
+        for name in ("whole", "broken")
+    ]
+    monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
+
+    def reports(number: int, begin: str = "", most: int = 2) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+
+        def report(metrics: dict[str, Any], checkpoint: ray.tune.Checkpoint) -> None:
+            found.append(metrics)
+            shutil.copytree(checkpoint.path, tmp_path / f"{number}-{metrics['epochs']}", dirs_exist_ok=True)
+            if len(found) == most:
+                raise SystemExit  # as Ray Tune stops a trial
+
+        begun = ray.tune.Checkpoint.from_directory(begin) if begin else None
+        monkeypatch.setattr("ray.tune.report", report)
+        monkeypatch.setattr("ray.tune.get_checkpoint", lambda: begun)
+        with contextlib.suppress(SystemExit):
+            tune.train_trial({"number": number}, runs, 1)
+        return found
+
+    whole = reports(0)
+    assert [(each["steps"], each["epochs"]) for each in whole] == [(5, 1), (10, 2)]
+    assert {"val_accuracy", "val_loss"} <= whole[0].keys()
+    reports(1, most=1)
+    resumed = reports(1, begin=str(tmp_path / "1-1"))
+    assert [each["val_accuracy"] for each in resumed] == [each["val_accuracy"] for each in whole]
+    states = [max((tmp_path / f"{number}-2").glob("checkpoint_*/state.pt")) for number in range(2)]
+    one, other = (torch.load(state, weights_only=True)["model"] for state in states)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    records = read_records((tmp_path / "broken").as_uri())
+    assert records is not None
+    kinds = [record["kind"] for record in records.kept]
+    assert kinds.count("train") == kinds.count("val") == 2  # that of the first epoch was done again
+    assert "epoch" not in capsys.readouterr().out
 
 
 # A search
@@ -143,7 +283,7 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     folder, tune = Path(run.runs) / "mine", dataclasses.replace(TUNE, trials=2)
 
     def interrupt() -> None:
-        while not list(folder.glob("tune/search/Trial*/checkpoint*/*")):
+        while not list(folder.glob("tune/search/train_trial*/checkpoint*/*")):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -154,7 +294,7 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     interrupting.join()
     shown = capsys.readouterr().out
     assert f"go on with --resume {folder}" in shown and not (folder / "best.yaml").exists()
-    begun = {path.name for path in folder.glob("tune/search/Trial*")}
+    begun = {path.name for path in folder.glob("tune/search/train_trial*")}
 
     # As a new job would: from what the first one has left behind.
     again, own = parse_job([f"--resume={folder}"], None, tune=TuneConfig)
@@ -162,7 +302,7 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     result = search(again, own["tune"])
     assert result["trials"] == 2 and result["failed"] == 0 and result["run_dir"] == str(folder)
     # Those that had begun are not begun anew; the other one may not have begun.
-    folders = {path.name for path in folder.glob("tune/search/Trial*")}
+    folders = {path.name for path in folder.glob("tune/search/train_trial*")}
     assert begun <= folders and len(folders) == 2
 
     report = json.loads((folder / "report.json").read_text())

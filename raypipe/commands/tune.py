@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -32,50 +33,80 @@ from raypipe.train.loop import Trainer
 
 
 class TrialSession(LocalTrainFnUtils):
-    """Stands where Ray Train stands in a run, and keeps what the loop reports."""
+    """Stands where Ray Train stands in a run: keeps what the loop reports, and has a folder for checkpoints."""
 
     def __init__(self) -> None:
         super().__init__(experiment_name="trial")
         self.metrics: dict[str, Any] = {}
+        self.folder = tempfile.TemporaryDirectory(prefix="raypipe-trial-")
 
     def report(self, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
         self.metrics = metrics
 
 
-def train_trial(config: dict[str, Any], runs: list[RunConfig], max_actors: int) -> None:
-    """Train the run of the configuration's `number`; each epoch is reported to Ray Tune with its checkpoint."""
-    # They would tell of every checkpoint and every execution.
-    for name in ("ray.train", "ray.data._internal.execution.streaming_executor"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    run, session = runs[config["number"]], TrialSession()
-    run_uri = join(as_uri(run.runs), run.name)
-    spec = spec_of(run, run_uri)
-    store_config(run, run_uri)
-    set_train_fn_utils(session)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raypipe-trial-"))
-        # Without the loop's lines of progress: the search has its own, and RUN/metrics.jsonl has all.
-        stack.enter_context(contextlib.redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
-        if checkpoint := tune.get_checkpoint():
-            checkpoint.to_directory(folder)
-        trainer = Trainer(
-            run,
-            spec,
-            num_classes_of(run, spec),
-            max_actors,
-            run_uri,
-            # Ray hides the host's GPUs only from processes that have one of them.
-            device="" if ray.get_gpu_ids() else "cpu",
-            checkpoints=Path(folder).as_uri(),
-        )
-        stack.callback(trainer.close)  # of a trial that Ray Tune stops
-        epochs = trainer.epochs()
-        for _ in epochs:
+class Trial(tune.Trainable):
+    """Trains one of `runs`, the one that its configuration has the `number` of; a step of it is an epoch.
+
+    It is no function, since the loop reports to Ray Train, which Ray refuses within a function of Ray Tune's.
+    """
+
+    def setup(  # type: ignore[override]  # what `tune.with_parameters` gives
+        self, config: dict[str, Any], runs: list[RunConfig], max_actors: int
+    ) -> None:
+        # It would tell of every checkpoint and every execution.
+        for name in ("ray.train", "ray.data._internal.execution.streaming_executor"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._run, self._max_actors = runs[config["number"]], max_actors
+        self._session = TrialSession()
+        self._trainer: Trainer | None = None
+
+    def step(self) -> dict[str, Any]:
+        # Without the loop's lines of progress: RUN/metrics.jsonl has them all.
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+            if self._trainer is None:
+                self._trainer = self._started()
+                self._epochs = self._trainer.epochs()
+            next(self._epochs)
+            metrics = self._session.metrics
             # Not Tune's number of steps: what goes on from a checkpoint validates that once more.
-            done = session.metrics["steps"] // trainer.plan.steps_per_epoch
-            if done == run.plan.epochs:
-                next(epochs, None)  # to the end of the stream, and of the log
-            tune.report({**session.metrics, "epochs": done}, checkpoint=tune.Checkpoint.from_directory(folder))
+            epochs = metrics["steps"] // self._trainer.plan.steps_per_epoch
+            done = epochs == self._run.plan.epochs
+            if done:
+                next(self._epochs, None)  # to the end of the stream, and of the log
+                self._trainer = None
+        return {**metrics, "epochs": epochs, "done": done}
+
+    def _started(self) -> Trainer:
+        run, run_uri = self._run, join(as_uri(self._run.runs), self._run.name)
+        spec = spec_of(run, run_uri)
+        store_config(run, run_uri)
+        set_train_fn_utils(self._session)
+        # Ray hides the host's GPUs only from processes that have one of them.
+        device = "" if ray.get_gpu_ids() else "cpu"
+        checkpoints = Path(self._session.folder.name).as_uri()
+        classes = num_classes_of(run, spec)
+        return Trainer(run, spec, classes, self._max_actors, run_uri, device=device, checkpoints=checkpoints)
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        shutil.copytree(self._session.folder.name, checkpoint_dir, dirs_exist_ok=True)
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        self.cleanup()
+        self._session = TrialSession()
+        shutil.copytree(checkpoint, self._session.folder.name, dirs_exist_ok=True)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """The next trial, in the same process."""
+        self.cleanup()
+        self.setup(new_config)  # type: ignore[call-arg]  # `tune.with_parameters` gives the rest here too
+        return True
+
+    def cleanup(self) -> None:
+        if self._trainer is not None:
+            self._epochs.close()  # type: ignore[attr-defined]
+            self._trainer.close()
+            self._trainer = None
+        self._session.folder.cleanup()
 
 
 @dataclass(frozen=True)
@@ -155,7 +186,7 @@ def train_all(
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # which takes no columns
     filesystem, path = open_filesystem(folder)
     trainable: Any = tune.with_resources(
-        tune.with_parameters(train_trial, runs=runs, max_actors=share.actors),
+        tune.with_parameters(Trial, runs=runs, max_actors=share.actors),
         {"CPU": share.cpus, **({"GPU": 1} if share.gpu else {})},
     )
     space = {"number": tune.grid_search(list(range(len(runs))))}
@@ -174,6 +205,7 @@ def train_all(
                 mode="max",
                 scheduler=scheduler,
                 max_concurrent_trials=share.concurrent,
+                reuse_actors=True,  # a process takes some seconds to start
             ),
             run_config=tune.RunConfig(
                 name=name,
@@ -182,7 +214,7 @@ def train_all(
                 verbose=1,
                 progress_reporter=tune.CLIReporter(metric_columns=columns, max_report_frequency=30),
                 failure_config=tune.FailureConfig(max_failures=runs[0].train.max_failures),
-                checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=1, checkpoint_frequency=1),
             ),
         )
     if threading.current_thread() is threading.main_thread():  # `ray job stop` sends it

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import runpy
-import shutil
 import signal
 import threading
 import time
@@ -13,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 import yaml
 from ray.exceptions import RayTaskError
-from ray.train.v2._internal.execution import train_fn_utils
 
 from raypipe.commands import tune
 from raypipe.commands.cli import parse_job, parse_run
@@ -225,47 +221,54 @@ def test_a_trial_that_was_stopped_early_is_not_done_whatever_ray_tune_calls_it()
 # A trial
 
 
+class Alone(tune.Trial):
+    """A trial outside of Ray Tune, which gives it the rest of its arguments."""
+
+    def __init__(self, runs: list[RunConfig], number: int = 0) -> None:
+        self._given = runs
+        super().__init__({"number": number})
+
+    def setup(self, config: dict[str, Any], *_: Any) -> None:  # type: ignore[override]
+        super().setup(config, self._given, 1)
+
+
+def state(trial: tune.Trial, folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    trial.save_checkpoint(str(folder))
+    return torch.load(max(folder.glob("checkpoint_*/state.pt")), weights_only=True)["model"]
+
+
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_trial_reports_each_epoch_and_goes_on_from_its_checkpoint_with_the_same_weights(
-    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_trial_goes_epoch_by_epoch_and_from_its_checkpoint_and_its_process_takes_another(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = PlanConfig(epochs=2, micro_batch=10, per_step=2, seed=1, val_every=1)
+    plan = PlanConfig(epochs=2, micro_batch=10, per_step=2, seed=1)
     pool = PoolConfig(max_actors=1, cpus_per_actor=0.5)
-    runs = [
-        dataclasses.replace(run, plan=plan, pool=pool, runs=str(tmp_path), name=name)
-        for name in ("whole", "broken")
-    ]
-    monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
+    small = dataclasses.replace(run, plan=plan, pool=pool, runs=str(tmp_path))
+    runs = [dataclasses.replace(small, name=name) for name in ("whole", "broken")]
+    trial = Alone(runs)
+    first, second = trial.train(), trial.train()
+    assert [first["done"], second["done"]] == [False, True]
+    assert [(each["steps"], each["epochs"]) for each in (first, second)] == [(5, 1), (10, 2)]
+    assert {"val_accuracy", "val_loss"} <= first.keys()
+    whole = state(trial, tmp_path / "whole-end")
 
-    def reports(number: int, begin: str = "", most: int = 2) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-
-        def report(metrics: dict[str, Any], checkpoint: ray.tune.Checkpoint) -> None:
-            found.append(metrics)
-            shutil.copytree(checkpoint.path, tmp_path / f"{number}-{metrics['epochs']}", dirs_exist_ok=True)
-            if len(found) == most:
-                raise SystemExit  # as Ray Tune stops a trial
-
-        begun = ray.tune.Checkpoint.from_directory(begin) if begin else None
-        monkeypatch.setattr("ray.tune.report", report)
-        monkeypatch.setattr("ray.tune.get_checkpoint", lambda: begun)
-        with contextlib.suppress(SystemExit):
-            tune.train_trial({"number": number}, runs, 1)
-        return found
-
-    whole = reports(0)
-    assert [(each["steps"], each["epochs"]) for each in whole] == [(5, 1), (10, 2)]
-    assert {"val_accuracy", "val_loss"} <= whole[0].keys()
-    reports(1, most=1)
-    resumed = reports(1, begin=str(tmp_path / "1-1"))
-    assert [each["val_accuracy"] for each in resumed] == [each["val_accuracy"] for each in whole]
-    states = [max((tmp_path / f"{number}-2").glob("checkpoint_*/state.pt")) for number in range(2)]
-    one, other = (torch.load(state, weights_only=True)["model"] for state in states)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    records = read_records((tmp_path / "broken").as_uri())
-    assert records is not None
-    kinds = [record["kind"] for record in records.kept]
+    assert trial.reset_config({"number": 1})
+    trial.train()
+    state(trial, tmp_path / "half")
+    trial.cleanup()
+    resumed = Alone(runs, 1)
+    resumed.load_checkpoint(str(tmp_path / "half"))
+    again, last = resumed.train(), resumed.train()
+    assert not again["done"] and again["epochs"] == 1 and again["val_accuracy"] == first["val_accuracy"]
+    assert last["done"] and last["steps"] == 10 and last["val_accuracy"] == second["val_accuracy"]
+    for name, value in state(resumed, tmp_path / "broken-end").items():
+        assert torch.equal(value, whole[name]), name
+    resumed.cleanup()
+    found = read_records((tmp_path / "broken").as_uri())
+    assert found is not None
+    kinds = [record["kind"] for record in found.kept]
     assert kinds.count("train") == kinds.count("val") == 2  # that of the first epoch was done again
     assert "epoch" not in capsys.readouterr().out
 
@@ -283,7 +286,7 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     folder, tune = Path(run.runs) / "mine", dataclasses.replace(TUNE, trials=2)
 
     def interrupt() -> None:
-        while not list(folder.glob("tune/search/train_trial*/checkpoint*/*")):
+        while not list(folder.glob("tune/search/Trial*/checkpoint*/*")):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -294,7 +297,7 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     interrupting.join()
     shown = capsys.readouterr().out
     assert f"go on with --resume {folder}" in shown and not (folder / "best.yaml").exists()
-    begun = {path.name for path in folder.glob("tune/search/train_trial*")}
+    begun = {path.name for path in folder.glob("tune/search/Trial*")}
 
     # As a new job would: from what the first one has left behind.
     again, own = parse_job([f"--resume={folder}"], None, tune=TuneConfig)
@@ -302,7 +305,7 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     result = search(again, own["tune"])
     assert result["trials"] == 2 and result["failed"] == 0 and result["run_dir"] == str(folder)
     # Those that had begun are not begun anew; the other one may not have begun.
-    folders = {path.name for path in folder.glob("tune/search/train_trial*")}
+    folders = {path.name for path in folder.glob("tune/search/Trial*")}
     assert begun <= folders and len(folders) == 2
 
     report = json.loads((folder / "report.json").read_text())

@@ -32,7 +32,7 @@ from raypipe.stores.destination import write_atomically
 from conftest import CLASSES, picture, samples  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
 from test_ingest_sources import write_lmdb  # isort: skip
-from test_measured import CONTENT  # isort: skip
+from test_capacity import CONTENT  # isort: skip
 from test_report import make_run  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

@@ -14,6 +14,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import shown, table
 from raypipe.plan.schedule import rank_groups
+from raypipe.stores import open_store, store_options
 
 
 def inspect(
@@ -24,9 +25,7 @@ def inspect(
     html: str = "",
     mask_column: str = "",
     boxes_column: str = "",
-    image_column: str = "image",
-    label_column: str = "label",
-    layout: str = "auto",
+    **columns: str,
 ) -> dict[str, Any]:
     """Print or draw what a store is, or find every sample of it that cannot be read and decoded.
 
@@ -41,20 +40,15 @@ def inspect(
         html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
         mask_column: column of masks to decode and check as well; empty = none.
         boxes_column: the same, of boxes.
-        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
-            the feature; of HDF5, the dataset.
-        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
-        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
     from raypipe.commands import inspection
-    from raypipe.stores import open_store, store_options
     from raypipe.transform.targets import check_columns
 
     if output and not verify:
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
     if html and verify:
         raise ConfigError("--html shows what a store is, and --verify finds its bad samples: give one at a time")
-    opened = open_store(store, **store_options(image_column, label_column, layout))
+    opened = open_store(store, **store_options(**columns))
     targets = TransformConfig(mask_column=mask_column, boxes_column=boxes_column).target_columns
     check_columns(opened, targets, "--{}-column")
     if not verify:
@@ -103,11 +97,9 @@ def digest(
     boxes_column: str = "",
     leave_out: str = "",
     val_leave_out: str = "",
-    image_column: str = "image",
-    label_column: str = "label",
-    layout: str = "auto",
     output: str = "",
     compare: str = "",
+    **columns: str,
 ) -> dict[str, Any]:
     """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
 
@@ -137,20 +129,16 @@ def digest(
         boxes_column: the same, of boxes.
         leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to do without.
         val_leave_out: the same, of the validation store.
-        image_column: of both stores, as `raypipe inspect` takes it.
-        label_column: likewise.
-        layout: likewise.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
     """
     from raypipe.rayext.cluster import connect, preflight
     from raypipe.storage.whole_file import check_place
-    from raypipe.stores import open_store, store_options
     from raypipe.streaming.digest import DigestFile, combine, iterate_digests, settings_of
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.spec import StreamSpec
 
-    options = store_options(image_column, label_column, layout)
+    options = store_options(**columns)
     spec = StreamSpec.of(
         open_store(store, **options),
         open_store(val, **options) if val else None,

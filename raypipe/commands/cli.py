@@ -20,11 +20,13 @@ from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
 
-from raypipe.commands import audit, bench, cli_capacity, cli_cluster
+from raypipe.commands import audit, bench, capacity, doctor
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.logs import printable
+from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
 from raypipe.storage.lease import check_owner
+from raypipe.stores import open_store, store_options
 
 set_parsing_settings(add_print_completion_argument=True)
 
@@ -38,9 +40,7 @@ def ingest(
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
     overwrite: bool = False,
-    image_column: str = "image",
-    label_column: str = "label",
-    layout: str = "auto",
+    **columns: str,
 ) -> dict[str, Any]:
     """Copy any store into a new LMDB, Parquet or WebDataset store.
 
@@ -54,17 +54,12 @@ def ingest(
         shards: files of the new store; 0 = 1 GiB each.
         on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
         overwrite: replace a store at dst.
-        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
-            the feature; of HDF5, the dataset.
-        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
-        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
     from raypipe.commands import ingest as ingest_module
     from raypipe.commands.shard_copy import Reencode
-    from raypipe.stores import open_store, store_options
 
     reencode = Reencode(short_side, quality)
-    store = open_store(src, **store_options(image_column, label_column, layout))
+    store = open_store(src, **store_options(**columns))
     return ingest_module.ingest(
         store, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
     )
@@ -86,10 +81,8 @@ def preview(
     size: int = 224,
     mask_column: str = "",
     boxes_column: str = "",
-    image_column: str = "image",
-    label_column: str = "label",
-    layout: str = "auto",
     augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
+    **columns: str,
 ) -> dict[str, Any]:
     """Draw what becomes of samples: decoded, transformed, augmented and mixed, as a run feeds them. No Ray.
 
@@ -110,13 +103,9 @@ def preview(
         size: side of the images that the preset makes, in pixels.
         mask_column: column of masks, which are drawn over the images; empty = none.
         boxes_column: the same, of boxes.
-        image_column: of the store, as `raypipe inspect` takes it.
-        label_column: likewise.
-        layout: likewise.
         augment: the device side; one that does nothing is replaced by an example.
     """
     from raypipe.commands import preview as preview_module
-    from raypipe.stores import open_store, store_options
     from raypipe.transform.transform_steps import config_without_files
 
     try:
@@ -124,7 +113,7 @@ def preview(
     except ValueError:
         raise ConfigError(f"--indices must be numbers as in 3,14,15, got {indices!r}") from None
     return preview_module.preview(
-        open_store(store, **store_options(image_column, label_column, layout)),
+        open_store(store, **store_options(**columns)),
         output,
         plan=PlanConfig(of_epochs or epochs, micro_batch, per_step, seed, shuffle),
         transform=config_without_files(
@@ -137,17 +126,33 @@ def preview(
     )
 
 
+def stop(run: str) -> dict[str, Any]:
+    """End a run at its next line of progress, with a checkpoint; it goes on by `jobs/train.py --resume RUN`.
+
+    Example: raypipe stop s3://my-bucket/runs/20261121-104600
+
+    Args:
+        run: folder or URI of the run, its `run_dir`.
+    """
+    from raypipe.train.run_folder import check_run_folder, request_stop
+
+    run_uri = as_uri(run.rstrip("/"))
+    check_run_folder(run_uri, resume=True)
+    request_stop(run_uri)
+    return {"run_dir": run, "stop_requested": True}
+
+
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "ingest": ingest,
     "bench": bench.bench,
     "digest": audit.digest,
     "digest-diff": audit.digest_diff,
     "inspect": audit.inspect,
-    "plan-capacity": cli_capacity.plan_capacity,
+    "plan-capacity": capacity.plan_capacity,
     "preview": preview,
     "report": audit.report,
-    "doctor": cli_cluster.doctor,
-    "stop": cli_cluster.stop,
+    "doctor": doctor.doctor,
+    "stop": stop,
 }
 _FLAGS = {
     parameter.name
@@ -242,8 +247,6 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
 
 def _stored_config(run: str) -> str:
     """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
-    from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
-
     with explained(ConfigError, f"the configuration of {run} cannot be read"):
         return (read_whole(*open_filesystem(join(as_uri(run), "config.yaml"))) or b"").decode()
 

@@ -1,4 +1,8 @@
-"""Is this machine fit for raypipe? Each check says what it found and, where it is not well, what mends it."""
+"""Is this machine fit for raypipe? Each check says what it found and, where it is not well, what mends it.
+
+A check returns both, with no remedy where all is well: what has one works, but worse than it could. What does not
+work raises `UnfitError`, or any other error.
+"""
 
 from __future__ import annotations
 
@@ -11,85 +15,73 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Status = Literal["ok", "warn", "fail"]
+from raypipe.logs import printable
 
 _MIN_FILES = 4096  # Ray's processes open hundreds each; `ray start` itself warns below 1,024
 _MIN_SPILL_BYTES = 5 << 30
 _RAY_TIMEOUT_S = 120
+_GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Check:
-    """What one check found.
-
-    Attributes:
-        name: of the check.
-        status: "ok"; "warn": it works, but worse than it could; "fail": it does not work.
-        found: as it is.
-        mend: what to do; empty where all is well.
-    """
-
-    name: str
-    status: Status
-    found: str
-    mend: str = ""
+class UnfitError(Exception):
+    """Something does not work: what was found, and what mends it."""
 
 
-def doctor(start_ray: bool = True) -> dict[str, Any]:
-    """Make all checks.
+def doctor(*, no_ray: bool = False) -> dict[str, Any]:
+    """Check this machine: packages, decoders, torch, CUDA, shared memory, limits, Ray. Exit code 1 if one fails.
+
+    Example: raypipe doctor
 
     Args:
-        start_ray: start a cluster too, run a task in it, and end it; or ask the one at RAY_ADDRESS.
-
-    Returns:
-        `ok`, whether none has failed, and `checks`: of each its name, status, what was found, what mends it.
+        no_ray: do not start a cluster, which takes ten seconds.
     """
-    made = [_guarded(check) for check in (*_CHECKS, *([check_ray] if start_ray else []))]
-    return {"ok": all(check.status != "fail" for check in made), "checks": [asdict(check) for check in made]}
+    checks = []
+    for name, check in CHECKS.items():
+        if no_ray and check is check_ray:
+            continue
+        status, found, mend = examined(check)
+        print(f"{status:4} {name:14} {printable(found)}" + (f"\n{'':20}→ {mend}" if mend else ""), flush=True)
+        checks.append({"name": name, "status": status, "found": found, "mend": mend})
+    return {"ok": all(check["status"] != "fail" for check in checks), "checks": checks}
 
 
-def _guarded(check: Callable[[], Check]) -> Check:
+def examined(check: Callable[[], tuple[str, str]]) -> tuple[str, str, str]:
+    """The status ("ok", "warn", "fail"), what was found, and what mends it."""
     try:
-        return check()
+        found, mend = check()
+    except UnfitError as unfit:
+        return "fail", *unfit.args
     except Exception as error:  # a broken installation may raise anything
-        name = check.__name__.removeprefix("check_").replace("_", " ")
-        return Check(name, "fail", f"{type(error).__name__}: {error}", "install raypipe anew: pip install raypipe")
+        return "fail", f"{type(error).__name__}: {error}", "install raypipe anew: pip install raypipe"
+    return "warn" if mend else "ok", found, mend
 
 
-def check_packages() -> Check:
+def check_packages() -> tuple[str, str]:
     """The versions of what raypipe depends on."""
     from packaging.requirements import Requirement
 
     wrong, versions = [], {}
-    for line in importlib.metadata.requires("raypipe") or []:
-        requirement = Requirement(line)
+    for requirement in map(Requirement, importlib.metadata.requires("raypipe") or []):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = importlib.metadata.version(requirement.name)
+            version = versions[requirement.name] = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             wrong.append(f"{requirement.name} is not installed")
             continue
-        versions[requirement.name] = version
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} is {version}, not {requirement.specifier}")
-    shown = ", ".join(
-        f"{name} {versions[name]}" for name in ("ray", "torch", "albumentations") if name in versions
-    )
-    found = f"Python {platform.python_version()}, {shown}"
     if wrong:
-        return Check(
-            "packages", "fail", "; ".join(wrong), "pip install --upgrade raypipe, in an environment of its own"
-        )
-    return Check("packages", "ok", found)
+        raise UnfitError("; ".join(wrong), "pip install --upgrade raypipe, in an environment of its own")
+    shown = [f"{name} {versions[name]}" for name in ("ray", "torch", "albumentations") if name in versions]
+    return f"Python {platform.python_version()}, {', '.join(shown)}", ""
 
 
-def check_decoding() -> Check:
-    """JPEG and PNG, end to end."""
+def check_decoding() -> tuple[str, str]:
+    """JPEG, PNG and WebP, end to end."""
     import cv2
     import numpy as np
 
@@ -99,24 +91,20 @@ def check_decoding() -> Check:
     for kind in (".jpg", ".png", ".webp"):
         pixels = decode(cv2.imencode(kind, image)[1].tobytes())
         if np.abs(pixels.astype(int) - 128).max() > 2:
-            return Check("decoding", "fail", f"{kind} gives wrong pixels", "install simplejpeg and opencv anew")
-    return Check("decoding", "ok", "JPEG by libjpeg-turbo, PNG and WebP")
+            raise UnfitError(f"{kind} gives wrong pixels", "install simplejpeg and opencv anew")
+    return "JPEG by libjpeg-turbo, PNG and WebP", ""
 
 
-def check_extension() -> Check:
+def check_extension() -> tuple[str, str]:
     """The compiled decoder of JPEGs."""
     from raypipe.transform.decode import why_no_extension
 
     why = why_no_extension()
-    if why:
-        mend = (
-            "install a C compiler and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev), then raypipe anew"
-        )
-        return Check("JPEG extension", "warn", f"JPEGs are decoded slower: {why}", mend)
-    return Check("JPEG extension", "ok", "the extension is used")
+    mend = "install a C compiler and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev), then raypipe anew"
+    return (f"JPEGs are decoded slower: {why}", mend) if why else ("the extension is used", "")
 
 
-def check_torch() -> Check:
+def check_torch() -> tuple[str, str]:
     """torch, torchvision's own operators, and CUDA where there is a GPU."""
     import torch
     import torchvision
@@ -126,58 +114,53 @@ def check_torch() -> Check:
         device = torch.device("cuda")
         assert float((torch.ones(8, device=device) * 2).sum()) == 16
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-        return Check("torch", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
+        return f"{torch.cuda.device_count()} x {', '.join(sorted(names))}", ""
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-        mend = "install a torch that is built for this driver (see nvidia-smi), or a newer driver"
-        return Check(
-            "torch", "fail", f"there is an NVIDIA driver, but torch, built for {built}, cannot use it", mend
+        raise UnfitError(
+            f"there is an NVIDIA driver, but torch, built for {built}, cannot use it",
+            "install a torch that is built for this driver (see nvidia-smi), or a newer driver",
         )
-    return Check("torch", "ok", "works on the CPU; there is no GPU")
+    return "works on the CPU; there is no GPU", ""
 
 
-def check_shared_memory() -> Check:
+def check_cpus() -> tuple[str, str]:
+    """The CPUs that this process may use, which Ray may count otherwise in a container."""
+    usable = len(os.sched_getaffinity(0))
+    found = f"{usable} of {os.cpu_count() or 1}"
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    quota, period = limit.read_text().split() if limit.exists() else ("max", "")
+    if quota != "max":
+        found += f", of which the container may use {int(quota) / int(period):g}"
+    return found, "a trainer and one transform actor want a CPU each" if usable < 2 else ""
+
+
+def check_shared_memory() -> tuple[str, str]:
     """Where Ray keeps its object store."""
     path = Path("/dev/shm")
     if not path.exists():
-        return Check("shared memory", "warn", "there is no /dev/shm: objects are kept in files", "use Linux")
-    size, memory = shutil.disk_usage(path).total, _memory_bytes()
-    found = f"/dev/shm has {_gib(size)} of {_gib(memory)} of memory"
-    if size < 0.3 * memory:
-        mend = "Ray wants 30 %, and is slow with less: start the container with --shm-size or --ipc=host"
-        return Check("shared memory", "fail" if size < 256 << 20 else "warn", found, mend)
-    return Check("shared memory", "ok", found)
+        return "there is no /dev/shm: objects are kept in files", "use Linux"
+    size, memory = shutil.disk_usage(path).total, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = f"/dev/shm has {size / _GIB:.1f} GiB of {memory / _GIB:.1f} GiB of memory"
+    mend = "Ray wants 30 %, and is slow with less: start the container with --shm-size or --ipc=host"
+    if size < 256 << 20 and size < 0.3 * memory:
+        raise UnfitError(found, mend)
+    return found, mend if size < 0.3 * memory else ""
 
 
-def check_file_limit() -> Check:
+def check_file_limit() -> tuple[str, str]:
     """Open files and sockets of a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _MIN_FILES:
-        return Check(
-            "open files", "warn", f"at most {soft}", f"ulimit -n {min(hard, 65536)}, before Ray is started"
-        )
-    return Check("open files", "ok", f"at most {soft}")
+    mend = f"ulimit -n {min(hard, 65536)}, before Ray is started"
+    return f"at most {soft}", mend if soft < _MIN_FILES else ""
 
 
-def check_disk() -> Check:
+def check_disk() -> tuple[str, str]:
     """Room for Ray's session, and for objects that it spills."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    if free < _MIN_SPILL_BYTES:
-        return Check(
-            "disk", "warn", f"{folder} has {_gib(free)} free", "free some, or set RAY_TMPDIR to another disk"
-        )
-    return Check("disk", "ok", f"{folder} has {_gib(free)} free")
-
-
-def check_cpus() -> Check:
-    """The CPUs that this process may use, which Ray may count otherwise in a container."""
-    usable, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    quota = _cgroup_cpus()
-    found = f"{usable} of {all_of_them}" + (f", of which the container may use {quota:g}" if quota else "")
-    if usable < 2:
-        return Check("CPUs", "warn", found, "a trainer and one transform actor want a CPU each")
-    return Check("CPUs", "ok", found)
+    mend = "free some, or set RAY_TMPDIR to another disk" if free < _MIN_SPILL_BYTES else ""
+    return f"{folder} has {free / _GIB:.1f} GiB free", mend
 
 
 # In a process of its own: this one may be connected, or be left half-way by a start that hangs.
@@ -193,56 +176,32 @@ ray.shutdown()
 """
 
 
-def check_ray() -> Check:
-    """A cluster, and a task in it."""
+def check_ray() -> tuple[str, str]:
+    """A cluster, the one at RAY_ADDRESS or a new one, and a task in it."""
     address = os.environ.get("RAY_ADDRESS", "")
     where = f"the cluster at {address}" if address else "a cluster on this machine"
+    mend = "see the newest logs in /tmp/ray/session_latest/logs; `ray stop` ends clusters that were left over"
+    if address:
+        mend = "is it up (ray status), of the same versions of Ray and Python, and is RAY_ADDRESS its address?"
+    command = [sys.executable, "-c", _RAY_PROGRAM]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _RAY_PROGRAM],
-            capture_output=True,
-            text=True,
-            timeout=_RAY_TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Check("Ray", "fail", f"{where} ran no task within {_RAY_TIMEOUT_S} s", _ray_hint(address))
+        raise UnfitError(f"{where} ran no task within {_RAY_TIMEOUT_S} s", mend) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        return Check("Ray", "fail", f"{where}: {last}", _ray_hint(address))
-    return Check("Ray", "ok", f"{where}: {done.stdout.splitlines()[-1]}")
+        raise UnfitError(f"{where}: {last}", mend)
+    return f"{where}: {done.stdout.splitlines()[-1]}", ""
 
 
-def _ray_hint(address: str) -> str:
-    if address:
-        return "is it up (ray status), of the same versions of Ray and Python, and is RAY_ADDRESS its address?"
-    return "see the newest logs in /tmp/ray/session_latest/logs; `ray stop` ends clusters that were left over"
-
-
-_CHECKS: tuple[Callable[[], Check], ...] = (
-    check_packages,
-    check_decoding,
-    check_extension,
-    check_torch,
-    check_cpus,
-    check_shared_memory,
-    check_file_limit,
-    check_disk,
-)
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_cpus() -> float:
-    """The CPU quota of a container; 0 = none."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return 0.0
-    return 0.0 if quota == "max" else int(quota) / int(period)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+CHECKS: dict[str, Callable[[], tuple[str, str]]] = {
+    "packages": check_packages,
+    "decoding": check_decoding,
+    "JPEG extension": check_extension,
+    "torch": check_torch,
+    "CPUs": check_cpus,
+    "shared memory": check_shared_memory,
+    "open files": check_file_limit,
+    "disk": check_disk,
+    "Ray": check_ray,
+}

@@ -65,9 +65,7 @@ class TuneConfig:
 class Policy:
     """How the training images of a run are changed.
 
-    Attributes:
-        transform: on the CPU, see `transform.train`.
-        augment: on the device.
+    The transform is on the CPU, see `transform.train`, and the augmentation on the device.
     """
 
     transform: str | Steps
@@ -82,31 +80,24 @@ class Policy:
         return replace(run, transform=replace(run.transform, train=self.transform), augment=self.augment)
 
     def __str__(self) -> str:
-        augment, parts = self.augment, [brief(self.transform)]
-        if augment.preset != "none":
-            parts.append(augment.preset)
-        if augment.ops:
-            parts.append("+".join(str(entry["op"]).removeprefix("Random") for entry in augment.ops))
-        if augment.module:
-            parts.append(augment.module)
-        for name in ("mixup", "cutmix"):
-            if alpha := getattr(augment, f"{name}_alpha"):
-                parts.append(f"{name} {alpha:g}")
-        if augment.mix_prob < 1 and (augment.mixup_alpha or augment.cutmix_alpha):
-            parts.append(f"mixed {augment.mix_prob:g}")
-        strength = augment.strength
-        given = {name: value for name, value in asdict(strength).items() if value != getattr(StrengthConfig, name)}
-        if given and len(parts) > 1:
-            parts.append("strength " + " ".join(f"{name} {value:g}" for name, value in given.items()))
-        return ", ".join(parts) if len(parts) > 1 else f"{parts[0]}, nothing else"
+        plain = AugmentConfig(mean=self.augment.mean, std=self.augment.std)
+        parts = [f"{name} {value}" for name, value in _changes(self.augment, plain).items()]
+        return ", ".join([brief(self.transform), *(parts or ["nothing else"])])
+
+
+def _changes(settings: Any, default: Any) -> dict[str, Any]:
+    """The settings that are not the default ones, for people: strength by its own, operations by their names."""
+    found = {name: value for name, value in vars(settings).items() if value != getattr(default, name)}
+    if "ops" in found:
+        found["ops"] = "+".join(str(entry["op"]).removeprefix("Random") for entry in found["ops"])
+    if "strength" in found:
+        of_strength = _changes(found["strength"], StrengthConfig()).items()
+        found["strength"] = " ".join(f"{name} {value:g}" for name, value in of_strength)
+    return found
 
 
 def policies(tune: TuneConfig, run: RunConfig) -> list[Policy]:
-    """The policies that a search tries: the run's own, none, and what is drawn.
-
-    Args:
-        tune: how many, the CPU transforms to choose from, and the seed.
-        run: whose policy is the first, and whose normalisation all have.
+    """The policies that a search tries: the run's own, none, and what is drawn; all have the run's normalisation.
 
     Raises:
         ConfigError: there are not so many different ones.
@@ -196,8 +187,7 @@ class Verdict:
 
     Attributes:
         better: whether the first is better, by more than chance.
-        gain: mean of the differences in accuracy, first minus second.
-        spread: their standard deviation.
+        gain, spread: mean and standard deviation of the differences in accuracy, first minus second.
         text: the same in a sentence.
     """
 
@@ -208,11 +198,7 @@ class Verdict:
 
 
 def judge(first: list[float], second: list[float]) -> Verdict:
-    """Compare the accuracies of two policies, in [0, 1], seed by seed.
-
-    Args:
-        first, second: of the same seeds in the same order, at least two.
-    """
+    """Compare the accuracies of two policies, in [0, 1], with the same seeds in the same order, at least two."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     gain, spread = statistics.mean(differences), statistics.stdev(differences)
     error = spread / len(differences) ** 0.5
@@ -223,8 +209,3 @@ def judge(first: list[float], second: list[float]) -> Verdict:
     )
     verdict = "better" if better else "not better by more than chance"
     return Verdict(better, gain, spread, f"the best policy of the search is {verdict}: {figures}")
-
-
-def as_report(policy: Policy) -> dict[str, Any]:
-    """A policy as dicts, lists and scalars, as JSON has it."""
-    return json.loads(json.dumps({"transform": policy.transform, "augment": asdict(policy.augment)}))

@@ -1,218 +1,242 @@
-"""A search for an augmentation policy with Ray Tune: trials that end early, then the best against the run's own.
+"""Trainings side by side as trials of Ray Tune, each a whole run in the process of its trial.
 
-    FOLDER/config.yaml     settings of the run and of the search
-    FOLDER/trials/NAME/    what each training leaves behind, see run_folder.py
-    FOLDER/tune/           Ray Tune's records and the checkpoints of the trials: all that a resume needs. It
-                           unpickles them, and a pickle runs code: see owner.py
-    FOLDER/best.yaml       the winner, for `jobs/train.py --config`
-    FOLDER/report.json     the result, with every trial
-
-ASHA (Li et al. 2020, arXiv:1810.05934) stops a trial at a milestone unless it is among the best that have come so
-far. What is best of many is so by luck as well: so it is trained again, with seeds that the search has not seen,
-and so is the run's own policy, and the two are compared seed by seed.
+A trial has one device and W = 1. What a run learns does not depend on W, so trials side by side are worth as much
+as one trial after another on all devices, without their meetings.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, replace
-from statistics import mean
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import yaml
+import ray
+from ray import tune
+from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
+from ray.tune.schedulers import ASHAScheduler
 
-from raypipe.commands.policies import Policy, TuneConfig, as_report, judge, policies, seeds, unlike
-from raypipe.commands.trial_queue import Outcome, Share, share_out, train_all
-from raypipe.config import RunConfig, StoreConfig
-from raypipe.errors import ConfigError, RaypipeError, ResourceError
-from raypipe.logs import table
-from raypipe.rayext.cluster import cluster_resources, connect, preflight
-from raypipe.storage.filesystem import absolute
-from raypipe.storage.whole_file import read_json, write_json, write_text
-from raypipe.streaming.pipeline import check_memory
-from raypipe.train.launch import check_augment, num_classes_of, spec_of
-from raypipe.train.run_folder import as_plain, located, make_folder
-from raypipe.transform.presets import build_transform
+from raypipe.config import RunConfig
+from raypipe.errors import RaypipeError, ResourceError
+from raypipe.failures import cause_of
+from raypipe.rayext.cluster import Resources
+from raypipe.storage.filesystem import as_uri, join, open_filesystem
+from raypipe.train.launch import num_classes_of, spec_of
+from raypipe.train.loop import Trainer
+from raypipe.train.run_folder import store_config
 
 
-def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
-    """Search for an augmentation policy on a run's own stores, and keep the better one of it and the run's.
+class TrialSession(LocalTrainFnUtils):
+    """Stands where Ray Train stands in a run: keeps what the loop reports, and has a folder for checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(experiment_name="trial")
+        self.metrics: dict[str, Any] = {}
+        self.folder = tempfile.TemporaryDirectory(prefix="raypipe-trial-")
+
+    def report(self, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
+        self.metrics = metrics
+
+
+class Trial(tune.Trainable):
+    """Trains one of `runs`, the one that its configuration has the `number` of; a step of it is an epoch.
+
+    It is no function, since the loop reports to Ray Train, which Ray refuses within a function of Ray Tune's.
+    """
+
+    def setup(  # type: ignore[override]  # what `tune.with_parameters` gives
+        self, config: dict[str, Any], runs: list[RunConfig], max_actors: int
+    ) -> None:
+        # It would tell of every checkpoint and every execution.
+        for name in ("ray.train", "ray.data._internal.execution.streaming_executor"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._run, self._max_actors = runs[config["number"]], max_actors
+        self._session = TrialSession()
+        self._trainer: Trainer | None = None
+
+    def step(self) -> dict[str, Any]:
+        # Without the loop's lines of progress: RUN/metrics.jsonl has them all.
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+            if self._trainer is None:
+                self._trainer = self._started()
+                self._epochs = self._trainer.epochs()
+            next(self._epochs)
+            metrics = self._session.metrics
+            # Not Tune's number of steps: what goes on from a checkpoint validates that once more.
+            epochs = metrics["steps"] // self._trainer.plan.steps_per_epoch
+            done = epochs == self._run.plan.epochs
+            if done:
+                next(self._epochs, None)  # to the end of the stream, and of the log
+                self._trainer = None
+        return {**metrics, "epochs": epochs, "done": done}
+
+    def _started(self) -> Trainer:
+        run, run_uri = self._run, join(as_uri(self._run.runs), self._run.name)
+        spec = spec_of(run, run_uri)
+        store_config(run, run_uri)
+        set_train_fn_utils(self._session)
+        # Ray hides the host's GPUs only from processes that have one of them.
+        device = "" if ray.get_gpu_ids() else "cpu"
+        checkpoints = Path(self._session.folder.name).as_uri()
+        classes = num_classes_of(run, spec)
+        return Trainer(run, spec, classes, self._max_actors, run_uri, device=device, checkpoints=checkpoints)
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        shutil.copytree(self._session.folder.name, checkpoint_dir, dirs_exist_ok=True)
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        self.cleanup()
+        self._session = TrialSession()
+        shutil.copytree(checkpoint, self._session.folder.name, dirs_exist_ok=True)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """The next trial, in the same process."""
+        self.cleanup()
+        self.setup(new_config)  # type: ignore[call-arg]  # `tune.with_parameters` gives the rest here too
+        return True
+
+    def cleanup(self) -> None:
+        if self._trainer is not None:
+            self._epochs.close()  # type: ignore[attr-defined]
+            self._trainer.close()
+            self._trainer = None
+        self._session.folder.cleanup()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each of the trainings that run at one time has.
+
+    Attributes:
+        concurrent: trainings at one time.
+        gpu: whether each has a GPU.
+        cpus: that Ray reserves for the model.
+        actors: transform actors.
+        cpus_per_actor: that Ray reserves for each of them.
+    """
+
+    concurrent: int
+    gpu: bool
+    cpus: float
+    actors: int
+    cpus_per_actor: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.concurrent} at a time, each with {'a GPU and ' if self.gpu else ''}{self.cpus:g} CPUs and "
+            f"{self.actors} transform actors of {self.cpus_per_actor:g} CPUs"
+        )
+
+
+def share_out(offer: Resources, run: RunConfig, most: int) -> Share:
+    """Share out what a cluster has free between trainings with one worker each, `most` at one time. Pure.
+
+    There is one per GPU, or per CPU where there are none; all of them fit at one time, with their actors, so that
+    no model waits for actors that wait for the CPUs of another model. Where CPUs are short the reservations
+    shrink, and trainings take turns on the cores.
+    """
+    gpu = run.train.gpu == "yes" or (run.train.gpu == "auto" and offer.gpus >= 1)
+    concurrent = max(1, min(most, int(offer.free_gpus if gpu else offer.free_cpus)))
+    cpus, per_actor = run.train.cpus_per_worker or 1.0, run.pool.cpus_per_actor
+    whole = offer.free_cpus / concurrent
+    least = cpus + run.pool.min_actors * per_actor
+    if least > whole:
+        cpus, per_actor = (math.floor(x * whole / least * 100) / 100 for x in (cpus, per_actor))
+        if min(cpus, per_actor) <= 0:
+            raise ResourceError(
+                f"{concurrent} trainings at one time leave {whole:g} CPUs to each, too few for a model and "
+                f"{run.pool.min_actors} transform actors: lower tune.max_concurrent or pool.min_actors"
+            )
+    actors = max(run.pool.min_actors, int((whole - cpus) / per_actor + 1e-9))
+    return Share(concurrent, gpu, cpus, min(actors, run.pool.max_actors or actors), per_actor)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one training: its place in the list, epochs, whether that is all, its last validation, why it failed."""
+
+    number: int
+    epochs: int
+    done: bool
+    accuracy: float
+    loss: float
+    error: str = ""
+
+
+def train_all(
+    folder: str, runs: list[RunConfig], share: Share, scheduler: ASHAScheduler | None = None
+) -> list[Outcome]:
+    """Train runs, and go on with those that an earlier call with the same folder has begun.
 
     Args:
-        run: what is trained; its policy is the one to beat. `resume` names the folder of a search to go on with.
-        tune: the search.
-
-    Returns:
-        `better`: whether the search has found a better policy than the run's, by more than chance; `val_accuracy`
-        of the policy that was kept and `default_val_accuracy` of the run's own, means over the seeds; `gain` of
-        the best of the search over the run's own, and its `spread` over the seeds; `policy`; `config`: a YAML for
-        jobs/train.py; `trials`, `stopped_early`, `failed`, `seconds`, `run_dir`.
+        folder: URI of Ray Tune's records.
+        runs: with `train.workers=1`.
+        share: what each has.
+        scheduler: which stops some early, by "epochs"; None = all of them end by themselves.
 
     Raises:
-        RaypipeError: what is wrong with the configuration, a store, the cluster or a training.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; what was begun is kept. A second one aborts.
     """
-    with located(run, "tune-") as (run, folder, _):
-        return _search(run, tune.without_files(), folder)
-
-
-def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
-    started = time.monotonic()
-    chosen = policies(tune, run)
-    num_classes = _check(run, tune, chosen, folder)
-    connect()
-    alone = replace(run.train, workers=1, min_workers=0, num_classes=num_classes)
-    preflight(run.pool, alone, run.plan.per_step)
-    make_folder(folder)
-    share = _share(run, tune, folder)
-    check_memory(spec_of(run, folder), share.actors, 1, share.concurrent)
-    write_text(f"{folder}/config.yaml", yaml.safe_dump({**as_plain(run), "tune": asdict(tune)}, sort_keys=False))
-    print(f"search     {folder}\ntrials     {len(chosen)} policies, {share}", flush=True)
-    base = replace(
-        run,
-        store=_anywhere(run.store),
-        runs=f"{folder}/trials",
-        train=alone,
-        pool=replace(run.pool, cpus_per_actor=share.cpus_per_actor),
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # which takes no columns
+    filesystem, path = open_filesystem(folder)
+    trainable: Any = tune.with_resources(
+        tune.with_parameters(Trial, runs=runs, max_actors=share.actors),
+        {"CPU": share.cpus, **({"GPU": 1} if share.gpu else {})},
     )
-    trials = _trained(
-        f"{folder}/tune/search",
-        search_runs(base, tune, chosen),
-        [str(p) for p in chosen],
-        share,
-        milestones(run, tune),
+    space = {"number": tune.grid_search(list(range(len(runs))))}
+    if tune.Tuner.can_restore(path, storage_filesystem=filesystem):
+        tuner = tune.Tuner.restore(
+            path, trainable, resume_errored=True, param_space=space, storage_filesystem=filesystem
+        )
+    else:
+        storage, _, name = path.rpartition("/")
+        columns = {"epochs": "epochs", "val_accuracy": "validation accuracy"}
+        tuner = tune.Tuner(
+            trainable,
+            param_space=space,
+            tune_config=tune.TuneConfig(
+                metric="val_accuracy",
+                mode="max",
+                scheduler=scheduler,
+                max_concurrent_trials=share.concurrent,
+                reuse_actors=True,  # a process takes some seconds to start
+            ),
+            run_config=tune.RunConfig(
+                name=name,
+                storage_path=storage,
+                storage_filesystem=filesystem,
+                verbose=1,
+                progress_reporter=tune.CLIReporter(metric_columns=columns, max_report_frequency=30),
+                failure_config=tune.FailureConfig(max_failures=runs[0].train.max_failures),
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=1, checkpoint_frequency=1),
+            ),
+        )
+    if threading.current_thread() is threading.main_thread():  # `ray job stop` sends it
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    results = tuner.fit()
+    if results.num_terminated + results.num_errors < len(runs):
+        raise KeyboardInterrupt
+    return sorted((outcome(results[i], runs) for i in range(len(runs))), key=lambda found: found.number)
+
+
+def outcome(result: tune.Result, runs: list[RunConfig]) -> Outcome:
+    """What came of a trial."""
+    metrics, number = result.metrics or {}, (result.config or {})["number"]
+    cause = cause_of(result.error) if result.error else None
+    error = f"{type(cause).__name__}: {cause}" if isinstance(cause, RaypipeError) else str(result.error or "")
+    return Outcome(
+        number=number,
+        epochs=metrics.get("epochs", 0),
+        done=metrics.get("epochs", 0) == runs[number].plan.epochs,  # Ray Tune calls those done that it has stopped
+        accuracy=metrics.get("val_accuracy") or 0.0,
+        loss=metrics.get("val_loss") or math.inf,
+        # Without the trace of how Ray came by it.
+        error=error if isinstance(cause, RaypipeError) else (error.strip().splitlines() or [""])[-1],
     )
-    best = best_of(trials)
-    _show(chosen, trials)
-    finals = final_runs(base, tune, chosen[best])
-    names = [f"{each.name}, seed {each.plan.seed}" for each in finals]
-    compared = _trained(f"{folder}/tune/final", finals, names, share)
-    if failed := [each for each in compared if each.error]:
-        raise RaypipeError(f"{names[failed[0].number]} failed: {failed[0].error}")
-    accuracies = [each.accuracy for each in compared]
-    first, second = accuracies[: tune.repeats], accuracies[tune.repeats :]
-    verdict = judge(first, second)
-    kept = chosen[best] if verdict.better else chosen[0]
-    print(f"{verdict.text}\nkept: {kept}", flush=True)
-    plain = yaml.safe_dump(as_plain(replace(kept.applied(run), name="")), sort_keys=False)
-    write_text(f"{folder}/best.yaml", f"# {verdict.text}.\n{plain}")
-    result = {
-        "better": verdict.better,
-        "val_accuracy": mean(first if verdict.better else second),
-        "default_val_accuracy": mean(second),
-        "gain": verdict.gain,
-        "spread": verdict.spread,
-        "policy": str(kept),
-        "config": f"{folder}/best.yaml".removeprefix("file://"),
-        "trials": len(trials),
-        "stopped_early": sum(not each.done and not each.error for each in trials),
-        "failed": sum(bool(each.error) for each in trials),
-        "seconds": round(time.monotonic() - started, 1),
-        "run_dir": folder.removeprefix("file://"),
-    }
-    rows = [{"policy": as_report(chosen[each.number]), **asdict(each)} for each in trials]
-    comparison = {"seeds": seeds(tune, run), "best": first, "default": second}
-    write_json(f"{folder}/report.json", {**result, "best": best, "comparison": comparison, "all_trials": rows})
-    return result
-
-
-def _anywhere(store: StoreConfig) -> StoreConfig:
-    """The same for trials, whose processes have folders of their own."""
-    names = ("train", "val", "leave_out", "val_leave_out")
-    return replace(store, **{name: absolute(getattr(store, name)) for name in names})
-
-
-def _trained(folder: str, *arguments: Any) -> list[Outcome]:
-    try:
-        return train_all(folder, *arguments)
-    except KeyboardInterrupt:
-        search_folder = folder.removeprefix("file://").rpartition("/tune/")[0]
-        print(f"stopped; go on with --resume {search_folder}", flush=True)
-        raise
-
-
-def milestones(run: RunConfig, tune: TuneConfig) -> tuple[int, int, float]:
-    """Epochs before a trial may be stopped, epochs of a whole one, and from one milestone to the next how many
-    times as many."""
-    epochs = tune.epochs or max(1, run.plan.epochs // 2)
-    return min(tune.grace_epochs or max(1, epochs // 2), epochs), epochs, 1 / tune.keep
-
-
-def search_runs(base: RunConfig, tune: TuneConfig, chosen: list[Policy]) -> list[RunConfig]:
-    """The trials: equal in all but their policies, validated after each epoch."""
-    plan = replace(base.plan, epochs=milestones(base, tune)[1], val_every=1)
-    return [
-        replace(policy.applied(base), plan=plan, name=f"search-{number}") for number, policy in enumerate(chosen)
-    ]
-
-
-def final_runs(base: RunConfig, tune: TuneConfig, best: Policy) -> list[RunConfig]:
-    """The trainings that are compared: of the best policy with each seed, then of the run's own with each."""
-    epochs = tune.final_epochs or base.plan.epochs
-    store = base.store
-    if tune.final_val:
-        store = replace(store, val=absolute(tune.final_val), val_leave_out="")
-    return [
-        replace(
-            policy.applied(base),
-            store=store,
-            plan=replace(base.plan, epochs=epochs, val_every=epochs, seed=seed),
-            name=f"final-{name}-{number}",
-        )
-        for name, policy in (("best", best), ("default", Policy.of(base)))
-        for number, seed in enumerate(seeds(tune, base))
-    ]
-
-
-def best_of(trials: list[Outcome]) -> int:
-    """The number of the best trial that is not the run's own policy.
-
-    Raises:
-        RaypipeError: all of them failed.
-    """
-    candidates = [trial for trial in trials if trial.number and not trial.error]
-    if not candidates:
-        raise RaypipeError(f"every trial failed, the last one so: {trials[-1].error}")
-    return max(candidates, key=lambda trial: (trial.epochs, trial.accuracy, -trial.loss)).number
-
-
-def _check(run: RunConfig, tune: TuneConfig, chosen: list[Policy], folder: str) -> int:
-    """What is wrong is told here, before the cluster starts anything; returns the number of classes."""
-    if not run.store.val or not run.plan.val_every:
-        raise ConfigError("a search needs a validation: set store.val, and plan.val_every above 0")
-    for transform in unlike(policy.transform for policy in chosen):
-        build_transform(transform, run.transform.size)
-    for policy in chosen:
-        check_augment(policy.augment)
-        spec_of(policy.applied(run), folder)
-    for final in final_runs(run, tune, chosen[-1]):
-        num_classes = num_classes_of(final, spec_of(final, folder))
-    return num_classes
-
-
-def _share(run: RunConfig, tune: TuneConfig, folder: str) -> Share:
-    """The share of a new search, or the one with which a search was begun."""
-    offer = cluster_resources()
-    if not run.resume:
-        share = share_out(offer, run, min(tune.max_concurrent or tune.trials, tune.trials))
-        write_json(f"{folder}/share.json", asdict(share))
-        return share
-    share = Share(**read_json(f"{folder}/share.json"))
-    needed = share.concurrent * (share.cpus + share.actors * share.cpus_per_actor)
-    if needed > offer.free_cpus + 1e-6 or (share.gpu and share.concurrent > offer.free_gpus):
-        raise ResourceError(
-            f"the search was begun with {share}: {needed:g} CPUs in all; the cluster has {offer.free_cpus:g} CPUs "
-            f"and {offer.free_gpus:g} GPUs free. Go on where there are as many, or begin anew"
-        )
-    return share
-
-
-def _show(chosen: list[Policy], trials: list[Outcome]) -> None:
-    order = sorted(trials, key=lambda trial: (trial.epochs, trial.accuracy), reverse=True)
-    rows = [
-        (
-            f"{chosen[trial.number]}{' (the default)' if trial.number == 0 else ''}",
-            "failed" if trial.error else f"{trial.accuracy:.4f} after {trial.epochs} epochs",
-        )
-        for trial in order
-    ]
-    table(f"{len(trials)} trials: validation accuracy", rows)

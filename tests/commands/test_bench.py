@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from raypipe.commands.bench import Ceiling, Measured, Streamed, ceiling, settings_of, summary
+from raypipe.commands.capacity import plan_capacity
 from raypipe.config import TransformConfig
-from raypipe.metrics.measured import Report
 from raypipe.stores import open_store
 
 from conftest import samples  # isort: skip
@@ -70,15 +70,16 @@ def test_a_run_without_boundaries_says_so() -> None:
     assert math.isnan(summary([measured(1000.0, boundary_gap_s=math.nan)])["boundary_gap_ratio"])
 
 
-def test_the_report_of_a_bench_is_what_a_cluster_is_sized_by(stores: dict[str, Path]) -> None:
+def test_the_report_of_a_bench_is_what_a_cluster_is_sized_by(stores: dict[str, Path], tmp_path: Path) -> None:
     config = TransformConfig(train="light", size=32)
     one = ceiling(open_store(stores["train"]), config, processes=1, seconds=0.5)
     # A process of its own: its CPU time cannot exceed the time that it took.
     assert 0 < one.transform_cpu_s <= 1.02 / one.images_per_s and 0 < one.read_cpu_s < one.transform_cpu_s
     assert one.encoded_bytes == sum(len(sample["image"]) for sample in samples(100)) / 100  # type: ignore[arg-type]
     found = summary([Measured(one, STREAM, one)]) | settings_of(open_store(stores["parquet"]), config, 2, 256)
-    report = Report.of(json.loads(json.dumps(found)), "report.json")
-    assert (report.actors, report.micro_batch, report.read) == (2, 100, "stage")
+    (tmp_path / "report.json").write_text(json.dumps(found))
+    assert plan_capacity(str(tmp_path / "report.json"), target_images_per_s=1.0)["actors"] == 1
+    assert (found["actors"], found["micro_batch"], found["read"]) == (2, 100, "stage")
     assert found["versions"]["ray"] and settings_of(open_store(stores["train"]), config, 2, 8)["read"] == "actor"
 
 

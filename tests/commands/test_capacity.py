@@ -1,195 +1,261 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from raypipe.commands.capacity import Capacity, Nodes, Target, plan, verdict
+from raypipe.commands.capacity import plan_capacity, trainer_images_per_s
+from raypipe.commands.cli import main
 from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError
-from raypipe.metrics.measured import Report
+from raypipe.train.run_folder import RunLog
 
-# 500 images/s per actor, 150,000 bytes of pixels and 100,000 encoded bytes per image.
-REPORT = Report(
-    stream_images_per_s=1000.0,
-    actors=2,
-    micro_batch=100,
-    micro_batch_bytes=15_000_000,
-    encoded_bytes_per_image=100_000.0,
-    read_cpu_s_per_image=0.0001,
-    transform_cpu_s_per_image=0.0019,
-    read="actor",
-)
-TARGET = Target(images_per_s_per_gpu=1250.0, gpus=16, headroom=0.2)
-NODES = Nodes(
-    cpus_per_node=16,
-    memory_gib_per_node=100.0,
-    gbps_per_node=40.0,
-    gpus_per_host=8,
-    gbps_per_gpu_host=24.0,
-    execution_limit=400.0,
-)
-FOUND = plan(REPORT, TARGET, NODES)
+# 500 images/s per actor, 150,000 bytes of pixels and 110,000 encoded bytes per image.
+CONTENT: dict[str, Any] = {
+    "stream_images_per_s": 1000.0,
+    "actors": 2,
+    "micro_batch": 100,
+    "micro_batch_bytes": 15_000_000,
+    "encoded_bytes_per_image": 110_000.0,
+    "read_cpu_s_per_image": 0.0001,
+    "transform_cpu_s_per_image": 0.0018,
+    "read": "actor",
+}
+TARGET = {"target_images_per_s": 1250.0, "gpus": 16, "headroom": 0.2}
+NODES = {"memory_gib_per_node": 100.0, "gbps_per_node": 40.0, "gbps_per_gpu_host": 24.0, "execution_limit": 400.0}
 
 
-def changed(report: Report = REPORT, target: Target = TARGET, **nodes: float) -> Capacity:
-    return plan(report, target, dataclasses.replace(NODES, **nodes))
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(CONTENT))
+    return path
+
+
+def plan(report: Path, content: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    report.write_text(json.dumps(CONTENT | {"encoded_bytes_per_image": 100_000.0} | (content or {})))
+    return plan_capacity(str(report), **{**TARGET, **NODES, **changes})
 
 
 # Numbers by hand
 
 
-def test_actors_and_nodes_by_hand() -> None:
-    assert FOUND.images_per_s == 20_000 and FOUND.micro_batches_per_s == 200
-    assert FOUND.actors == 48 and FOUND.actors_per_gpu == pytest.approx(3.0)  # 20,000 x 1.2 / 500
-    assert FOUND.cpu_nodes == 3 and FOUND.cpu_nodes_per_gpu == pytest.approx(3 / 16)
-    assert FOUND.sized_by == "CPUs" and FOUND.gpu_hosts == 2
-
-
-def test_memory_by_hand() -> None:
-    assert FOUND.in_flight == 4 * 48 + 2 * 16 == 224
+def test_actors_nodes_memory_network_and_limits_by_hand(report: Path) -> None:
+    found = plan(report, max_nodes=4, store_mb_per_s=8000.0)
+    assert found["images_per_s"] == 20_000 and found["micro_batches_per_s"] == 200
+    assert found["actors"] == 48 and found["actors_per_gpu"] == pytest.approx(3.0)  # 20,000 x 1.2 / 500
+    assert found["cpu_nodes"] == 3 and found["cpu_nodes_per_gpu"] == pytest.approx(3 / 16)
+    assert found["sized_by"] == "CPUs" and found["gpu_hosts"] == 2
+    assert found["in_flight"] == 4 * 48 + 2 * 16 == 224
     # in flight, and what was let go in a second
-    assert FOUND.object_store_bytes == pytest.approx((224 + 200) * 15e6)
-    assert FOUND.object_store_bytes_per_node == pytest.approx(424 * 15e6 / 3)
+    assert found["object_store_bytes"] == pytest.approx((224 + 200) * 15e6)
+    assert found["object_store_bytes_per_node"] == pytest.approx(424 * 15e6 / 3)
     # 8 ranks with 3 micro-batches each, and a second of pixels
-    assert FOUND.object_store_bytes_per_gpu_host == pytest.approx(8 * 3 * 15e6 + 8 * 1250 * 150_000)
+    assert found["object_store_bytes_per_gpu_host"] == pytest.approx(8 * 3 * 15e6 + 8 * 1250 * 150_000)
+    assert found["gpu_host_in_bytes_per_s"] == pytest.approx(8 * 1250 * 150_000)
+    assert found["node_out_bytes_per_s"] == pytest.approx(20_000 * 150_000 / 3)
+    assert found["node_in_bytes_per_s"] == pytest.approx(20_000 * 100_000 / 3)
+    assert found["store_read_bytes_per_s"] == pytest.approx(2e9)
+    used = {"cpu_nodes": 3 / 4, "execution": 200 / 400, "gpu_host_network": 1.5e9 / 3e9, "store": 2000 / 8000}
+    assert found["limits"] == pytest.approx(used)
+    assert list(found["limits"].values()) == sorted(used.values(), reverse=True)
+    assert found["first_limit"] == "cpu_nodes"
+    assert set(plan(report)["limits"]) == {"execution", "gpu_host_network"}
 
 
-def test_network_by_hand() -> None:
-    assert FOUND.gpu_host_in_bytes_per_s == pytest.approx(8 * 1250 * 150_000)
-    assert FOUND.node_out_bytes_per_s == pytest.approx(20_000 * 150_000 / 3)
-    assert FOUND.node_in_bytes_per_s == pytest.approx(20_000 * 100_000 / 3)
-    assert FOUND.store_read_bytes_per_s == pytest.approx(2e9)
+def test_the_in_flight_formula_is_the_pools(report: Path) -> None:
+    fixed, per_actor = PoolConfig().in_flight_for(16)
+    found = plan(report)
+    assert found["in_flight"] == fixed + per_actor * found["actors"]
 
 
-def test_limits_by_hand_and_the_one_that_is_hit_first_comes_first() -> None:
-    found = changed(max_nodes=4, store_mb_per_s=8000.0)
-    used = {limit.name: limit.used for limit in found.limits}
-    assert used == pytest.approx(
-        {"cpu nodes": 3 / 4, "execution": 200 / 400, "gpu host network": 1.5e9 / 3e9, "store": 2000 / 8000}
-    )
-    assert [limit.used for limit in found.limits] == sorted(used.values(), reverse=True)
-    assert {limit.name for limit in FOUND.limits} == {"execution", "gpu host network"}
-
-
-def test_the_in_flight_formula_is_the_pools() -> None:
-    fixed, per_actor = PoolConfig().in_flight_for(TARGET.gpus)
-    assert FOUND.in_flight == fixed + per_actor * FOUND.actors
-
-
-def test_readers_bring_encoded_bytes_through_the_object_store() -> None:
-    read_apart = changed(dataclasses.replace(REPORT, read="stage"))
-    extra = read_apart.object_store_bytes - FOUND.object_store_bytes
+def test_readers_bring_encoded_bytes_through_the_object_store(report: Path) -> None:
+    extra = plan(report, {"read": "stage"})["object_store_bytes"] - plan(report)["object_store_bytes"]
     assert extra == pytest.approx(2 * 224 * 100 * 100_000)
 
 
 # What grows with what
 
-PER_S = [f.name for f in dataclasses.fields(Capacity) if f.name.endswith("_per_s") and "node" not in f.name]
-
 
 @pytest.mark.parametrize("factor", [2, 5])
-def test_as_much_again_of_the_target_is_as_much_again_of_everything(factor: int) -> None:
-    more = changed(target=dataclasses.replace(TARGET, images_per_s_per_gpu=1250.0 * factor))
-    assert more.cpu_nodes == factor * FOUND.cpu_nodes and more.actors == factor * FOUND.actors
-    for name in PER_S:
-        assert getattr(more, name) == pytest.approx(factor * getattr(FOUND, name)), name
-    before = {limit.name: limit.used for limit in FOUND.limits}
-    assert {limit.name: limit.used for limit in more.limits} == pytest.approx(
-        {name: factor * used for name, used in before.items()}
-    )
+def test_as_much_again_of_the_target_is_as_much_again_of_everything(factor: int, report: Path) -> None:
+    found, more = plan(report), plan(report, target_images_per_s=1250.0 * factor)
+    assert more["cpu_nodes"] == factor * found["cpu_nodes"] and more["actors"] == factor * found["actors"]
+    for name in ("images_per_s", "micro_batches_per_s", "gpu_host_in_bytes_per_s", "store_read_bytes_per_s"):
+        assert more[name] == pytest.approx(factor * found[name]), name
+    assert more["limits"] == pytest.approx({name: factor * used for name, used in found["limits"].items()})
 
 
-def test_twice_the_gpus_are_twice_the_nodes_and_the_same_for_each_gpu_host() -> None:
-    more = changed(target=dataclasses.replace(TARGET, gpus=32))
-    assert (more.cpu_nodes, more.gpu_hosts, more.in_flight) == (6, 4, 2 * FOUND.in_flight)
-    assert more.gpu_host_in_bytes_per_s == FOUND.gpu_host_in_bytes_per_s
-    assert more.object_store_bytes_per_gpu_host == FOUND.object_store_bytes_per_gpu_host
-    assert more.actors_per_gpu == pytest.approx(FOUND.actors_per_gpu)
+def test_twice_the_gpus_are_twice_the_nodes_and_the_same_for_each_gpu_host(report: Path) -> None:
+    found, more = plan(report), plan(report, gpus=32)
+    assert (more["cpu_nodes"], more["gpu_hosts"], more["in_flight"]) == (6, 4, 2 * found["in_flight"])
+    for name in ("gpu_host_in_bytes_per_s", "object_store_bytes_per_gpu_host"):
+        assert more[name] == found[name]
+    assert more["actors_per_gpu"] == pytest.approx(found["actors_per_gpu"])
+    # A host that is not full gets only its GPUs' bytes.
+    assert plan(report, target_images_per_s=1000.0, gpus=2)["gpu_host_in_bytes_per_s"] == 2 * 1000 * 150_000
 
 
-def test_twice_the_micro_batch_halves_the_micro_batches_and_keeps_the_network() -> None:
-    larger = dataclasses.replace(REPORT, micro_batch=200, micro_batch_bytes=30_000_000)
-    more = changed(larger)
-    assert more.micro_batches_per_s == 100 and more.gpu_host_in_bytes_per_s == FOUND.gpu_host_in_bytes_per_s
-    assert more.in_flight == FOUND.in_flight and more.object_store_bytes > 1.5 * FOUND.object_store_bytes
+def test_twice_the_micro_batch_halves_the_micro_batches_and_keeps_the_network(report: Path) -> None:
+    found, more = plan(report), plan(report, {"micro_batch": 200, "micro_batch_bytes": 30_000_000})
+    assert more["micro_batches_per_s"] == 100 and more["in_flight"] == found["in_flight"]
+    assert more["gpu_host_in_bytes_per_s"] == found["gpu_host_in_bytes_per_s"]
+    assert more["object_store_bytes"] > 1.5 * found["object_store_bytes"]
 
 
-def test_there_are_never_too_few_actors_nodes_or_hosts() -> None:
-    for rate, gpus, cpus, cpus_per_actor in itertools.product((1.0, 777.0), (1, 3, 8, 9), (1, 7), (0.5, 1.0)):
-        target = Target(rate, gpus)
-        found = changed(target=target, cpus_per_node=cpus, cpus_per_actor=cpus_per_actor)
-        assert found.actors * REPORT.images_per_s_per_actor >= target.images_per_s * 1.15 - 1e-6
-        assert found.cpu_nodes * cpus / cpus_per_actor >= found.actors
-        assert found.gpu_hosts * 8 >= 1 and found.gpu_hosts * 8 >= gpus
+def test_there_are_never_too_few_actors_nodes_or_hosts(report: Path) -> None:
+    for rate, gpus, cpus, cpus_per_actor in itertools.product((1.0, 777.0), (1, 9), (1, 7), (0.5, 1.0)):
+        target = {"target_images_per_s": rate, "gpus": gpus, "headroom": 0.15}
+        found = plan(report, **target, cpus_per_node=cpus, cpus_per_actor=cpus_per_actor)
+        assert found["actors"] * 500 >= rate * gpus * 1.15 - 1e-6
+        assert found["cpu_nodes"] * cpus / cpus_per_actor >= found["actors"]
+        assert found["gpu_hosts"] >= 1 and found["gpu_hosts"] * 8 >= gpus
 
 
-def test_nodes_are_added_for_a_slow_network_and_for_small_object_stores() -> None:
-    slow = changed(gbps_per_node=4.0)  # 500 MB/s, of 3 GB/s
-    assert (slow.cpu_nodes, slow.sized_by) == (6, "network") and slow.node_out_bytes_per_s <= 0.5e9
-    small = changed(memory_gib_per_node=2.0)
-    assert small.sized_by == "object store" and small.cpu_nodes > FOUND.cpu_nodes
-    assert small.object_store_bytes_per_node <= 0.3 * 2 * 2**30
-
-
-def test_a_host_that_is_not_full_gets_only_its_gpus_bytes() -> None:
-    assert changed(target=Target(1000.0, 2)).gpu_host_in_bytes_per_s == 2 * 1000 * 150_000
+def test_nodes_are_added_for_a_slow_network_and_for_small_object_stores(report: Path) -> None:
+    slow = plan(report, gbps_per_node=4.0)  # 500 MB/s, of 3 GB/s
+    assert (slow["cpu_nodes"], slow["sized_by"]) == (6, "network") and slow["node_out_bytes_per_s"] <= 0.5e9
+    small = plan(report, memory_gib_per_node=2.0)
+    assert small["sized_by"] == "object store" and small["cpu_nodes"] > 3
+    assert small["object_store_bytes_per_node"] <= 0.3 * 2 * 2**30
 
 
 # The verdict
 
 
-def test_the_verdict_names_the_first_limit_where_it_is_hit_and_what_to_change() -> None:
-    text = verdict(changed(execution_limit=250.0), TARGET)
-    assert text.startswith("Nothing is exceeded. The first limit to be hit, at 1,562 images/s per GPU (1.2 times")
-    assert "200.0 of the 250 micro-batches/s" in text and "raise plan.micro_batch" in text
+def test_the_verdict_names_the_first_limit_where_it_is_hit_and_what_to_change(report: Path) -> None:
+    text = plan(report, execution_limit=250.0)["verdict"]
+    assert text.startswith("Nothing is exceeded: the first limit, execution, is hit at 1,562 images/s per GPU")
+    assert "takes 80% of it" in text and "raise plan.micro_batch (to 200, say)" in text
 
 
-def test_a_target_beyond_one_execution_says_how_large_micro_batches_or_groups_of_gpus_must_be() -> None:
-    text = verdict(changed(execution_limit=60.0), TARGET)
-    assert text.startswith("The target is out of reach by its execution") and "3.3 times what there is" in text
-    assert "375 images/s per GPU are the most" in text
+def test_a_target_beyond_one_execution_says_how_large_micro_batches_or_groups_of_gpus_must_be(
+    report: Path,
+) -> None:
+    text = plan(report, execution_limit=60.0)["verdict"]
+    assert text.startswith("Out of reach: the first limit, execution, is hit at 375 images/s per GPU")
     assert "raise plan.micro_batch (to 334, say), or give every 4 GPUs an execution of their own" in text
-    assert "Exceeded as well" not in text
-    enough = dataclasses.replace(REPORT, micro_batch=334, micro_batch_bytes=334 * 150_000)
-    assert changed(enough, execution_limit=60.0).micro_batches_per_s <= 60
-    assert changed(target=dataclasses.replace(TARGET, gpus=4), execution_limit=60.0).limits[0].used <= 1
+    enough = {"micro_batch": 334, "micro_batch_bytes": 334 * 150_000}
+    assert plan(report, enough, execution_limit=60.0)["micro_batches_per_s"] <= 60
+    assert plan(report, gpus=4, execution_limit=60.0)["limits"]["execution"] <= 1
 
 
 @pytest.mark.parametrize(
     ("nodes", "first", "advice"),
     [
-        ({"gbps_per_gpu_host": 1.0}, "gpu host network", "transform.decode=gpu"),
+        ({"gbps_per_gpu_host": 1.0}, "gpu_host_network", "transform.decode=gpu"),
         ({"store_mb_per_s": 10.0}, "store", "--short-side"),
-        ({"max_nodes": 1}, "cpu nodes", "allow more"),
+        ({"max_nodes": 1}, "cpu_nodes", "allow more"),
     ],
 )
-def test_each_limit_has_advice_of_its_own(nodes: dict[str, float], first: str, advice: str) -> None:
-    found = changed(**nodes)
-    assert found.limits[0].name == first and advice in verdict(found, TARGET)
+def test_each_limit_has_advice_of_its_own(nodes: dict[str, float], first: str, advice: str, report: Path) -> None:
+    found = plan(report, **nodes)
+    assert found["first_limit"] == first and advice in found["verdict"]
 
 
-def test_all_that_is_exceeded_is_named() -> None:
-    text = verdict(changed(gbps_per_gpu_host=1.0, max_nodes=1, execution_limit=100.0), TARGET)
-    assert "Exceeded as well: cpu nodes, execution." in text
+# The command
 
 
-# What cannot be
+def run(*args: object) -> None:
+    main(["plan-capacity", *map(str, args)])
+
+
+def test_the_table_is_for_people_and_the_last_line_is_json(
+    report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(report, "--target-images-per-s", 1000, "--gpus=8", "--headroom=0")
+    *shown, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert (found["actors"], found["cpu_nodes"], found["first_limit"]) == (16, 1, "execution")
+    assert found["limits"]["execution"] == pytest.approx(8000 / 100 / 60)
+    assert shown[-1] == found["verdict"] and "limit: execution" in "\n".join(shown)
+
+
+def test_what_is_missing_is_one_line_with_what_to_do(
+    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.json").write_text(json.dumps({"ceiling_images_per_s": 1000.0}))
+    (tmp_path / "metrics.jsonl").write_text("no JSON\n")
+    for args, message in (
+        ((report,), "no target: give --target-images-per-s"),
+        ((tmp_path / "old.json", "--target-images-per-s=1"), "old.json: stream_images_per_s is None, which bench"),
+        ((tmp_path / "none.json", "--target-images-per-s=1"), "none.json cannot be read"),
+        ((report, "--run", tmp_path / "none"), "none has no metrics.jsonl"),
+        ((report, "--run", tmp_path), "has recorded no training"),
+        ((report, "--target-images-per-s=1", "--cpus-per-node=2", "--cpus-per-actor=4"), "holds no actor of 4"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            run(*args)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert caught.value.code == 1 and message in line
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Target(0.0), "images_per_s_per_gpu must be positive, got 0"),
-        (lambda: Target(float("nan")), "images_per_s_per_gpu must be positive"),
-        (lambda: Target(1.0, -1), "gpus must be positive, got -1"),
-        (lambda: Target(1.0, 1, -0.1), "headroom must be at least 0"),
-        (lambda: Nodes(execution_limit=0), "execution_limit must be positive"),
-        (lambda: Nodes(max_nodes=-1), "max_nodes must be at least 0"),
-        (lambda: Nodes(cpus_per_node=2, cpus_per_actor=4), "a node of 2 CPUs holds no actor of 4"),
-    ],
+    "option",
+    ["--target-images-per-s=nan", "--gpus=-1", "--headroom=-0.1", "--execution-limit=0", "--max-nodes=-1"],
 )
-def test_what_cannot_be_is_refused_by_its_name(make: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()  # type: ignore[operator]
+def test_what_cannot_be_is_refused_by_its_name(
+    option: str, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(report, "--target-images-per-s=1", option)
+    assert caught.value.code == 2
+    assert option.partition("=")[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "many", True, [3], None])
+def test_a_report_with_a_figure_that_is_none_is_refused(value: Any, report: Path) -> None:
+    for name in ("stream_images_per_s", "read"):
+        with pytest.raises(ConfigError, match=rf"report\.json: {name} is .*make it anew by `raypipe bench"):
+            plan(report, {name: value})
+
+
+# The trainers of a run
+
+
+def train(images_per_s: float, wait_fraction: float = 0.0) -> dict[str, Any]:
+    return {"kind": "train", "images_per_s": images_per_s, "wait_fraction": wait_fraction}
+
+
+def start(workers: int) -> dict[str, Any]:
+    return {"kind": "start", "workers": workers}
+
+
+def trainers(folder: Path, *records: dict[str, Any]) -> tuple[float, int]:
+    lines = [json.dumps({"step": step, **record}) for step, record in enumerate(records)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    return trainer_images_per_s(str(folder))
+
+
+def test_a_trainer_is_as_fast_as_if_it_never_waited(tmp_path: Path) -> None:
+    records = [start(4), train(10), train(800, 0.5), train(1600), {"kind": "val"}, train(1500, 0.0625)]
+    assert trainers(tmp_path, *records) == (400.0, 4)
+
+
+def test_only_the_last_start_that_made_progress_counts(tmp_path: Path) -> None:
+    records = [start(4), train(1), train(100), start(2), train(1), train(300), start(8)]
+    assert trainers(tmp_path, *records) == (150.0, 2)
+    assert trainers(tmp_path, start(1), train(70)) == (70.0, 1)
+
+
+def test_a_run_that_tells_nothing_is_refused(tmp_path: Path) -> None:
+    for records in ([start(1)], [start(1), train(1), train(50, 0.98), train(50, 0.98)], [{"kind": "train"}]):
+        with pytest.raises(ConfigError, match="has recorded no training, or waits for data"):
+            trainers(tmp_path, *records)
+
+
+def test_the_target_may_be_a_run(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog((tmp_path / "run").as_uri(), 0, workers=4)
+    for step in (1, 2, 3):
+        log.write("train", step, images_per_s=2000.0, wait_fraction=0.5)
+    log.close()
+    for address in (tmp_path / "run", (tmp_path / "run").as_uri() + "/"):
+        run(report, "--run", address)
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found["images_per_s"] == 4 * 1000
+    run(report, "--run", tmp_path / "run", "--gpus", 64)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["images_per_s"] == 64 * 1000

@@ -132,9 +132,9 @@ def test_a_policy_comes_back_from_the_yaml_of_its_run(tmp_path: Path) -> None:
 def test_policies_read_as_what_they_do() -> None:
     assert str(Policy("light", AugmentConfig())) == "light, nothing else"
     shown = str(Policy.of(RUN))
-    assert shown == "small, Erasing, mixup 0.2, mixed 0.5, strength ramp_down 0.3"
+    assert shown == "small, ops Erasing, mixup_alpha 0.2, mix_prob 0.5, strength ramp_down 0.3"
     strong = AugmentConfig(preset="strong", module="my:own", strength=StrengthConfig(peak=0.5))
-    assert str(Policy("heavy", strong)) == "heavy, strong, my:own, strength peak 0.5"
+    assert str(Policy("heavy", strong)) == "heavy, preset strong, module my:own, strength peak 0.5"
 
 
 # The comparison

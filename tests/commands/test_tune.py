@@ -3,18 +3,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import runpy
 import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from ray.exceptions import RayTaskError
 
+from raypipe.commands import tune
 from raypipe.commands.cli import parse_job, parse_run
 from raypipe.commands.policies import Policy, TuneConfig, policies, seeds
-from raypipe.commands.trial_queue import Outcome
-from raypipe.commands.tune import _anywhere, best_of, final_runs, milestones, search, search_runs
+from raypipe.commands.tune import Outcome, Share, share_out
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,
@@ -24,10 +28,15 @@ from raypipe.config import (
     TrainConfig,
     TransformConfig,
 )
-from raypipe.errors import ConfigError, RaypipeError, ResourceError
+from raypipe.errors import ConfigError, RaypipeError, ResourceError, StoreError
 from raypipe.metrics.records import read_records
 from raypipe.rayext.cluster import Resources
 
+JOB: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "jobs" / "tune.py"))
+_anywhere, best_of, final_runs, scheduler = (
+    JOB[name] for name in ("_anywhere", "best_of", "final_runs", "scheduler")
+)
+search, search_runs = JOB["search"], JOB["search_runs"]
 TUNE = TuneConfig(trials=3, epochs=2, repeats=2, final_epochs=1, seed=1, max_concurrent=1)
 
 
@@ -63,9 +72,16 @@ def test_trials_differ_in_their_policies_alone(run: RunConfig) -> None:
 
 def test_a_search_takes_half_of_the_epochs_and_stops_none_in_the_first_half_of_a_trial(run: RunConfig) -> None:
     settings = dataclasses.replace(run, plan=dataclasses.replace(run.plan, epochs=10))
-    assert milestones(settings, TuneConfig()) == (2, 5, 2.0)
-    assert milestones(settings, TuneConfig(epochs=9, grace_epochs=3, keep=0.25)) == (3, 9, 4.0)
-    assert milestones(dataclasses.replace(run, plan=PlanConfig(epochs=1)), TuneConfig()) == (1, 1, 2.0)
+
+    def milestones(*arguments: Any) -> list[int]:
+        (bracket,) = scheduler(*arguments)._brackets
+        return [int(milestone) for milestone, _ in bracket._rungs][::-1]
+
+    assert milestones(settings, TuneConfig()) == [2, 4]
+    assert milestones(settings, TuneConfig(epochs=9, grace_epochs=2, keep=0.25)) == [2, 8]
+    assert milestones(dataclasses.replace(run, plan=PlanConfig(epochs=1)), TuneConfig()) == [1]
+    trials = search_runs(settings, TuneConfig(), policies(TUNE, run))
+    assert {trial.plan.epochs for trial in trials} == {5}
 
 
 def test_the_best_and_the_default_are_compared_with_the_same_new_seeds(run: RunConfig) -> None:
@@ -124,10 +140,137 @@ def test_a_search_does_not_go_on_in_a_smaller_cluster(run: RunConfig, monkeypatc
     share = {"concurrent": 4, "gpu": False, "cpus": 1.0, "actors": 1, "cpus_per_actor": 1.0}
     (folder / "share.json").write_text(json.dumps(share))
     for name in ("connect", "preflight"):
-        monkeypatch.setattr(f"raypipe.commands.tune.{name}", lambda *_: None)
-    monkeypatch.setattr("raypipe.commands.tune.cluster_resources", lambda: Resources(4, 0, 4, 0))
+        monkeypatch.setitem(search.__globals__, name, lambda *_: None)
+    monkeypatch.setitem(search.__globals__, "cluster_resources", lambda: Resources(4, 0, 4, 0))
     with pytest.raises(ResourceError, match=r"begun with 4 at a time.* 8 CPUs in all; the cluster has 4 CPUs"):
         search(dataclasses.replace(run, resume=str(folder)), TUNE)
+
+
+# Who gets what, and what came of it
+
+
+def idle(cpus: float, gpus: float = 0) -> Resources:
+    return Resources(cpus, gpus, cpus, gpus)
+
+
+def settings(train: dict[str, Any] | None = None, **pool: Any) -> RunConfig:
+    return RunConfig(train=TrainConfig(**(train or {})), pool=PoolConfig(**pool))
+
+
+def test_one_trial_for_each_cpu_where_there_are_no_gpus() -> None:
+    assert share_out(idle(2), settings(), 12) == Share(2, False, 0.5, 1, 0.5)
+    assert share_out(idle(16), settings(), 12) == Share(12, False, 0.66, 1, 0.66)
+
+
+def test_one_trial_for_each_gpu_with_an_equal_part_of_the_cpus() -> None:
+    assert share_out(idle(96, 8), settings(), 12) == Share(8, True, 1.0, 11, 1.0)
+    assert share_out(Resources(96, 8, 96, 3), settings(), 12) == Share(3, True, 1.0, 31, 1.0)
+    assert share_out(idle(96, 8), settings({"gpu": "no"}), 12).gpu is False
+
+
+def test_fewer_at_a_time_have_more_each() -> None:
+    assert share_out(idle(8), settings(), 2) == Share(2, False, 1.0, 3, 1.0)
+    assert share_out(idle(8), settings(max_actors=2), 2).actors == 2
+    assert share_out(idle(8), settings({"cpus_per_worker": 2.0}, cpus_per_actor=0.5), 2) == Share(
+        2, False, 2.0, 4, 0.5
+    )
+
+
+def test_what_other_jobs_hold_is_left_to_them() -> None:
+    assert share_out(Resources(16, 0, 4, 0), settings(), 2) == Share(2, False, 1.0, 1, 1.0)
+
+
+def test_all_trials_of_a_time_fit_with_their_actors_on_every_small_cluster() -> None:
+    for cpus in range(1, 12):
+        for most in range(1, 12):
+            for actors in (1, 2, 3):
+                share = share_out(idle(cpus), settings(min_actors=actors), most)
+                assert 1 <= share.concurrent <= most and share.actors >= actors
+                needed = share.concurrent * (share.cpus + share.actors * share.cpus_per_actor)
+                assert needed <= cpus + 1e-9
+
+
+def test_too_small_a_share_names_what_to_lower() -> None:
+    with pytest.raises(ResourceError, match=r"lower tune\.max_concurrent or pool\.min_actors"):
+        share_out(idle(1), settings(min_actors=200), 1)
+
+
+def test_a_share_reads_as_what_it_is() -> None:
+    share = Share(2, True, 1.0, 3, 0.5)
+    assert str(share) == "2 at a time, each with a GPU and 1 CPUs and 3 transform actors of 0.5 CPUs"
+    assert Share(**dataclasses.asdict(share)) == share
+
+
+def test_a_trial_that_was_stopped_early_is_not_done_whatever_ray_tune_calls_it() -> None:
+    from ray.tune import Result
+
+    def found(epochs: int, error: Exception | None = None) -> Any:
+        metrics = {"config": {"number": 1}, "epochs": epochs, "done": True, "val_accuracy": 0.5, "val_loss": 1.0}
+        return tune.outcome(Result(metrics=metrics, checkpoint=None, error=error, path=""), runs)
+
+    runs = [settings(), dataclasses.replace(settings(), plan=PlanConfig(epochs=5))]
+    assert not found(2).done and found(5).done
+    assert (found(2).number, found(2).accuracy, found(2).error) == (1, 0.5, "")
+    assert found(2, ValueError("of\nno use")).error == "no use"
+    of_ray = RayTaskError(
+        "step", "a trace\nof many lines", StoreError("x.lmdb does not exist; understood are:\n  LMDB")
+    )
+    assert found(2, of_ray).error == "StoreError: x.lmdb does not exist; understood are:\n  LMDB"
+
+
+# A trial
+
+
+class Alone(tune.Trial):
+    """A trial outside of Ray Tune, which gives it the rest of its arguments."""
+
+    def __init__(self, runs: list[RunConfig], number: int = 0) -> None:
+        self._given = runs
+        super().__init__({"number": number})
+
+    def setup(self, config: dict[str, Any], *_: Any) -> None:  # type: ignore[override]
+        super().setup(config, self._given, 1)
+
+
+def state(trial: tune.Trial, folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    trial.save_checkpoint(str(folder))
+    return torch.load(max(folder.glob("checkpoint_*/state.pt")), weights_only=True)["model"]
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trial_goes_epoch_by_epoch_and_from_its_checkpoint_and_its_process_takes_another(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = PlanConfig(epochs=2, micro_batch=10, per_step=2, seed=1)
+    pool = PoolConfig(max_actors=1, cpus_per_actor=0.5)
+    small = dataclasses.replace(run, plan=plan, pool=pool, runs=str(tmp_path))
+    runs = [dataclasses.replace(small, name=name) for name in ("whole", "broken")]
+    trial = Alone(runs)
+    first, second = trial.train(), trial.train()
+    assert [first["done"], second["done"]] == [False, True]
+    assert [(each["steps"], each["epochs"]) for each in (first, second)] == [(5, 1), (10, 2)]
+    assert {"val_accuracy", "val_loss"} <= first.keys()
+    whole = state(trial, tmp_path / "whole-end")
+
+    assert trial.reset_config({"number": 1})
+    trial.train()
+    state(trial, tmp_path / "half")
+    trial.cleanup()
+    resumed = Alone(runs, 1)
+    resumed.load_checkpoint(str(tmp_path / "half"))
+    again, last = resumed.train(), resumed.train()
+    assert not again["done"] and again["epochs"] == 1 and again["val_accuracy"] == first["val_accuracy"]
+    assert last["done"] and last["steps"] == 10 and last["val_accuracy"] == second["val_accuracy"]
+    for name, value in state(resumed, tmp_path / "broken-end").items():
+        assert torch.equal(value, whole[name]), name
+    resumed.cleanup()
+    found = read_records((tmp_path / "broken").as_uri())
+    assert found is not None
+    kinds = [record["kind"] for record in found.kept]
+    assert kinds.count("train") == kinds.count("val") == 2  # that of the first epoch was done again
+    assert "epoch" not in capsys.readouterr().out
 
 
 # A search

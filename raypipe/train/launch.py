@@ -38,6 +38,7 @@ from raypipe.stores.digits import digits_stores
 from raypipe.streaming.pipeline import StreamSpec
 from raypipe.train.checkpoints import find_newest, has_checkpoints, set_aside
 from raypipe.train.runlog import remove_stop, request_stop, stop_requested
+from raypipe.transform.jpeg_extension import missing_extension
 from raypipe.transform.transform_steps import config_without_files
 
 logger = logging.getLogger(__name__)
@@ -250,6 +251,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     """What is about to run, for people: the effective configuration and what was derived from it."""
     plan = spec.plan
     left_out = sum(len(kept.left_out) for kept in plan.kept.values())
+    slower = missing_extension()
     trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
     if allocation.min_workers:
         trainers = f"{allocation.min_workers} to {trainers}"
@@ -270,6 +272,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
         f"trainers   {trainers}\n"
         f"transform  {run.pool.least_actors} to {allocation.max_actors} actors"
         f"{f' in {run.pool.executions} executions' if run.pool.executions > 1 else ''}"
+        + (f"\nslower     {slower}" if slower else "")
     )
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from raypipe.errors import SampleError
 from raypipe.transform import jpeg_extension
 from raypipe.transform.decode import decode
-from raypipe.transform.jpeg_extension import decode_all, decode_part, why_no_extension
+from raypipe.transform.jpeg_extension import decode_all, decode_part, missing_extension, why_no_extension
 
 needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
 RNG = np.random.default_rng(0)
@@ -180,3 +180,10 @@ def test_an_extension_that_disagrees_is_not_used(
     other = type("Changed", (Other,), {name: staticmethod(v) if callable(v) else v for name, v in change.items()})
     monkeypatch.setitem(sys.modules, "_raypipe_jpeg", other)  # type: ignore[arg-type]
     assert why_no_extension.__wrapped__().startswith(reason)
+
+
+def test_a_user_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jpeg_extension, "why_no_extension", lambda: "not built")
+    assert "not built" in missing_extension() and "apt-get install gcc libjpeg-dev" in missing_extension()
+    monkeypatch.setattr(jpeg_extension, "why_no_extension", lambda: "")
+    assert missing_extension() == ""

@@ -395,6 +395,10 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 
 def test_the_image_is_pinned_and_copies_what_there_is() -> None:
     steps = instructions((DEPLOY / "Dockerfile").read_text())
+    copied = {source for name, arguments in steps if name == "COPY" for source in copies(arguments)[0]}
+    assert copied >= {"pyproject.toml", "hatch_build.py", "LICENSE", "NOTICE", "csrc", "raypipe"}, (
+        "what a wheel needs"
+    )
     base = steps[0][1]
     assert steps[0][0] == "FROM" and re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", base)
     for name, arguments in steps:

@@ -1,11 +1,11 @@
 """Write the one list of exact versions: deploy/constraints.txt, and the same in pyproject.toml for `uv run`.
 
-    uv run --no-project deploy/pins.py              # for new ranges; what they allow of the old list stays
-    uv run --no-project deploy/pins.py --upgrade    # all at their newest
+    python deploy/pins.py              # for new ranges; what they allow of the old list stays
+    python deploy/pins.py --upgrade    # all at their newest
 
-The list holds raypipe, its extras and its groups, on Linux and macOS, and what builds the image and the wheel. It
-has names and versions alone: where they come from is the reader's business. pyproject.toml's ranges are what
-raypipe promises to others; `.ci/newest` tries them at their newest.
+It needs uv alone. The list holds raypipe, its extras and its groups, on Linux and macOS, and what builds the image
+and the wheel. It has names and versions alone: where they come from is the reader's business. pyproject.toml's
+ranges are what raypipe promises to others; `.ci/newest` tries them at their newest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = ROOT / "pyproject.toml"
@@ -64,12 +62,14 @@ def resolve(project: str, names: tuple[str, ...], preferred: list[str], groups: 
         command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
         command += ["--fork-strategy", "fewest", "--no-annotate", "--no-header", "--no-emit-find-links"]
         subprocess.run([*command, "--output-file", output.name, *inputs], cwd=folder, check=True)
-        found = [Requirement(line) for line in output.read_text().splitlines() if "==" in line]
-    names_found = [each.name for each in found]
-    for each in found:
-        if names_found.count(each.name) == 1:
-            each.marker = None  # it is asked for there alone
-    return sorted(map(str, found))
+        lines = [line for line in output.read_text().splitlines() if "==" in line]
+    pins = [line.split(" ; ")[0] for line in lines]
+    names_found = [pin.split("==")[0] for pin in pins]
+    # A marker says where a package is asked for, which is nothing to a constraint, unless there are two of a name.
+    return sorted(
+        line if names_found.count(name) > 1 else pin
+        for line, pin, name in zip(lines, pins, names_found, strict=True)
+    )
 
 
 def with_lists(project: str, pins: list[str], build_pins: list[str]) -> str:

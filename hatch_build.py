@@ -6,6 +6,9 @@ goes on: the wheel is then pure, and raypipe gives the same pixels without it, o
 it as well. To build it later: `uv sync --reinstall-package raypipe`, or `pip install` again.
 
 RAYPIPE_EXTENSION=no leaves it out, and RAYPIPE_EXTENSION=yes makes a failure to build it an error.
+RAYPIPE_LIBJPEG=PREFIX/lib/libjpeg.a links that archive into it, which must hold position-independent code and have
+its headers in PREFIX/include: the wheel then needs no libjpeg-turbo of the machine. Wheels are released so
+(`.ci/libjpeg`, `.ci/wheel`).
 """
 
 from __future__ import annotations
@@ -89,7 +92,12 @@ def compile_extension(source: Path, target: Path) -> str:
 
 
 def libjpeg_flags() -> tuple[list[str], list[str]]:
-    """Compiler and linker options of libjpeg, by pkg-config where there is one."""
+    """Compiler and linker options of libjpeg: of RAYPIPE_LIBJPEG, or by pkg-config where there is one."""
+    if given := os.environ.get("RAYPIPE_LIBJPEG"):
+        archive = Path(given).resolve()
+        # Other modules of the process bring a libjpeg of their own: neither may take the other's functions.
+        hidden = [] if sys.platform == "darwin" else ["-Wl,--exclude-libs,ALL"]
+        return [f"-I{archive.parent.parent / 'include'}"], [str(archive), *hidden]
     try:
         asked = [
             subprocess.run(
@@ -104,5 +112,8 @@ def libjpeg_flags() -> tuple[list[str], list[str]]:
 
 def wheel_tag() -> str:
     """Of this platform, without a manylinux tag's promise to run on others; empty = pip has no such."""
-    tags = (tag for tag in sys_tags() if (tag.interpreter, tag.abi) == ("cp311", "abi3"))
+    tags = [tag for tag in sys_tags() if (tag.interpreter, tag.abi) == ("cp311", "abi3")]
+    # macOS: the oldest that the compiler was told to build for; without, this one.
+    oldest = f"macosx_{os.environ.get('MACOSX_DEPLOYMENT_TARGET', '').replace('.', '_')}_"
+    tags.sort(key=lambda tag: not tag.platform.startswith(oldest))
     return next((str(tag) for tag in tags if not tag.platform.startswith(("manylinux", "musllinux"))), "")

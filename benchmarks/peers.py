@@ -1,6 +1,28 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "raypipe",
+#     "datasets>=5,<6",
+#     "litdata>=0.2.76,<0.3",
+#     "matplotlib>=3.10,<4",
+#     "mosaicml-streaming>=0.13,<0.14",
+#     "nvidia-dali-cuda120>=2,<3",
+#     "psutil>=5.9",
+#     "spdl>=0.8,<0.9",
+#     "torch>=2.14",  # torchvision is built against the CUDA build of torch: the two are asked for together
+#     "torchvision>=0.29",
+#     "webdataset>=1.0,<2",
+# ]
+#
+# [tool.uv.sources]
+# raypipe = { path = "..", editable = true }
+# ///
 """raypipe and its peers on the same files, with the same transform, cores and batch, one after the other.
 
-    uv run --no-dev --group peers benchmarks/peers.py STORE [--repeats 3] [--picture docs/peers.png]
+    uv run benchmarks/peers.py STORE [--repeats 3] [--picture docs/peers.png]
+
+uv gives it an environment of its own, with the versions that the peers ask for: MosaicML Streaming wants an older
+numpy than the tests run with. FFCV needs the headers of OpenCV and libjpeg-turbo; add it by hand.
 
 Each run is a process of its own. The repeats are interleaved, ceiling first, since the machine's speed drifts.
 

@@ -1,4 +1,4 @@
-"""Fixtures: one local Ray cluster for the whole session, and small real stores."""
+"""Fixtures: one local Ray cluster for all tests of a process, and small real stores."""
 
 from __future__ import annotations
 
@@ -29,22 +29,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of the shared cluster run in one process, and all that start one of their own in the other: there
-    are never more than two clusters. They come first, since they take longest. Those of any other module stay
-    together.
+    """Each process of pytest-xdist has one cluster at a time: tests that start their own run in one, those of the
+    shared cluster in two others, each with a cluster for itself. They come first, since they take longest. Tests
+    that need none stay together by module, and go to the process that is free.
     """
     for item in items:
         if item.get_closest_marker("soak") and not item.config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="long: run with --soak"))
-        use = _use_of_ray(item)
-        item.add_marker(pytest.mark.xdist_group(Path(item.path).stem if use == "none" else f"{use} cluster"))
-    items.sort(key=lambda item: ("own", "shared", "none").index(_use_of_ray(item)))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    order = (_OWN, *_SHARED)
+    items.sort(key=lambda item: order.index(group) if (group := _group(item)) in order else len(order))
 
 
-def _use_of_ray(item: pytest.Item) -> str:
+_OWN = "own cluster"
+_SHARED = ("cluster of the pages and commands", "cluster of the packages")
+
+
+def _group(item: pytest.Item) -> str:
+    """The tests that run in one process."""
     if "ray_cluster" in getattr(item, "fixturenames", ()):
-        return "shared"
-    return "own" if item.get_closest_marker("cluster") else "none"
+        return _SHARED[Path(item.path).parent.name not in ("tests", "commands")]
+    return _OWN if item.get_closest_marker("cluster") else Path(item.path).stem
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ RAY_ON_THIS_MACHINE = {
     "RAY_worker_niceness": "0",
     # Under `uv run pytest` Ray would start each worker by `uv run`, which takes seconds of both cores.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # A trainer's report waits until Ray Train's controller has asked for it, which it does every 2 s.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
 """For clusters of tests, and what connects to them."""
 

@@ -88,8 +88,7 @@ def test_a_run_that_was_killed_30_times_while_it_wrote_checkpoints_ends_with_the
     settings = {
         "RAYPIPE_CACHE": str(tmp_path),
         "PYTHONPATH": str(Path(__file__).parent),
-        # Every step reports, and waits until Ray's controller has asked for it: every 2 s, unless it is told.
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # every step reports
     }
     with LocalHead(3, settings) as head:
         environment = {**head.environment, "RAY_ADDRESS": f"{head.gcs_address}"}

@@ -29,8 +29,6 @@ import moto
 import pytest
 import yaml
 from moto.ec2.models.instance_types import InstanceTypeBackend
-from packaging.requirements import Requirement
-from packaging.version import Version
 from ray.autoscaler._private.aws.config import bootstrap_aws
 from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 from ray.autoscaler._private.gcp.config import get_node_type
@@ -397,6 +395,10 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 
 def test_the_image_is_pinned_and_copies_what_there_is() -> None:
     steps = instructions((DEPLOY / "Dockerfile").read_text())
+    copied = {source for name, arguments in steps if name == "COPY" for source in copies(arguments)[0]}
+    assert copied >= {"pyproject.toml", "hatch_build.py", "LICENSE", "NOTICE", "csrc", "raypipe"}, (
+        "what a wheel needs"
+    )
     base = steps[0][1]
     assert steps[0][0] == "FROM" and re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", base)
     for name, arguments in steps:
@@ -417,23 +419,9 @@ def test_the_image_is_pinned_and_copies_what_there_is() -> None:
     assert last_user == "1000"
 
 
-def constraints() -> dict[str, Version]:
-    lines = (DEPLOY / "constraints.txt").read_text().splitlines()
-    pins = [line.split("==") for line in lines if line and not line.startswith("#")]
-    return {name: Version(version) for name, version in pins}
-
-
-def test_every_pin_is_within_the_projects_ranges() -> None:
-    pins = constraints()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    asked = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["launch"]
-    asked += project["build-system"]["requires"] + project["tool"]["uv"]["constraint-dependencies"]
-    for requirement in map(Requirement, asked):
-        assert requirement.name in pins and pins[requirement.name] in requirement.specifier, requirement
-
-
 def test_the_image_ray_and_the_manifests_agree_on_versions(kuberay: dict[str, dict[str, Any]]) -> None:
-    assert kuberay["RayCluster"]["spec"]["rayVersion"] == str(constraints()["ray"])
+    pins = (DEPLOY / "constraints.txt").read_text().splitlines()  # tests/test_pins.py
+    assert f"ray=={kuberay['RayCluster']['spec']['rayVersion']}" in pins
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     image = f"raypipe:{version}"
     assert {load(path)["docker"]["image"] for path in RAY_UP} == {image}

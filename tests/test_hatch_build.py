@@ -1,4 +1,4 @@
-"""The build hook, by itself: wheels are built by hand (docs/decode.md)."""
+"""The build hook, by itself: wheels are built by .ci/wheel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.tags import Tag
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("hatchling", reason="hatchling is a build dependency; the dev group has it")
@@ -56,6 +57,26 @@ def test_old_and_other_libjpegs_are_refused(
     monkeypatch.setattr(hook, "libjpeg_flags", lambda: ([f"-I{tmp_path}"], ["-ljpeg"]))
     found = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
     assert "libjpeg-turbo 2.1 or later" in found or "no C compiler" in found
+
+
+def test_a_releases_libjpeg_is_linked_as_an_archive_with_its_own_headers(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path.resolve() / "lib/libjpeg.a"
+    monkeypatch.setenv("RAYPIPE_LIBJPEG", str(archive))
+    include, libraries = hook.libjpeg_flags()
+    assert include == [f"-I{tmp_path.resolve()}/include"] and libraries[0] == str(archive)
+    assert "-ljpeg" not in libraries
+
+
+def test_a_wheel_for_macos_is_for_the_oldest_that_was_compiled_for(
+    hook: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = [Tag("cp311", "abi3", f"macosx_{version}_0_arm64") for version in (15, 14, 13, 12, 11)]
+    monkeypatch.setattr(hook, "sys_tags", lambda: iter(tags))
+    assert hook.wheel_tag() == "cp311-abi3-macosx_15_0_arm64"
+    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "12.0")
+    assert hook.wheel_tag() == "cp311-abi3-macosx_12_0_arm64"
 
 
 def test_the_tag_promises_this_platform_alone(hook: ModuleType) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from local_head import LocalHead
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parent.parent
 DIGITS = ["--plan.epochs=3", "--train.log_every=5", "--train.checkpoint_every=5", "--name=digits"]
@@ -42,12 +42,14 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return last_line(run(f"{ROOT}/jobs/train.py", f"--runs={folder}/runs", *DIGITS, cache=folder))
 
 
+@pytest.mark.cluster
 def test_train_without_a_store_learns_the_digits(digits_run: dict[str, Any]) -> None:
     assert digits_run["val_accuracy"] > 0.9  # of the whole run: ≥ 0.97
     assert digits_run["steps"] == 3 * 11 and digits_run["run_dir"].endswith("/runs/digits")
     assert {"images_per_s", "wait_fraction"} <= digits_run.keys()
 
 
+@pytest.mark.cluster
 @pytest.mark.soak  # tests/streaming/test_digest.py has ranges, in the shared cluster
 def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(stores: dict[str, Path]) -> None:
     command = [
@@ -68,6 +70,7 @@ def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(st
     assert other["unbroken_digest"] == one["digest"] and other["micro_batches"] == 12
 
 
+@pytest.mark.cluster
 @pytest.mark.soak  # tests/commands/test_bench.py measures a stream
 def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
     command = ["-m", "raypipe.commands.cli", "bench", str(stores["train"]), "--transform", "light", "--size", "64"]
@@ -101,7 +104,11 @@ def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: di
     [
         (["digest", "/nowhere.lmdb"], "StoreError: /nowhere.lmdb does not exist"),
         (["digest", "STORE", "--workers", "2"], "ConfigError: 2 workers cannot share the 1 micro-batches"),
-        (["digest", "STORE", "--micro-batch", "1000"], "ConfigError: .* has 100 samples, fewer than one step"),
+        pytest.param(
+            ["digest", "STORE", "--micro-batch", "1000"],
+            "ConfigError: .* has 100 samples, fewer than one step",
+            marks=pytest.mark.soak,  # tests/plan/test_schedule.py has it too
+        ),
     ],
 )
 def test_an_error_is_one_line_on_standard_error(
@@ -122,6 +129,7 @@ def test_wrong_usage_ends_with_code_2() -> None:
 # On a cluster's job server
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an_unbroken_one(
     digits_run: dict[str, Any], tmp_path: Path

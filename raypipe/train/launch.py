@@ -22,6 +22,7 @@ from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import find_newest, set_aside
 from raypipe.train.run_folder import as_plain, located, remove_stop, request_stop, stop_requested, store_config
+from raypipe.transform.decode import missing_extension
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     """What is about to run, for people: the effective configuration and what was derived from it."""
     plan = spec.plan
     left_out = sum(len(kept.left_out) for kept in plan.kept.values())
+    slower = missing_extension()
     trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
     if allocation.min_workers:
         trainers = f"{allocation.min_workers} to {trainers}"
@@ -166,6 +168,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
         f"trainers   {trainers}\n"
         f"transform  {run.pool.least_actors} to {allocation.max_actors} actors"
         f"{f' in {run.pool.executions} executions' if run.pool.executions > 1 else ''}"
+        + (f"\nslower     {slower}" if slower else "")
     )
 
 

@@ -258,6 +258,19 @@ def why_no_extension() -> str:
     return "" if agrees else "its libjpeg-turbo gives other pixels than simplejpeg's"
 
 
+def missing_extension() -> str:
+    """What to tell a user who has no compiled decoder, with the packages to install; empty = it is used."""
+    why = why_no_extension()
+    if not why:
+        return ""
+    return (
+        f"JPEGs are decoded slower than they could be, without the compiled decoder: {why}. Install a C compiler "
+        "and libjpeg-turbo's headers (Debian, Ubuntu: apt-get install gcc libjpeg-dev; Fedora: dnf install gcc "
+        "libjpeg-turbo-devel; macOS: brew install jpeg-turbo), then raypipe again (in its repository: "
+        "uv sync --reinstall-package raypipe)"
+    )
+
+
 def _agrees(compiled: Callable[..., int], sampling: str) -> bool:
     """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients."""
     noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)

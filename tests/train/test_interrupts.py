@@ -100,7 +100,8 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+# Both are one handler's, as the first test shows.
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_a_signal_before_the_trainers_ends_the_run_without_them(
     signum: int, ray_cluster: None, tmp_path: Path, stores: dict[str, Path]
 ) -> None:

@@ -86,6 +86,16 @@ def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path)
     assert parse_run([f"--resume={folder}"], None) == dataclasses.replace(RUN, resume=str(folder))
 
 
+def test_describe_says_so_where_jpegs_are_decoded_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocation = Allocation(2, True, 1.0, 5)
+    monkeypatch.setattr("raypipe.train.launch.missing_extension", lambda: "")
+    assert "slower" not in describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
+    monkeypatch.setattr("raypipe.train.launch.missing_extension", lambda: "JPEGs: install libjpeg-dev")
+    assert "\nslower     JPEGs: install libjpeg-dev" in describe(
+        RUN, spec(store(("a",))), allocation, "file:///runs/mine"
+    )
+
+
 def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
     shown = describe(RUN, spec(store(("a",)), store(("a",), 3)), Allocation(2, True, 1.0, 5), "file:///runs/mine")
     for part in (

@@ -19,7 +19,7 @@ from PIL import Image
 
 from raypipe.errors import SampleError
 from raypipe.transform import decode as decode_module
-from raypipe.transform.decode import decode, decode_part, why_no_extension
+from raypipe.transform.decode import decode, decode_part, missing_extension, why_no_extension
 
 CSRC = Path(__file__).parents[2] / "csrc"
 sys.path.insert(0, str(CSRC))
@@ -158,3 +158,10 @@ def test_an_extension_that_disagrees_is_not_used(
     other = type("Changed", (Other,), {name: staticmethod(v) if callable(v) else v for name, v in change.items()})
     monkeypatch.setitem(sys.modules, "_raypipe_jpeg", other)  # type: ignore[arg-type]
     assert why_no_extension.__wrapped__().startswith(reason)
+
+
+def test_a_user_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_module, "why_no_extension", lambda: "not built")
+    assert "not built" in missing_extension() and "apt-get install gcc libjpeg-dev" in missing_extension()
+    monkeypatch.setattr(decode_module, "why_no_extension", lambda: "")
+    assert missing_extension() == ""

@@ -1,0 +1,31 @@
+"""Check an installed wheel, in a folder without sources of raypipe: python .ci/check_installed.py [--linked]"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import _raypipe_jpeg
+from raypipe.transform.jpeg_extension import why_no_extension
+
+import raypipe
+
+SOURCES = Path(__file__).parents[1] / "raypipe"
+assert raypipe.__file__ and _raypipe_jpeg.__file__
+package = Path(raypipe.__file__).parent
+assert package != SOURCES, "this is the checkout"
+assert not why_no_extension(), why_no_extension()
+for source in SOURCES.rglob("*"):
+    if source.is_file() and source.suffix != ".pyc":
+        name = source.relative_to(SOURCES)
+        assert (package / name).is_file(), f"{name} is not in the wheel"
+files = [str(file) for file in importlib.metadata.files("raypipe") or []]
+for name in ("LICENSE", "NOTICE"):
+    assert any(file.endswith(f"licenses/{name}") for file in files), f"no {name}"
+if "--linked" in sys.argv:
+    lister = ["otool", "-L"] if sys.platform == "darwin" else ["ldd"]
+    needed = subprocess.run([*lister, _raypipe_jpeg.__file__], capture_output=True, text=True, check=True).stdout
+    assert "libjpeg" not in needed, f"it needs a libjpeg of the machine: {needed}"
+print(f"raypipe {importlib.metadata.version('raypipe')} works from {package}, with the JPEG extension")

@@ -1,0 +1,74 @@
+"""What raypipe imports is declared, and what it is installed with stands in one list (deploy/pins.py)."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import itertools
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+
+
+@pytest.fixture(scope="module")
+def pins() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pins", ROOT / "deploy/pins.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def imported(path: Path) -> set[str]:
+    """The packages that a file imports anywhere in it, without raypipe and the standard library's."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"raypipe"}
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    asked = map(Requirement, itertools.chain(PROJECT["project"]["dependencies"], *EXTRAS.values()))
+    declared = {canonicalize_name(requirement.name) for requirement in asked}
+    distributions = importlib.metadata.packages_distributions()
+    for path in [*(ROOT / "raypipe").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")]:
+        for name in imported(path):
+            found = {canonicalize_name(each) for each in distributions.get(name, [])}
+            assert found & declared, f"{path} imports {name}, of {found or 'no package'}: not in pyproject.toml"
+
+
+def test_uv_and_the_image_have_one_list_of_exact_versions(pins: ModuleType) -> None:
+    lines = (ROOT / "deploy/constraints.txt").read_text().splitlines()
+    listed = [line for line in lines if not line.startswith("#")]
+    uv = PROJECT["tool"]["uv"]
+    assert uv["constraint-dependencies"] == listed
+    assert set(uv["build-constraint-dependencies"]) <= set(listed)
+    # Written again, both are as they are.
+    text = (ROOT / "pyproject.toml").read_text()
+    assert pins.with_lists(text, listed, uv["build-constraint-dependencies"]) == text
+
+
+def test_every_requirement_has_a_pin_within_its_range() -> None:
+    listed = map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])
+    exact = {pin.name: str(pin.specifier).removeprefix("==") for pin in listed}
+    groups = PROJECT["dependency-groups"].values()
+    asked = itertools.chain(
+        PROJECT["project"]["dependencies"], PROJECT["build-system"]["requires"], *EXTRAS.values(), *groups
+    )
+    for requirement in map(Requirement, asked):
+        version = exact[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement}: deploy/pins.py has {version}"

@@ -19,10 +19,10 @@ from raypipe.commands.tasks import Cpus, follow, get, stopped_on_error
 from raypipe.errors import ConfigError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
-from raypipe.stores import WRITTEN_SUFFIXES, open_store
+from raypipe.stores import open_store
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
-from raypipe.stores.destination import new_path, new_remote
+from raypipe.stores.destination import WRITTEN_SUFFIXES, new_path, new_remote
 
 # A shard is small enough to be copied and cached as one object, and large enough to be few.
 _SHARD_BYTES = 1 << 30

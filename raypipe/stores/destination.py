@@ -13,7 +13,8 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,41 @@ from raypipe.storage.filesystem import check_bucket, explained, join, open_files
 from raypipe.storage.local_cache import cache_folder, make_cache_folder
 from raypipe.storage.local_file import open_lock, try_lock
 from raypipe.storage.remote_file import digest_of_file
-from raypipe.stores import open_writer
+from raypipe.stores.base import StoreWriter
 from raypipe.stores.remote import MANIFEST, Listed, is_complete, names_in, write_manifest
 
 logger = logging.getLogger(__name__)
 
+# Suffix → the module and the class of its writer.
+_WRITERS = {
+    ".lmdb": ("lmdb_shard", "LMDBWriter"),
+    ".parquet": ("parquet_files", "ParquetWriter"),
+    ".tar": ("tar", "TarWriter"),
+}
+WRITTEN_SUFFIXES = tuple(_WRITERS)
+"""Of the files that `open_writer` makes."""
 _PART_BYTES = 8 << 20
+
+
+def open_writer(
+    path: str | Path,
+    columns: Mapping[str, str] | None = None,
+    classes: Sequence[str] | None = None,
+    **options: Any,
+) -> StoreWriter:
+    """Return the writer, not yet entered, for a new file: `.lmdb`, `.parquet` or `.tar`.
+
+    Args:
+        path: the file to make.
+        columns: all columns, name → int64, float64, binary or string; None for `image` and `label`.
+        classes: class names, position = label.
+        options: further arguments of the writer's class.
+    """
+    suffix = Path(path).suffix
+    if suffix not in _WRITERS:
+        raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(_WRITERS)}")
+    module, name = _WRITERS[suffix]
+    return getattr(import_module(f"raypipe.stores.{module}"), name)(path, columns, classes, **options)
 
 
 # Here

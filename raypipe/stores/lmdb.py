@@ -37,7 +37,7 @@ class LMDBStore(FileStore["_Shards"]):
     Args:
         address: a path or URI.
         layout: of files that are not raypipe's own: "auto" = found out, or "image", "scene-text", "pickle" or
-            `module:function`, see `raypipe.stores.lmdb_layouts`.
+            `module:function`, see `raypipe.stores.lmdb_foreign`.
         shards: of a remote store, as they were found by who opened it first; None = they are looked for.
     """
 
@@ -125,7 +125,7 @@ class RemoteShard:
 
     Attributes:
         file: the object.
-        layout: of a file that is not raypipe's own, see `raypipe.stores.lmdb_layouts`; "" of one that is.
+        layout: of a file that is not raypipe's own, see `raypipe.stores.lmdb_foreign`; "" of one that is.
         count, types, classes, fingerprint: as its metadata have them.
     """
 

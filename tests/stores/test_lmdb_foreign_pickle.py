@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.stores.plain_pickle import loads
+from raypipe.stores.lmdb_foreign import loads
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 _KEYS = st.text() | st.integers() | st.binary()

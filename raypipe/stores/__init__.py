@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores.base import Columns, Store, StoreWriter, check_columns, check_indices
+from raypipe.stores.base import Columns, Store, check_columns, check_indices
 
 if TYPE_CHECKING:
     from raypipe.stores.lmdb_shard import LMDBWriter as LMDBWriter
@@ -49,7 +49,6 @@ __all__ = [
     "ParquetWriter",
     "Store",
     "StoreError",
-    "StoreWriter",
     "check_columns",
     "check_indices",
     "digits_stores",

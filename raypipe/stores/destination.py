@@ -25,7 +25,7 @@ from raypipe.storage.filesystem import check_bucket, explained, join, open_files
 from raypipe.storage.local_cache import cache_folder, make_cache_folder
 from raypipe.storage.local_file import open_lock, try_lock
 from raypipe.storage.remote_file import digest_of_file
-from raypipe.stores.base import StoreWriter
+from raypipe.stores.record import FileWriter
 from raypipe.stores.remote import MANIFEST, Listed, is_complete, names_in, write_manifest
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def open_writer(
     columns: Mapping[str, str] | None = None,
     classes: Sequence[str] | None = None,
     **options: Any,
-) -> StoreWriter:
+) -> FileWriter:
     """Return the writer, not yet entered, for a new file: `.lmdb`, `.parquet` or `.tar`.
 
     Args:

@@ -185,7 +185,10 @@ class Metadata:
 
 
 class FileWriter(ABC):
-    """Writes one new file, a `StoreWriter`.
+    """Writes one new file, sample after sample.
+
+    A writer is a context manager. Leaving it normally finishes the file; leaving it by an exception removes it.
+    Writers write where they are told: that a store is whole or not there is up to `raypipe.stores.destination`.
 
     Args:
         path: the file to make; it must not exist.

@@ -24,9 +24,9 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
 from raypipe.storage.local_cache import cache_folder, make_cache_folder
 from raypipe.storage.local_file import open_lock, try_lock
-from raypipe.storage.remote_file import digest_of_file
+from raypipe.storage.remote_file import RemoteFile, digest_of_file
 from raypipe.stores.record import FileWriter
-from raypipe.stores.remote import MANIFEST, Listed, is_complete, names_in, write_manifest
+from raypipe.stores.remote import MANIFEST, is_complete, names_in, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,9 @@ def _upload(files: list[Path], dst: str, old: set[str]) -> None:
     filesystem, path = open_filesystem(dst)
     manifest, token = f"{path}/{MANIFEST}", secrets.token_hex(4)
     shards = [
-        Listed(join(dst, f"{number:05d}-{token}{file.suffix}"), file.stat().st_size, digest_of_file(file))
+        RemoteFile(
+            join(dst, f"{number:05d}-{token}{file.suffix}"), file.stat().st_size, digest=digest_of_file(file)
+        )
         for number, file in enumerate(files)
     ]
     was_complete = manifest in old and is_complete(dst)
@@ -203,7 +205,7 @@ def _upload(files: list[Path], dst: str, old: set[str]) -> None:
     _remove_objects(filesystem, old - {manifest})
 
 
-def _copy(file: Path, shard: Listed) -> None:
+def _copy(file: Path, shard: RemoteFile) -> None:
     filesystem, path = open_filesystem(shard.address)
     with file.open("rb") as source, filesystem.open_output_stream(path) as target:
         shutil.copyfileobj(source, target, _PART_BYTES)

@@ -136,7 +136,7 @@ def _kind_of_name(name: str) -> str:
 
 
 def _kind_of_uri(address: str) -> str:
-    from raypipe.stores.remote import kind_of_folder
+    from raypipe.stores.addresses import kind_of_folder
 
     name = address.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
     kind = _kind_of_name(name)

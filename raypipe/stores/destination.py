@@ -25,8 +25,8 @@ from raypipe.storage.filesystem import check_bucket, explained, join, open_files
 from raypipe.storage.local_cache import cache_folder, make_cache_folder
 from raypipe.storage.local_file import open_lock, try_lock
 from raypipe.storage.remote_file import RemoteFile, digest_of_file
+from raypipe.stores.addresses import MANIFEST, is_complete, names_in, write_manifest
 from raypipe.stores.record import FileWriter
-from raypipe.stores.remote import MANIFEST, is_complete, names_in, write_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.remote_file import RemoteFile
 from raypipe.storage.whole_file import read_json
 from raypipe.stores import Store, destination, open_store, open_writer
-from raypipe.stores.addresses import expand
+from raypipe.stores.addresses import MANIFEST, expand, list_shards, write_manifest
 from raypipe.stores.destination import new_remote
-from raypipe.stores.remote import MANIFEST, list_shards, write_manifest
 from raypipe.stores.tar import TarStore
 
 CLASSES = ("ant", "bee", "cat")

@@ -27,10 +27,10 @@ from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
 from raypipe.storage.local_cache import make_cache_folder
-from raypipe.stores import WRITTEN_SUFFIXES, open_store, open_writer
+from raypipe.stores import open_store, open_writer
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
-from raypipe.stores.destination import new_path, new_remote
+from raypipe.stores.destination import WRITTEN_SUFFIXES, new_path, new_remote
 from raypipe.stores.hdf5 import encode_png
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.record import Fingerprint, RecordLayout

@@ -1,4 +1,6 @@
-"""One sample as one value: the bytes that raypipe's own layouts store, and that writers fingerprint; their base.
+"""What raypipe's own files hold, samples as records and a note of the whole file, and the base of their writers.
+
+A record is one sample as one value, which files store and writers fingerprint:
 
     | fixed columns, 8 bytes each, little-endian | for each variable column: uint32 length | bytes |
 
@@ -21,6 +23,13 @@ from raypipe.errors import StoreError
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
+
+NAME = "__raypipe__"
+"""What a writer notes in its file: the key of a record in LMDB, the name of the first member of a tar."""
+VERSION = 1
+
+# What parsing damage raises: OverflowError for a count of 1e999, RecursionError for a thousand brackets.
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
 
 _FIXED_CODES = {"int64": "q", "float64": "d"}
 _LENGTH = struct.Struct("<I")
@@ -130,17 +139,9 @@ class Fingerprint:
         return self._hash.hexdigest()
 
 
-NAME = "__raypipe__"
-"""The record's key, and the member's name."""
-VERSION = 1
-
-# What parsing damage raises: OverflowError for a count of 1e999, RecursionError for a thousand brackets.
-_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
-
-
 @dataclass(frozen=True)
 class Metadata:
-    """What raypipe's writers note in a file of theirs: a record of an LMDB file, the first member of a tar.
+    """What raypipe's writers note in a file of theirs.
 
     {"version": 1, "count": …, "columns": [{"name": …, "type": …}, …], "classes": […] or null, "fingerprint": …}
 
@@ -184,7 +185,10 @@ class Metadata:
 
 
 class FileWriter(ABC):
-    """Writes one new file, a `StoreWriter`.
+    """Writes one new file, sample after sample.
+
+    A writer is a context manager. Leaving it normally finishes the file; leaving it by an exception removes it.
+    Writers write where they are told: that a store is whole or not there is up to `raypipe.stores.destination`.
 
     Args:
         path: the file to make; it must not exist.

@@ -15,7 +15,6 @@ stays the old one until the manifest is another.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import pyarrow.fs
@@ -30,32 +29,8 @@ MANIFEST = "_raypipe.json"
 VERSION = 1
 
 
-@dataclass(frozen=True)
-class Listed:
-    """One object of a store.
-
-    Attributes:
-        address: its URI.
-        num_bytes: its size, where a manifest tells; else -1.
-        digest: blake2b of its content, 32 hex digits, where a manifest tells; else "".
-    """
-
-    address: str
-    num_bytes: int = -1
-    digest: str = ""
-
-    def checked(self, found: RemoteFile) -> RemoteFile:
-        """What is there, with the digest that it should have; raises StoreError where it has another size."""
-        if self.num_bytes not in (-1, found.num_bytes):
-            raise StoreError(
-                f"{self.address} has {found.num_bytes} bytes, and was written with {self.num_bytes}: ingest it "
-                "again"
-            )
-        return replace(found, digest=self.digest)
-
-
-def list_shards(address: str, suffix: str) -> list[Listed]:
-    """The objects of the store at a remote address.
+def list_shards(address: str, suffix: str) -> list[RemoteFile]:
+    """The objects of the store at a remote address, as far as a listing or a manifest tells of them.
 
     Args:
         address: an object, several of them, or a folder.
@@ -66,7 +41,7 @@ def list_shards(address: str, suffix: str) -> list[Listed]:
     """
     expanded = expand(address)
     if expanded != [address]:
-        return [Listed(name) for name in expanded]
+        return [RemoteFile(name) for name in expanded]
     folder, pattern = split(address)
     if "*" in pattern:
         with explained(StoreError, f"{address} cannot be opened"):
@@ -74,17 +49,17 @@ def list_shards(address: str, suffix: str) -> list[Listed]:
         found = [name for name in found if fnmatchcase(name, pattern)]
         if not found:
             raise StoreError(f"{address} finds no files")
-        return [Listed(join(folder, name)) for name in found]
+        return [RemoteFile(join(folder, name)) for name in found]
     names = _names_at(address)
     if names is None:
-        return [Listed(address)]
+        return [RemoteFile(address)]
     if MANIFEST in names:
         return _of_manifest(address)
     found = sorted(name for name in names if name.endswith(suffix))
     if not found:
         raise StoreError(f"{address} has no *{suffix} files")
     check_one_split(address, found)
-    return [Listed(join(address, name)) for name in found]
+    return [RemoteFile(join(address, name)) for name in found]
 
 
 def kind_of_folder(address: str) -> str:
@@ -122,7 +97,7 @@ def is_complete(address: str) -> bool:
         return False
 
 
-def _of_manifest(address: str) -> list[Listed]:
+def _of_manifest(address: str) -> list[RemoteFile]:
     where = join(address, MANIFEST)
     try:
         content = read_json(where)
@@ -134,7 +109,7 @@ def _of_manifest(address: str) -> list[Listed]:
                 "ingest it again with --overwrite"
             )
         return [
-            Listed(join(address, str(shard["name"])), int(shard["num_bytes"]), str(shard["digest"]))
+            RemoteFile(join(address, str(shard["name"])), int(shard["num_bytes"]), digest=str(shard["digest"]))
             for shard in content["shards"]
         ]
     except ConfigError as error:
@@ -145,7 +120,7 @@ def _of_manifest(address: str) -> list[Listed]:
         ) from None
 
 
-def write_manifest(address: str, shards: Iterable[Listed], complete: bool) -> None:
+def write_manifest(address: str, shards: Iterable[RemoteFile], complete: bool) -> None:
     """Write a folder's manifest over the one that is there.
 
     Raises:

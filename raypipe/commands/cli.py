@@ -55,7 +55,7 @@ def ingest(
         layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
     from raypipe.commands import ingest as ingest_module
-    from raypipe.commands.shard_copy import Reencode
+    from raypipe.commands.ingest import Reencode
     from raypipe.stores import open_store, store_options
 
     reencode = Reencode(short_side, quality)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from raypipe.commands.sample_check import READ, read_each, spread
+from raypipe.commands.inspection import READ, read_each, spread
 from raypipe.config import PlanConfig, Shuffle
 from raypipe.console import shown
 from raypipe.errors import ConfigError, RaypipeError, SampleError

@@ -24,6 +24,7 @@ if not {"RAY_ADDRESS", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"} & os.environ.keys():
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 
 if TYPE_CHECKING:
+    from raypipe.commands.ingest import ingest as ingest
     from raypipe.config import AugmentConfig as AugmentConfig
     from raypipe.config import PlanConfig as PlanConfig
     from raypipe.config import PoolConfig as PoolConfig
@@ -50,6 +51,7 @@ _HOME = {
     "TransformConfig": "config",
     "connect": "rayext.cluster",
     "feed": "streaming.handover",
+    "ingest": "commands.ingest",
     "open_store": "stores",
     "prefetch": "device.prefetcher",
     "read_lmdb": "streaming.source",

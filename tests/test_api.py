@@ -100,6 +100,7 @@ def test_the_public_names_are_pinned() -> None:
         "TransformConfig",
         "connect",
         "feed",
+        "ingest",
         "open_store",
         "prefetch",
         "read_lmdb",

@@ -175,6 +175,20 @@ def test_the_program_of_docs_own_store_streams_audits_and_copies(
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_program_of_docs_formats_ingests_samples_and_a_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("formats.md", monkeypatch, tmp_path)
+    store = raypipe.open_store("samples.lmdb")
+    assert (
+        len(store) == 100 and store.columns == ("image", "label", "name") and store.classes == tuple("0123456789")
+    )
+    labels = raypipe.open_store("dataset.parquet").read(np.arange(100))["label"]
+    assert labels.tolist() == [i % 10 for i in range(100)]
+
+
+@pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_digests_of_docs_determinism_are_equal_and_differ_as_it_says(

@@ -56,7 +56,7 @@ def ingest(
         overwrite: replace a store at dst.
     """
     from raypipe.commands import ingest as ingest_module
-    from raypipe.commands.shard_copy import Reencode
+    from raypipe.commands.ingest import Reencode
 
     reencode = Reencode(short_side, quality)
     store = open_store(src, **store_options(**columns))

@@ -3,6 +3,10 @@
 describe   what the store says of itself, and what a few samples spread over it are; in this process
 verify     every sample read and decoded, on Ray, in tasks over ranges; the bad ones as a list for runs
            to leave out, see `raypipe.stores.bad_list`
+
+What cannot be read in one piece is read in smaller ones, down to single samples: damage that breaks the read of
+many is put down to those that it has hit. In a store that is read in groups that is a whole group, where its
+images are the damaged part.
 """
 
 from __future__ import annotations
@@ -10,23 +14,166 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raypipe.commands.sample_check import NO_TARGETS, PART, check_range, check_samples, spread
-from raypipe.commands.tasks import Cpus, follow, stopped_on_error
+from raypipe.commands.tasks import Tasks, check_wanted
+from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.whole_file import check_place
 from raypipe.stores.bad_list import write_bad_list
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, name_of
+from raypipe.transform.decode import decode
+from raypipe.transform.image_header import image_kind
+from raypipe.transform.targets import decode_boxes, decode_mask
 
 # Samples that a description looks at: decoded within a second or two.
 _NUM_SAMPLED = 64
 # Ranges of unlike cost even out over the CPUs; each opens the store anew, which of a folder is a scan.
 _TASKS_PER_CPU = 2
+
+NO_TARGETS: Mapping[str, str] = {}
+_DECODE = {"mask": decode_mask, "boxes": decode_boxes}
+
+# Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
+READ = 16
+# Samples that a task checks between two signs of life: often enough for a progress bar, seldom enough for a driver
+# that hears of hundreds of tasks.
+PART = 256
+# Of a store that is read in groups so many are read: each costs as much as all of its samples.
+_NUM_PLACES = 8
+
+
+@dataclass(frozen=True)
+class CheckedSample:
+    """What reading and decoding one sample gave.
+
+    Attributes:
+        index: of the sample.
+        num_bytes: of the encoded image; 0 where there is none.
+        kind: of the image, see `raypipe.transform.image_header.image_kind`.
+        height, width: pixels of the image; 0 where it cannot be decoded.
+        error: why a run could not use it; "" = it could.
+    """
+
+    index: int
+    num_bytes: int
+    kind: str | None
+    height: int
+    width: int
+    error: str
+
+
+def spread(store: Store, most: int) -> np.ndarray:
+    """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
+    num_samples, groups = len(store), store.groups
+    if num_samples == 0:
+        return np.empty(0, np.int64)
+    if groups is None:
+        return np.unique(np.linspace(0, num_samples - 1, most).astype(np.int64))
+    places = np.linspace(0, num_samples - 1, _NUM_PLACES).astype(np.int64)
+    near = places[:, None] + np.arange(most // _NUM_PLACES)
+    ends = groups[np.searchsorted(groups, places, side="right")]
+    return np.unique(near[near < ends[:, None]])
+
+
+def check_samples(
+    store: Store, indices: np.ndarray, targets: Mapping[str, str] = NO_TARGETS
+) -> Iterator[CheckedSample]:
+    """Read the samples, image and label as a run does, and decode them in full, as a run does.
+
+    Args:
+        store: of the samples.
+        indices: int64 (n,), of any number: 16 encoded samples are held at a time.
+        targets: columns of masks and boxes to check as well, see `TransformConfig.target_columns`.
+    """
+    for first in range(0, len(indices), READ):
+        yield from _check_few(store, indices[first : first + READ], targets)
+
+
+def _check_few(store: Store, indices: np.ndarray, targets: Mapping[str, str]) -> Iterator[CheckedSample]:
+    images, errors = read_each(store, indices, "image")
+    if "label" in store.columns:
+        errors = read_each(store, indices, "label")[1] | errors
+    values: dict[str, list[Any]] = {}
+    for name, column in targets.items():
+        values[name], of_column = read_each(store, indices, column)
+        errors = of_column | errors
+    for position, index in enumerate(indices.tolist()):
+        image: bytes | None = images[position]
+        height, width, reason = 0, 0, errors.get(position, "")
+        if not reason:
+            try:
+                height, width, _ = decode(image).shape
+                for name in targets:
+                    _DECODE[name](values[name][position], (height, width))
+            except SampleError as error:
+                reason = str(error)
+        kind = image_kind(image) if image else None
+        yield CheckedSample(index, len(image or b""), kind, height, width, reason)
+
+
+def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
+    """Values of one column, None where they cannot be read, and the reasons, by position; all held at a time."""
+    try:
+        return list(store.read(indices, (column,))[column]), {}
+    except MemoryError:  # the machine's state, not the samples' fault
+        raise
+    except Exception as error:  # whatever a damaged file makes a reader raise
+        reason = str(error) if isinstance(error, RaypipeError) else f"{type(error).__name__}: {error}"
+    if len(indices) == 1:
+        return [None], {0: reason}
+    if column == "image" and _in_one_group(store, indices):
+        # The images of a group are read together, so one tells of all; each try reads the group anew.
+        _, errors = read_each(store, indices[:1], column)
+        if errors:
+            return [None] * len(indices), dict.fromkeys(range(len(indices)), errors[0])
+    half = len(indices) // 2
+    first, first_errors = read_each(store, indices[:half], column)
+    second, second_errors = read_each(store, indices[half:], column)
+    return first + second, first_errors | {half + at: reason for at, reason in second_errors.items()}
+
+
+def _in_one_group(store: Store, indices: np.ndarray) -> bool:
+    if store.groups is None:
+        return False
+    return len(np.unique(np.searchsorted(store.groups, indices, side="right"))) == 1
+
+
+def check_range(
+    wanted: Path, store: Store, num_samples: int, start: int, stop: int, targets: Mapping[str, str] = NO_TARGETS
+) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
+    """A task: checks samples start … stop - 1, and gives up as soon as the file `wanted` is gone.
+
+    Yields:
+        How many more samples have been checked, the bytes of their encoded images, and `index`, `name` (see
+        `name_of`) and `error` of the bad ones among them.
+
+    Raises:
+        StoreError: the store is not there, or is another than the one of `num_samples` samples.
+    """
+    if len(store) != num_samples:
+        raise StoreError(
+            f"{store.address} has {len(store)} samples for this process, {num_samples} for the one that started "
+            "it: is it being written, or another one on another node?"
+        )
+    num_checked, num_bytes, bad = 0, 0, []
+    for first in range(start, stop, READ):
+        check_wanted(wanted)
+        indices = np.arange(first, min(stop, first + READ))
+        for sample in check_samples(store, indices, targets):
+            num_bytes += sample.num_bytes
+            if sample.error:
+                name = name_of(store, sample.index)
+                bad.append({"index": sample.index, "name": name, "error": sample.error})
+        num_checked += len(indices)
+        if num_checked >= PART or first + READ >= stop:
+            yield num_checked, num_bytes, bad
+            num_checked, num_bytes, bad = 0, 0, []
 
 
 def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str, Any]:
@@ -95,8 +242,6 @@ def verify(
         ConfigError: the list cannot be written at `output`.
         ResourceError: there is no CPU to spare, or a task died.
     """
-    import ray
-
     from raypipe.stores.parquet import ParquetStore
 
     num_samples = len(store)
@@ -106,17 +251,11 @@ def verify(
     started = time.perf_counter()
     bad: list[dict[str, Any]] = []
     num_bytes = 0
-    cpus = Cpus("the verification", here="://" not in store.address)
-    with stopped_on_error() as (tasks, wanted):
-        cpus.wait_for_one()
-        check = ray.remote(num_returns="streaming", **cpus.task_options())(check_range)
-        bounds = _bounds(store, cpus.number() * _TASKS_PER_CPU)
+    with Tasks("the verification", here="://" not in store.address) as tasks:
         reader = store.forwards() if isinstance(store, ParquetStore) else store
-        tasks += [
-            check.remote(wanted, reader, num_samples, int(start), int(stop), targets)
-            for start, stop in itertools.pairwise(bounds)
-        ]
-        for _, part_bytes, found in follow(tasks, "verify", num_samples, lambda part: part[0], progress):
+        bounds = _bounds(store, tasks.num_cpus() * _TASKS_PER_CPU).tolist()
+        calls = [(reader, num_samples, start, stop, targets) for start, stop in itertools.pairwise(bounds)]
+        for _, part_bytes, found in tasks.stream(check_range, calls, num_samples, lambda part: part[0], progress):
             num_bytes += part_bytes
             bad += found
     seconds = time.perf_counter() - started

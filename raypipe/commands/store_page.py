@@ -16,7 +16,7 @@ from typing import Any, get_args
 import numpy as np
 
 from raypipe import pages
-from raypipe.commands.sample_check import READ, read_each, spread
+from raypipe.commands.inspection import READ, read_each, spread
 from raypipe.config import PlanConfig, Shuffle
 from raypipe.errors import ConfigError, RaypipeError, SampleError
 from raypipe.logs import shown

@@ -69,13 +69,13 @@ _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 _ADVICE = {
     "NO_SUCH_BUCKET": "there is no such bucket: make it, or mend the address",
     "not found. To create buckets": "make the bucket, or mend the address",
+    "OAuth2": "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS",
+    "DefaultAzureCredential": "check the credentials, which every node needs: AZURE_STORAGE_KEY",
+    "NETWORK_CONNECTION": "check the network, and AWS_ENDPOINT_URL if it is set",
     **dict.fromkeys(
         ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403"),
         "check the credentials, which every node needs",
     ),
-    "OAuth2": "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS",
-    "DefaultAzureCredential": "check the credentials, which every node needs: AZURE_STORAGE_KEY",
-    "NETWORK_CONNECTION": "check the network, and AWS_ENDPOINT_URL if it is set",
     **dict.fromkeys(
         ("HTTP status 503", "SLOW_DOWN"),
         "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS",

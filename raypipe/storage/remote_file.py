@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,29 @@ _NUM_AHEAD = 4
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """An object as it was when its store was opened.
+    """An object as it was when its store was opened, or, before it was looked up, as a list of objects has it.
 
     Attributes:
         address: its URI.
-        num_bytes: its size.
-        version: the object store's ETag, or the time of its last change: equal as long as the object is the same.
+        num_bytes: its size; -1 where that is not known.
+        version: the object store's ETag, or the time of its last change: equal as long as the object is the same;
+            "" before it was looked up.
         digest: `digest_of_file` of its content, where whoever wrote it has recorded that; else "".
     """
 
     address: str
-    num_bytes: int
-    version: str
+    num_bytes: int = -1
+    version: str = ""
     digest: str = ""
+
+    def checked(self, found: RemoteFile) -> RemoteFile:
+        """What is there, with the digest that it should have; raises StoreError where it has another size."""
+        if self.num_bytes not in (-1, found.num_bytes):
+            raise StoreError(
+                f"{self.address} has {found.num_bytes} bytes, and was written with {self.num_bytes}: ingest it "
+                "again"
+            )
+        return replace(found, digest=self.digest)
 
     def check_same(self, found: RemoteFile) -> None:
         """Raise StoreError if what is found at the address now is another object."""

@@ -1,24 +1,61 @@
 """Stores: indexed, read-only collections of encoded samples, and the writers that make them.
 
 `open_store` finds out which store an address is. A store's module, and the library behind it, is
-imported when the first such store is opened.
+imported when the first such store is opened; each other public name when it is first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores.base import Store, StoreWriter
+from raypipe.stores.base import Columns, Store, check_columns, check_indices
 
-__all__ = ["WRITTEN_SUFFIXES", "Store", "StoreWriter", "open_store", "open_writer", "store_options"]
+if TYPE_CHECKING:
+    from raypipe.stores.lmdb_shard import LMDBWriter as LMDBWriter
+    from raypipe.stores.memory import MemoryStore as MemoryStore
+    from raypipe.stores.parquet_files import ParquetWriter as ParquetWriter
 
-WRITTEN_SUFFIXES = (".lmdb", ".parquet", ".tar")
-"""Of the files that `open_writer` makes."""
+_HOME = {
+    "LMDBWriter": "lmdb_shard",
+    "MemoryStore": "memory",
+    "ParquetWriter": "parquet_files",
+    "digits_stores": "digits",
+    "open_writer": "destination",
+}
+# Kind → its module and class.
+_STORES = {
+    "folder": ("folder", "FolderStore"),
+    "hdf5": ("hdf5", "HDF5Store"),
+    "lmdb": ("lmdb", "LMDBStore"),
+    "parquet": ("parquet", "ParquetStore"),
+    "tar": ("tar", "TarStore"),
+    "tfrecord": ("tfrecord", "TFRecordStore"),
+    "zip": ("zip", "ZipStore"),
+}
+# End of a file's name → kind; TFRecord has names of its own. The first four are read from object stores too.
+_ENDS = {".lmdb": "lmdb", ".parquet": "parquet", ".tar": "tar", ".zip": "zip", ".h5": "hdf5", ".hdf5": "hdf5"}
+_REMOTE = ("lmdb", "parquet", "tar", "zip")
+
+__all__ = [
+    "Columns",
+    "LMDBWriter",
+    "MemoryStore",
+    "ParquetWriter",
+    "Store",
+    "StoreError",
+    "check_columns",
+    "check_indices",
+    "digits_stores",
+    "open_store",
+    "open_writer",
+    "store_options",
+]
 
 _LAYOUTS = """understood are:
   LMDB     a *.lmdb file, an environment folder (with data.mdb), or a folder of *.lmdb shards
@@ -37,6 +74,14 @@ _FROM_ARROW = (
 )
 
 
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'raypipe.stores' has no attribute {name!r}")
+    value = getattr(import_module(f"raypipe.stores.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
 def open_store(address: str | Path, **options: Any) -> Store:
     """Return the store at an address, by the address's suffix or by what is in the folder.
 
@@ -53,17 +98,21 @@ def open_store(address: str | Path, **options: Any) -> Store:
     from raypipe.storage.filesystem import refuse_credentials
 
     refuse_credentials(address)
-    local = _local_path(address)
-    kind = _kind_of_uri(str(address)) if local is None else _kind_of_path(local)
-    where = str(address) if local is None else local
-    store_class = _class_of(kind)
+    text = str(address)
+    if text.startswith("file://"):
+        address = Path(unquote(urlsplit(text).path))
+    elif "://" not in text:
+        address = Path(text)
+    kind = _kind_of_path(address) if isinstance(address, Path) else _kind_of_uri(address)
+    module, name = _STORES[kind]
+    store_class: Callable[..., Store] = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(store_class).parameters)
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"{where} is {kind}, which has no option {name!r}, as {options[name]!r} was given for"
+                f"{address} is {kind}, which has no option {name!r}, as {options[name]!r} was given for"
             )
-    return store_class(where, **options)
+    return store_class(address, **options)
 
 
 def store_options(
@@ -82,82 +131,24 @@ def store_options(
     return {name: value for name, value in given.items() if value != usual[name]}
 
 
-def _class_of(kind: str) -> Callable[..., Store]:
-    if kind == "lmdb":
-        from raypipe.stores.lmdb import LMDBStore
+def _kind_of_name(name: str) -> str:
+    """What a file is by its name; empty where that does not tell."""
+    from raypipe.stores.tfrecord import is_tfrecord
 
-        return LMDBStore
-    if kind == "parquet":
-        from raypipe.stores.parquet import ParquetStore
-
-        return ParquetStore
-    if kind == "tar":
-        from raypipe.stores.tar import TarStore
-
-        return TarStore
-    if kind == "zip":
-        from raypipe.stores.zip import ZipStore
-
-        return ZipStore
-    if kind == "tfrecord":
-        from raypipe.stores.tfrecord import TFRecordStore
-
-        return TFRecordStore
-    if kind == "hdf5":
-        from raypipe.stores.hdf5 import HDF5Store
-
-        return HDF5Store
-    from raypipe.stores.folder import FolderStore
-
-    return FolderStore
-
-
-def open_writer(
-    path: str | Path,
-    columns: Mapping[str, str] | None = None,
-    classes: Sequence[str] | None = None,
-    **options: Any,
-) -> StoreWriter:
-    """Return the writer, not yet entered, for a new file: `.lmdb`, `.parquet` or `.tar`.
-
-    Args:
-        path: the file to make.
-        columns: all columns, name → int64, float64, binary or string; None for `image` and `label`.
-        classes: class names, position = label.
-        options: further arguments of the writer's class.
-    """
-    suffix = Path(path).suffix
-    if suffix == ".lmdb":
-        from raypipe.stores.lmdb_shard import LMDBWriter
-
-        return LMDBWriter(path, columns, classes, **options)
-    if suffix == ".parquet":
-        from raypipe.stores.parquet_files import ParquetWriter
-
-        return ParquetWriter(path, columns, classes, **options)
-    if suffix == ".tar":
-        from raypipe.stores.tar import TarWriter
-
-        return TarWriter(path, columns, classes, **options)
-    raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(WRITTEN_SUFFIXES)}")
-
-
-def _local_path(address: str | Path) -> Path | None:
-    """Return the path that an address means, or None for a URI of another file system."""
-    text = str(address)
-    if text.startswith("file://"):
-        return Path(unquote(urlsplit(text).path))
-    return None if "://" in text else Path(text)
+    if name == "data.mdb":
+        return "lmdb"
+    if is_tfrecord(name):
+        return "tfrecord"
+    return next((kind for end, kind in _ENDS.items() if name.endswith(end)), "")
 
 
 def _kind_of_uri(address: str) -> str:
-    name = address.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
-    for kind in ("lmdb", "parquet", "tar", "zip"):
-        if name.endswith(f".{kind}"):
-            return kind
-    from raypipe.stores.remote import kind_of_folder
+    from raypipe.stores.addresses import kind_of_folder
 
-    kind = kind_of_folder(address)
+    name = address.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
+    kind = _kind_of_name(name)
+    if kind not in _REMOTE:
+        kind = kind_of_folder(address)
     if not kind:
         raise StoreError(f"{address} is no folder of *.lmdb, *.parquet or *.tar files of one kind; {_LAYOUTS}")
     return kind
@@ -171,15 +162,8 @@ def _kind_of_path(path: Path) -> str:
         raise StoreError(f"{path} does not exist; {_LAYOUTS}")
     if path.is_dir():
         return _kind_of_folder(path)
-    if name.endswith(".lmdb") or name == "data.mdb":
-        return "lmdb"
-    for kind in ("parquet", "tar", "zip"):
-        if name.endswith(f".{kind}"):
-            return kind
-    if name.endswith((".h5", ".hdf5")):
-        return "hdf5"
-    if _is_tfrecord(name):
-        return "tfrecord"
+    if kind := _kind_of_name(name):
+        return kind
     if name.endswith(".arrow"):
         raise StoreError(f"{path} is Arrow, {_FROM_ARROW}")
     if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
@@ -210,16 +194,10 @@ def _kind_of_folder(path: Path) -> str:
     names = {child.name for child in children}
     if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names):
         raise StoreError(f"{path} is a data set in Arrow files, {_FROM_ARROW}")
-    if any(_is_tfrecord(name) for name in names):
+    if any(_kind_of_name(name) == "tfrecord" for name in names):
         return "tfrecord"
     if any(child.is_dir() for child in children):
         return "folder"
     if any(child.suffix == ".tar" for child in children):
         return "tar"
     raise StoreError(f"{path} holds no store; {_LAYOUTS}")
-
-
-def _is_tfrecord(name: str) -> bool:
-    from raypipe.stores.tfrecord import is_tfrecord
-
-    return is_tfrecord(name)

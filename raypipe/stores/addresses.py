@@ -1,4 +1,4 @@
-"""Which files an address means: one, those of a folder, or those that a pattern finds.
+"""Which files an address means, here or in an object store: one, those of a folder, or those that a pattern finds.
 
 train.parquet                 itself
 data                          all in it of the right names, sorted
@@ -6,7 +6,15 @@ data/train-*.parquet          those that the pattern finds; only the last part o
 train-{00000..01023}-of-01024.tfrecord
 
 Data sets come in files named by their split, `train-00000-of-00002.parquet`, which often lie in one folder. A
-folder is one store, so it must hold one split, whole. What is in object stores, `raypipe.stores.remote` lists.
+folder is one store, so it must hold one split, whole.
+
+A folder in an object store that `raypipe ingest` wrote has a manifest, `_raypipe.json`, which is written last and
+names its shards:
+
+    {"version": 1, "complete": true, "shards": [{"name": "…", "num_bytes": n, "digest": 32 hex digits}, …]}
+
+Until then it says that it is not complete, so that no half of a store is read. A store that is written over
+stays the old one until the manifest is another.
 """
 
 from __future__ import annotations
@@ -16,7 +24,15 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from raypipe.errors import StoreError
+import pyarrow.fs
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.filesystem import explained, join, open_filesystem, split
+from raypipe.storage.remote_file import RemoteFile
+from raypipe.storage.whole_file import read_json, write_json
+
+MANIFEST = "_raypipe.json"
+VERSION = 1
 
 PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.\-])")
 """train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
@@ -115,3 +131,109 @@ def _split_of(name: str) -> str:
         return part["split"]
     split = _SPLIT.match(name)
     return split[1].lower() if split else ""
+
+
+# In an object store
+
+
+def list_shards(address: str, suffix: str) -> list[RemoteFile]:
+    """The objects of the store at a remote address, as far as a listing or a manifest tells of them.
+
+    Args:
+        address: an object, several of them, or a folder.
+        suffix: of the objects in a folder, such as ".lmdb".
+
+    Raises:
+        StoreError: there is nothing, a folder is not complete or holds several splits, or it cannot be reached.
+    """
+    expanded = expand(address)
+    if expanded != [address]:
+        return [RemoteFile(name) for name in expanded]
+    folder, pattern = split(address)
+    if "*" in pattern:
+        with explained(StoreError, f"{address} cannot be opened"):
+            found = sorted(names_in(*open_filesystem(folder)))
+        found = [name for name in found if fnmatchcase(name, pattern)]
+        if not found:
+            raise StoreError(f"{address} finds no files")
+        return [RemoteFile(join(folder, name)) for name in found]
+    names = _names_at(address)
+    if names is None:
+        return [RemoteFile(address)]
+    if MANIFEST in names:
+        return _of_manifest(address)
+    found = sorted(name for name in names if name.endswith(suffix))
+    if not found:
+        raise StoreError(f"{address} has no *{suffix} files")
+    check_one_split(address, found)
+    return [RemoteFile(join(address, name)) for name in found]
+
+
+def kind_of_folder(address: str) -> str:
+    """The suffix of the shards in a remote folder, without its dot; "" where there is no one such.
+
+    Raises:
+        StoreError: it cannot be reached.
+    """
+    suffixes = {name.rpartition(".")[2] for name in _names_at(address) or ()} & {"lmdb", "parquet", "tar"}
+    return suffixes.pop() if len(suffixes) == 1 else ""
+
+
+def _names_at(address: str) -> set[str] | None:
+    """`names_in` the folder at an address; None where an object is."""
+    with explained(StoreError, f"{address} cannot be opened"):
+        filesystem, path = open_filesystem(address)
+        kind = filesystem.get_file_info(path).type
+        if kind == pyarrow.fs.FileType.NotFound:
+            raise StoreError(f"{address} does not exist, or its bucket does not")
+        return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, path)
+
+
+def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
+    """Names of the files in a folder, without hidden ones."""
+    found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    names = {info.base_name for info in found if info.type == pyarrow.fs.FileType.File}
+    return {name for name in names if name == MANIFEST or name[0] not in "._"}
+
+
+def is_complete(address: str) -> bool:
+    """Whether the folder at an address, which has a manifest, is a whole store."""
+    try:
+        return read_json(join(address, MANIFEST))["complete"] is True
+    except (ConfigError, KeyError, TypeError):
+        return False
+
+
+def _of_manifest(address: str) -> list[RemoteFile]:
+    where = join(address, MANIFEST)
+    try:
+        content = read_json(where)
+        if content["version"] != VERSION:
+            raise StoreError(f"{where} has version {content['version']}; this raypipe reads version {VERSION}")
+        if content["complete"] is not True:
+            raise StoreError(
+                f"{address} is not complete: it is being written, or its ingest was broken off. Wait for it, or "
+                "ingest it again with --overwrite"
+            )
+        return [
+            RemoteFile(join(address, str(shard["name"])), int(shard["num_bytes"]), digest=str(shard["digest"]))
+            for shard in content["shards"]
+        ]
+    except ConfigError as error:
+        raise StoreError(str(error)) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{where} is no manifest ({type(error).__name__}: {error}): ingest the store again"
+        ) from None
+
+
+def write_manifest(address: str, shards: Iterable[RemoteFile], complete: bool) -> None:
+    """Write a folder's manifest over the one that is there.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    entries = [
+        {"name": split(shard.address)[1], "num_bytes": shard.num_bytes, "digest": shard.digest} for shard in shards
+    ]
+    write_json(join(address, MANIFEST), {"version": VERSION, "complete": complete, "shards": entries})

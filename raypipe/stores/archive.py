@@ -26,9 +26,8 @@ from raypipe.storage.local_cache import make_cache_folder, shared_cache
 from raypipe.storage.local_file import locked, open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
-from raypipe.stores.addresses import list_files
+from raypipe.stores.addresses import list_files, list_shards
 from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, part_of
-from raypipe.stores.remote import list_shards
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local archive below this size, a few seconds at most.

@@ -18,15 +18,12 @@ from raypipe.stores.base import Store
 
 
 def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.ndarray:
-    """The indices of the samples that a list names, of the store that it must be a list of.
+    """The indices of the samples that a list names: int64 (k,), sorted, each once.
 
     Args:
-        address: of the list, a local path or a URI; empty = there is none.
-        store: the store that a run reads; None = it reads none.
+        address: of the list; empty = there is none.
+        store: that it must be a list of; None = the run reads none.
         setting: that the address comes from, for errors.
-
-    Returns:
-        int64 (k,), sorted, each once.
 
     Raises:
         ConfigError: the list cannot be read, is malformed, was made of another store, or leaves no sample.
@@ -66,20 +63,10 @@ def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.
 
 
 def write_bad_list(address: str | Path, store: Store, bad: list[dict[str, Any]]) -> None:
-    """Write a list, whole or not at all, in place of one that is there.
-
-    Args:
-        address: of the list, a local path or a URI.
-        store: that it is a list of.
-        bad: `index`, `name` and `error` of each bad sample.
+    """Write a store's list, whole or not at all, in place of one that is there; `bad` has the entries.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    content = {
-        "store": store.address,
-        "fingerprint": store.fingerprint,
-        "num_samples": len(store),
-        "bad": bad,
-    }
-    write_json(address, content)
+    about = {"store": store.address, "fingerprint": store.fingerprint, "num_samples": len(store)}
+    write_json(address, {**about, "bad": bad})

@@ -160,23 +160,6 @@ class FileStore(ABC, Generic[C]):
         self._opened = None
 
 
-class StoreWriter(Protocol):
-    """Writes one new store, sample after sample.
-
-    A writer is a context manager. Leaving it normally finishes the store; leaving it by an exception
-    removes what it wrote. Writers write where they are told: atomicity at the final address is the
-    business of `raypipe.stores.destination`.
-    """
-
-    def append(self, sample: dict[str, Any]) -> None:
-        """Add one sample: `image` bytes, `label` int, and the extra columns declared to the writer."""
-        ...
-
-    def __enter__(self) -> StoreWriter: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
 def name_of(store: Store, index: int) -> str:
     """What a store calls a sample, fit to be printed in a line; empty where it has no name, or cannot tell now."""
     try:

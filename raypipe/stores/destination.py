@@ -13,7 +13,8 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,42 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
 from raypipe.storage.local_cache import cache_folder, make_cache_folder
 from raypipe.storage.local_file import open_lock, try_lock
-from raypipe.storage.remote_file import digest_of_file
-from raypipe.stores import open_writer
-from raypipe.stores.remote import MANIFEST, Listed, is_complete, names_in, write_manifest
+from raypipe.storage.remote_file import RemoteFile, digest_of_file
+from raypipe.stores.addresses import MANIFEST, is_complete, names_in, write_manifest
+from raypipe.stores.record import FileWriter
 
 logger = logging.getLogger(__name__)
 
+# Suffix → the module and the class of its writer.
+_WRITERS = {
+    ".lmdb": ("lmdb_shard", "LMDBWriter"),
+    ".parquet": ("parquet_files", "ParquetWriter"),
+    ".tar": ("tar", "TarWriter"),
+}
+WRITTEN_SUFFIXES = tuple(_WRITERS)
+"""Of the files that `open_writer` makes."""
 _PART_BYTES = 8 << 20
+
+
+def open_writer(
+    path: str | Path,
+    columns: Mapping[str, str] | None = None,
+    classes: Sequence[str] | None = None,
+    **options: Any,
+) -> FileWriter:
+    """Return the writer, not yet entered, for a new file: `.lmdb`, `.parquet` or `.tar`.
+
+    Args:
+        path: the file to make.
+        columns: all columns, name → int64, float64, binary or string; None for `image` and `label`.
+        classes: class names, position = label.
+        options: further arguments of the writer's class.
+    """
+    suffix = Path(path).suffix
+    if suffix not in _WRITERS:
+        raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(_WRITERS)}")
+    module, name = _WRITERS[suffix]
+    return getattr(import_module(f"raypipe.stores.{module}"), name)(path, columns, classes, **options)
 
 
 # Here
@@ -156,7 +186,9 @@ def _upload(files: list[Path], dst: str, old: set[str]) -> None:
     filesystem, path = open_filesystem(dst)
     manifest, token = f"{path}/{MANIFEST}", secrets.token_hex(4)
     shards = [
-        Listed(join(dst, f"{number:05d}-{token}{file.suffix}"), file.stat().st_size, digest_of_file(file))
+        RemoteFile(
+            join(dst, f"{number:05d}-{token}{file.suffix}"), file.stat().st_size, digest=digest_of_file(file)
+        )
         for number, file in enumerate(files)
     ]
     was_complete = manifest in old and is_complete(dst)
@@ -173,7 +205,7 @@ def _upload(files: list[Path], dst: str, old: set[str]) -> None:
     _remove_objects(filesystem, old - {manifest})
 
 
-def _copy(file: Path, shard: Listed) -> None:
+def _copy(file: Path, shard: RemoteFile) -> None:
     filesystem, path = open_filesystem(shard.address)
     with file.open("rb") as source, filesystem.open_output_stream(path) as target:
         shutil.copyfileobj(source, target, _PART_BYTES)

@@ -133,7 +133,8 @@ class _Reader:
                 assert self._labels is not None
                 result[name] = self._labels[indices]
             else:
-                encoded = {row: _encoded(value) for row, value in self._rows(np.unique(indices).tolist())}
+                encode = np.ndarray.tobytes if self._is_list else encode_png
+                encoded = {row: encode(value) for row, value in self._rows(np.unique(indices).tolist())}
                 result[name] = [encoded[row] for row in indices.tolist()]
         return result
 
@@ -183,13 +184,12 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     connection.close()
 
 
-def _encoded(value: np.ndarray) -> bytes:
+def encode_png(pixels: np.ndarray) -> bytes:
+    """Encode uint8 of shape (H, W, 3), (H, W, 1) or (H, W)."""
     import cv2  # not in the process that reads
 
-    if value.ndim == 1:
-        return value.tobytes()
     # OpenCV has blue first.
-    ok, png = cv2.imencode(".png", value[..., ::-1] if value.ndim == 3 and value.shape[2] == 3 else value)
+    ok, png = cv2.imencode(".png", pixels[..., ::-1] if pixels.ndim == 3 and pixels.shape[2] == 3 else pixels)
     assert ok
     return png.tobytes()
 

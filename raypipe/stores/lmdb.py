@@ -18,11 +18,10 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.remote_file import RemoteFile, opened
-from raypipe.stores.addresses import is_pattern, list_files
+from raypipe.stores.addresses import is_pattern, list_files, list_shards
 from raypipe.stores.base import Columns, FileStore, image_and_label_first, part_of
 from raypipe.stores.lmdb_foreign import ForeignShard
 from raypipe.stores.lmdb_shard import Shard, open_shard
-from raypipe.stores.remote import Listed, list_shards
 
 _NUM_THREADS = 16  # a shard's metadata take about six round trips; a store may have thousands of shards
 
@@ -196,7 +195,7 @@ def _open_remote(address: str, layout: str) -> list[RemoteShard]:
     ]
 
 
-def _open_shard(listed: Listed, layout: str) -> RemoteShard:
+def _open_shard(listed: RemoteFile, layout: str) -> RemoteShard:
     with opened(listed.address) as (source, found):
         file = listed.checked(found)
         own = open_shard(listed.address, source)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,8 @@ _OVERFLOW_HEADER = struct.Struct("<QHHI")  # page number, unused, flags, number 
 _DATABASE = "IHHQQQQQ"  # page size or unused, flags, depth; branch, leaf, overflow pages; entries, root
 _META_BODY = struct.Struct(f"<IIQQ{_DATABASE}{_DATABASE}QQ")  # ..., last page, transaction number
 _NODE = struct.Struct("<IHH")  # value length, flags, key length; in a branch: page number of 48 bits, key length
-_POINTER = struct.Struct("<H")
+_POINTER = struct.Struct("<H")  # also a key's length, in its node
+_KEY_BYTES_AT = 6
 _PAGE_NUMBER = struct.Struct("<Q")
 _HEADER_BYTES, _NODE_BYTES, _POINTER_BYTES = _HEADER.size, _NODE.size, _POINTER.size  # of either header
 
@@ -136,21 +137,6 @@ class LMDBFile:
         except _DamageError as error:
             raise StoreError(f"{self.path} is damaged at key {key!r}: {error}; copy or ingest it again") from None
 
-    def keys(self) -> Iterator[bytes]:
-        """Yield all keys in ascending order.
-
-        Raises:
-            StoreError: a page is damaged, the keys do not ascend, or are not as many as declared.
-            OSError: the file cannot be read.
-        """
-        last: bytes | None = None
-        for number, _ in self.leaves():
-            for key, _ in self.leaf(number):
-                if last is not None and key <= last:
-                    raise self._damaged(f"key {_shown(key)} comes after {_shown(last)}")
-                yield key
-                last = key
-
     def leaves(self) -> Iterator[tuple[int, int]]:
         """Yield the number of each leaf page, and how many entries it has, in the order of the keys.
 
@@ -189,8 +175,7 @@ class LMDBFile:
             OSError: the file cannot be read.
         """
         try:
-            page, num_nodes = self._page(number, _LEAF)
-            return _nodes(page, num_nodes)
+            return _nodes(*self._page(number, _LEAF))
         except _DamageError as error:
             raise self._damaged(error) from None
 
@@ -205,8 +190,7 @@ class LMDBFile:
             page, num_nodes = self._page(number, _LEAF)
             if slot >= num_nodes:
                 raise _DamageError(f"page {number} has {num_nodes} entries, and had more")
-            key = _node(page, slot)[1]
-            (start,) = _POINTER.unpack_from(page, _HEADER_BYTES + _POINTER_BYTES * slot)
+            start, key = _node(page, slot)
             return key, self._value(page, start)
         except _DamageError as error:
             raise self._damaged(error) from None
@@ -254,8 +238,11 @@ class LMDBFile:
             keys, children = self._branches.get(number) or self._branch(number)
             number = children[bisect_right(keys, key)]
         page, num_nodes = self._page(number, _LEAF)
-        start = _find(page, num_nodes, key)
-        return None if start is None else self._value(page, start)
+        slot = bisect_left(range(num_nodes), key, key=lambda slot: _node(page, slot)[1])
+        if slot == num_nodes:
+            return None
+        start, found = _node(page, slot)
+        return self._value(page, start) if found == key else None
 
     def _value(self, page: bytes, start: int) -> memoryview:
         """Return the value of the leaf's node at `start`, whose key lies within the page."""
@@ -287,15 +274,17 @@ class LMDBFile:
     def _branch(self, number: int) -> tuple[list[bytes], list[int]]:
         """Return n - 1 keys and n children of a branch page: child i has keys in [keys[i - 1], keys[i])."""
         page, num_nodes = self._page(number, _BRANCH)
-        nodes = [_node(page, i) for i in range(num_nodes)]
-        if not nodes:
+        if not num_nodes:
             raise _DamageError(f"branch page {number} is empty")
+        nodes = [_node(page, slot) for slot in range(num_nodes)]
         keys = [key for _, key in nodes[1:]]
         if any(after <= before for before, after in pairwise(keys)):
             raise _DamageError(f"the keys of branch page {number} do not ascend")
         if len(self._branches) >= _MAX_CACHED_BRANCHES:
             self._branches.clear()
-        self._branches[number] = branch = keys, [child for child, _ in nodes]
+        # A child's number has the 48 bits that in a leaf are a value's length and flags.
+        children = [low | high << 32 for low, high, _ in (_NODE.unpack_from(page, start) for start, _ in nodes)]
+        self._branches[number] = branch = keys, children
         return branch
 
     def _leaf_numbers(self, number: int, depth: int) -> Iterator[int]:
@@ -326,44 +315,16 @@ class LMDBFile:
         return data
 
 
-def _find(page: bytes, num_nodes: int, key: bytes) -> int | None:
-    """Return where the node of a key starts in a leaf page, None where there is none.
-
-    Most of a look-up passes here, so it does by itself what `_node` does, three times as fast.
-    """
-    pointer_at = _POINTER.unpack_from
-    low, high, page_bytes = 0, num_nodes, len(page)
-    while low < high:
-        middle = (low + high) // 2
-        (start,) = pointer_at(page, _HEADER_BYTES + _POINTER_BYTES * middle)
-        key_start = start + _NODE_BYTES
-        if key_start > page_bytes:
-            raise _DamageError(f"a node at byte {start} of a page of {page_bytes}")
-        (key_bytes,) = pointer_at(page, start + 6)
-        key_end = key_start + key_bytes
-        if key_end > page_bytes:
-            raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {page_bytes}")
-        found = page[key_start:key_end]
-        if found < key:
-            low = middle + 1
-        elif found == key:
-            return start
-        else:
-            high = middle
-    return None
-
-
-def _node(page: bytes, index: int) -> tuple[int, bytes]:
-    """Return the page number that a branch's node leads to (a leaf's has none), and its key."""
-    (start,) = _POINTER.unpack_from(page, _HEADER_BYTES + _POINTER_BYTES * index)
+def _node(page: bytes, slot: int) -> tuple[int, bytes]:
+    """Return where a node starts, and its key."""
+    (start,) = _POINTER.unpack_from(page, _HEADER_BYTES + _POINTER_BYTES * slot)
     key_start = start + _NODE_BYTES
     if key_start > len(page):
         raise _DamageError(f"a node at byte {start} of a page of {len(page)}")
-    low, high, key_bytes = _NODE.unpack_from(page, start)
-    key_end = key_start + key_bytes
-    if key_end > len(page):
+    (key_bytes,) = _POINTER.unpack_from(page, start + _KEY_BYTES_AT)
+    if key_start + key_bytes > len(page):
         raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {len(page)}")
-    return low | high << 32, page[key_start:key_end]
+    return start, page[key_start : key_start + key_bytes]
 
 
 def _nodes(page: bytes, num_nodes: int) -> list[tuple[bytes, int]]:

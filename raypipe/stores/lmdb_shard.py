@@ -18,8 +18,7 @@ import lmdb
 
 from raypipe.errors import StoreError
 from raypipe.stores.lmdb_pages import LMDBFile, RandomAccess
-from raypipe.stores.metadata import NAME, Metadata
-from raypipe.stores.record import FileWriter, RecordLayout
+from raypipe.stores.record import NAME, FileWriter, Metadata, RecordLayout
 
 METADATA_KEY = NAME.encode()
 KEY = struct.Struct(">Q")

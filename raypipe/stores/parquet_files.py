@@ -19,9 +19,8 @@ import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, is_remote, open_filesystem, open_input
-from raypipe.stores.addresses import is_pattern, list_files
+from raypipe.stores.addresses import is_pattern, list_files, list_shards
 from raypipe.stores.record import FileWriter
-from raypipe.stores.remote import list_shards
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic

@@ -1,4 +1,6 @@
-"""One sample as one value: the bytes that raypipe's own layouts store, and that writers fingerprint; their base.
+"""What raypipe's own files hold, samples as records and a note of the whole file, and the base of their writers.
+
+A record is one sample as one value, which files store and writers fingerprint:
 
     | fixed columns, 8 bytes each, little-endian | for each variable column: uint32 length | bytes |
 
@@ -13,6 +15,7 @@ import json
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,6 +23,13 @@ from raypipe.errors import StoreError
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
+
+NAME = "__raypipe__"
+"""What a writer notes in its file: the key of a record in LMDB, the name of the first member of a tar."""
+VERSION = 1
+
+# What parsing damage raises: OverflowError for a count of 1e999, RecursionError for a thousand brackets.
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
 
 _FIXED_CODES = {"int64": "q", "float64": "d"}
 _LENGTH = struct.Struct("<I")
@@ -129,8 +139,56 @@ class Fingerprint:
         return self._hash.hexdigest()
 
 
+@dataclass(frozen=True)
+class Metadata:
+    """What raypipe's writers note in a file of theirs.
+
+    {"version": 1, "count": …, "columns": [{"name": …, "type": …}, …], "classes": […] or null, "fingerprint": …}
+
+    Attributes:
+        count: samples in it.
+        types: column → its type, in order.
+        classes: names, position = label; None where there are none.
+        fingerprint: of its samples.
+    """
+
+    count: int
+    types: dict[str, str]
+    classes: tuple[str, ...] | None
+    fingerprint: str
+
+    def to_json(self) -> bytes:
+        content = {
+            "version": VERSION,
+            "count": self.count,
+            "columns": [{"name": name, "type": kind} for name, kind in self.types.items()],
+            "classes": self.classes,
+            "fingerprint": self.fingerprint,
+        }
+        return json.dumps(content).encode()
+
+    @staticmethod
+    def from_json(text: bytes, where: str) -> Metadata:
+        """Raises StoreError, which begins with `where`, when the text is damaged or of another version."""
+        try:
+            content = json.loads(text)
+            if content["version"] != VERSION:
+                raise StoreError(f"version {content['version']}; this raypipe reads version {VERSION}")
+            count = int(content["count"])
+            types = {str(column["name"]): str(column["type"]) for column in content["columns"]}
+            check_column_types(types)
+            classes = content["classes"]
+            names = None if classes is None else tuple(str(name) for name in classes)
+            return Metadata(count, types, names, str(content["fingerprint"]))
+        except _DAMAGE as error:
+            raise StoreError(f"{where}: {error!s:.500}") from error
+
+
 class FileWriter(ABC):
-    """Writes one new file, a `StoreWriter`.
+    """Writes one new file, sample after sample.
+
+    A writer is a context manager. Leaving it normally finishes the file; leaving it by an exception removes it.
+    Writers write where they are told: that a store is whole or not there is up to `raypipe.stores.destination`.
 
     Args:
         path: the file to make; it must not exist.

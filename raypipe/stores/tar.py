@@ -19,8 +19,7 @@ from raypipe.storage.local_file import open_regular
 from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.metadata import NAME, Metadata
-from raypipe.stores.record import FileWriter
+from raypipe.stores.record import NAME, FileWriter, Metadata
 from raypipe.stores.webdataset import Grouper, encode_sample, index_samples, suffixes_of
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.

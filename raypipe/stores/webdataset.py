@@ -28,8 +28,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.stores.archive import Index, Scan, is_visible, join_digests
 from raypipe.stores.base import IMAGE_SUFFIXES, image_and_label_first
-from raypipe.stores.metadata import NAME, Metadata
-from raypipe.stores.record import DEFAULT_COLUMNS
+from raypipe.stores.record import DEFAULT_COLUMNS, NAME, Metadata
 
 _LABEL_SUFFIX = "cls"
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})

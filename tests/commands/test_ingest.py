@@ -21,8 +21,8 @@ import pytest
 
 from raypipe.commands import cli, tasks
 from raypipe.commands import ingest as ingest_module
+from raypipe.commands.ingest import Reencode, digest_of
 from raypipe.commands.ingest import ingest as _ingest
-from raypipe.commands.shard_copy import Reencode, digest_of
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import Store

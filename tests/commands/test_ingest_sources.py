@@ -1,4 +1,4 @@
-"""`raypipe ingest` of what others wrote, by its command."""
+"""`raypipe ingest` of what others wrote, by its command, and of samples and Datasets from Python."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import h5py
 import lmdb
 import numpy as np
 import pytest
+import tfrecord
+import webdataset
 
 import raypipe
 from raypipe.commands import cli
+from raypipe.errors import SampleError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
@@ -118,3 +122,103 @@ def test_pixels_of_hdf5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         capsys, tmp_path / "a.h5", tmp_path / "c.lmdb", "--image-column=pixels", "--short-side=4", "--quality=80"
     )
     assert all(image.startswith(b"\xff\xd8\xff") for image in contents(store)["image"])
+
+
+# From Python: samples, and a Dataset
+
+
+def labelled(num: int = 150) -> list[dict[str, Any]]:
+    return [{"image": IMAGES[i % 30], "label": i % 5, "name": f"n{i}", "boxes": [[i, 1.5]]} for i in range(num)]
+
+
+def expected_of(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    columns = {name: [sample[name] for sample in samples] for name in ("image", "label", "name")}
+    return {**columns, "boxes": [json.dumps(sample["boxes"]) for sample in samples]}
+
+
+@pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
+def test_any_iterable_of_samples(tmp_path: Path, suffix: str) -> None:
+    address, samples = str(tmp_path / f"a.{suffix}"), labelled()
+    found = raypipe.ingest(iter(samples), address, classes=tuple("abcde"), shards=2, progress=False)
+    assert found == {"samples": 150, "classes": 5, "bytes": sum(len(s["image"]) for s in samples), "skipped": 0}
+    store = open_store(address)
+    assert contents(store) == expected_of(samples) and store.classes == tuple("abcde")
+    assert list((tmp_path / "cache").glob("samples-*")) == []
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+
+
+def test_any_dataset_in_its_order(tmp_path: Path) -> None:
+    import ray.data
+
+    samples = labelled()
+    rows = ray.data.from_items([{"i": i} for i in range(150)], override_num_blocks=6)
+    images = IMAGES
+
+    def sample(row: dict[str, Any]) -> dict[str, Any]:
+        i = int(row["i"])
+        return {"image": images[i % 30], "label": i % 5, "name": f"n{i}", "boxes": [[float(i), 1.5]]}
+
+    raypipe.ingest(rows.map(sample), str(tmp_path / "a.lmdb"), progress=False)
+    found = contents(open_store(tmp_path / "a.lmdb"))
+    assert [json.loads(boxes) for boxes in found.pop("boxes")] == [sample["boxes"] for sample in samples]
+    expected = expected_of(samples)
+    assert found == {name: expected[name] for name in found} and len(found) == 3
+
+
+def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
+    pixels = [np.random.default_rng(i).integers(0, 256, (6, 5 + i, 3), np.uint8) for i in range(4)]
+    grey = [{"image": each[..., 0], "label": np.int32(7)} for each in pixels]
+    raypipe.ingest(({"image": each} for each in pixels), str(tmp_path / "a.lmdb"), progress=False)
+    raypipe.ingest(grey, str(tmp_path / "b.lmdb"), progress=False)
+    images = contents(open_store(tmp_path / "a.lmdb"))["image"]
+    assert all(np.array_equal(decode(image), each) for image, each in zip(images, pixels, strict=True))
+    found = contents(open_store(tmp_path / "b.lmdb"))
+    assert np.array_equal(decode(found["image"][3])[..., 2], pixels[3][..., 0]) and found["label"] == [7] * 4
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "message"),
+    [
+        ([], StoreError, "there are no samples"),
+        ([{"label": 1}], StoreError, "a sample is a mapping of columns, `image` among them, not {'label': 1}"),
+        ([(b"x", 1)], StoreError, "a sample is a mapping"),
+        ([{"image": np.zeros((2, 2), np.float32)}], StoreError, r"an image is float32 of \(2, 2\)"),
+        ([{"image": b"x", "label": 1}, {"image": b"x"}], StoreError, "columns"),
+        ([{"image": b"x"}, {"image": None}], SampleError, "sample 1: it has no bytes"),
+    ],
+)
+def test_samples_that_are_none(tmp_path: Path, samples: list[Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        raypipe.ingest(samples, str(tmp_path / "a.lmdb"), progress=False)
+    assert not (tmp_path / "a.lmdb").exists() and list((tmp_path / "cache").glob("samples-*")) == []
+
+
+def test_an_iterable_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    def samples() -> Any:
+        yield from labelled(100)
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        raypipe.ingest(samples(), str(tmp_path / "a.lmdb"), progress=False)
+    assert not (tmp_path / "a.lmdb").exists() and list((tmp_path / "cache").glob("samples-*")) == []
+
+
+def test_each_format_on_files_of_its_own_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for i, image in enumerate(IMAGES):
+            archive.writestr(f"{i % 3}/{i:02}.jpg", image)
+    with webdataset.TarWriter(str(tmp_path / "w.tar")) as tar:
+        for i, image in enumerate(IMAGES):
+            tar.write({"__key__": f"{i:02}", "jpg": image, "cls": i % 3})
+    writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
+    for i, image in enumerate(IMAGES):
+        writer.write({"image": (image, "byte"), "label": (i % 3, "int")})
+    writer.close()
+    order = sorted(range(30), key=lambda i: (i % 3, i))
+    for name, expected in (("a.zip", order), ("w.tar", range(30)), ("a.tfrecord", range(30))):
+        found = contents(ingested(capsys, tmp_path / name, tmp_path / f"{name}.lmdb"))
+        assert found == {"image": [IMAGES[i] for i in expected], "label": [i % 3 for i in expected]}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypipe.commands import tasks
-from raypipe.commands.tasks import Cpus, check_wanted, follow, stopped_on_error
+from raypipe.commands.tasks import Tasks, check_wanted
 from raypipe.errors import ConfigError, ResourceError
 
 
@@ -39,30 +39,25 @@ def counting() -> Any:
 class TestTasks:
     @pytest.mark.parametrize("here", [True, False])
     def test_tasks_run_here_or_anywhere(self, here: bool) -> None:
-        import ray
-
-        cpus = Cpus("the count", here)
-        assert cpus.number() == 4
-        cpus.wait_for_one()
-        with stopped_on_error() as (started, wanted):
-            run = ray.remote(num_returns="streaming", **cpus.task_options())(counting())
-            started += [run.remote(wanted, [1, 2]), run.remote(wanted, []), run.remote(wanted, [3])]
-            found = list(follow(started, "count", 6, lambda number: number, progress=False))
-        assert sorted(found) == [1, 2, 3]
-        assert not wanted.exists()
+        assert Tasks("the count", here).num_cpus() == 4
+        with Tasks("the count", here) as started:
+            found = list(started.stream(counting(), [([1, 2],), ([],), ([3],)], 6, int, progress=False))
+            assert sorted(found) == [1, 2, 3]
+            assert started.results(lambda wanted, number: number + 1, [(1,), (2,)]) == [2, 3]
+        assert not started._wanted.exists()
 
     def test_an_error_of_a_task_is_the_error(self) -> None:
-        import ray
-
-        with pytest.raises(ConfigError, match="negative"), stopped_on_error() as (started, wanted):
-            started += [ray.remote(num_returns="streaming")(counting()).remote(wanted, [1, -1, 2])]
-            list(follow(started, "count", 6, lambda number: number, progress=False))
-        assert not wanted.exists()
+        with pytest.raises(ConfigError, match="negative"), Tasks("the count", here=True) as started:
+            list(started.stream(counting(), [([1, -1, 2],)], 6, int, progress=False))
+        assert not started._wanted.exists()
 
     @pytest.mark.parametrize(("here", "where"), [(True, "this node"), (False, "the cluster")])
     def test_a_busy_cluster_is_an_error_not_a_wait(
         self, here: bool, where: str, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 0.5)
-        with pytest.raises(ResourceError, match=f"the count needs 1 CPU, other jobs hold all 4 of {where}"):
-            Cpus("the count", here).wait_for_one()
+        with (
+            pytest.raises(ResourceError, match=f"the count needs 1 CPU, other jobs hold all 4 of {where}"),
+            Tasks("the count", here),
+        ):
+            pass

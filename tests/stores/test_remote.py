@@ -18,11 +18,11 @@ from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.remote_file import RemoteFile
 from raypipe.storage.whole_file import read_json
 from raypipe.stores import Store, destination, open_store, open_writer
-from raypipe.stores.addresses import expand
+from raypipe.stores.addresses import MANIFEST, expand, list_shards, write_manifest
 from raypipe.stores.destination import new_remote
-from raypipe.stores.remote import MANIFEST, Listed, list_shards, write_manifest
 from raypipe.stores.tar import TarStore
 
 CLASSES = ("ant", "bee", "cat")
@@ -259,7 +259,7 @@ def test_an_upload_that_fails_leaves_the_old_store_or_none(
 ) -> None:
     copy, copied = destination._copy, []
 
-    def fail_at_the_second(file: Path, shard: Listed) -> None:
+    def fail_at_the_second(file: Path, shard: RemoteFile) -> None:
         copied.append(shard)
         if len(copied) == 2:
             raise OSError("the network is gone")

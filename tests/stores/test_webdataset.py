@@ -15,7 +15,7 @@ import webdataset
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.metadata import NAME
+from raypipe.stores.record import NAME
 from raypipe.stores.tar import TarStore, TarWriter
 
 IMAGES = [cv2.imencode(".png", np.full((4, 5, 3), i, np.uint8))[1].tobytes() for i in range(6)]

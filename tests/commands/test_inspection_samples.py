@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe.commands.sample_check import CheckedSample, check_range, check_samples, spread
+from raypipe.commands.inspection import CheckedSample, check_range, check_samples, spread
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import Store

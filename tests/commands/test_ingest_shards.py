@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.commands.shard_copy import Digest, Reencode, column_types, digest_of, write_shard
+from raypipe.commands.ingest import Reencode, column_types, digest_of, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.memory import MemoryStore
+from raypipe.stores.record import Fingerprint, RecordLayout
 
 TYPES = {"image": "binary", "label": "int64", "name": "string", "score": "float64", "mask": "binary"}
 SAMPLES: list[dict[str, Any]] = [
@@ -22,10 +23,10 @@ SAMPLES: list[dict[str, Any]] = [
 
 
 def digest(samples: list[dict[str, Any]]) -> str:
-    found = Digest(TYPES)
+    found, layout = Fingerprint(TYPES, None), RecordLayout(TYPES)
     for sample in samples:
-        found.add(sample)
-    return found.hex()
+        found.add(layout.pack(sample))
+    return found.hexdigest()
 
 
 @pytest.mark.parametrize(

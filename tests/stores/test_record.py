@@ -5,7 +5,7 @@ import json
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores.metadata import Metadata
+from raypipe.stores.record import Metadata
 
 ONE = Metadata(3, {"image": "binary", "label": "int64"}, ("cat", "dog"), "0123")
 

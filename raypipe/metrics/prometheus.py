@@ -35,13 +35,7 @@ _RUN_KEY, _LOG_KEY = "raypipe.run", "raypipe.log"
 
 
 class Metric(NamedTuple):
-    """One metric.
-
-    Attributes:
-        name: as recorded; Ray exports it with `ray_` before it. Counters, and they alone, end in _total.
-        labels: beside those that Ray adds.
-        meaning: in a sentence, with the unit.
-    """
+    """One metric. Counters, and they alone, end in _total; Ray adds labels of its own."""
 
     name: str
     labels: tuple[str, ...]
@@ -154,8 +148,8 @@ class TrainerMetrics(_Recorder):
 
         Args:
             times: of each split, since the rank started.
-            first_batch_s: seconds.
-            steps: training steps since the rank started.
+            first_batch_s: from the building of the feed to its first batch.
+            steps: since the rank started.
             step, epoch: of the cursor; step through all epochs.
             strength: of the augmentation.
         """
@@ -176,13 +170,7 @@ class ActorMetrics(_Recorder):
     """Of one transform actor."""
 
     def made(self, split: Split, *, read_s: float, work_s: float, bad: list[dict[str, Any]]) -> None:
-        """A micro-batch is made.
-
-        Args:
-            split: of the micro-batch.
-            read_s, work_s: seconds that reading took, and all of it.
-            bad: a record per bad sample, see `MicroBatchResult`.
-        """
+        """A micro-batch is made: how long reading took, and all of it; a record per bad sample of it."""
         substituted = sum(record["substitute"] is not None for record in bad)
         self._add("raypipe_actor_micro_batches_total", split=split)
         self._add("raypipe_actor_read_seconds_total", read_s, split=split)

@@ -62,22 +62,19 @@ def read_records(run_uri: str, name: str = METRICS) -> Records | None:
 def parse(content: bytes) -> Records:
     """The records of a file's content. The last line counts once it has its end."""
     kept: list[dict[str, Any]] = []
-    lines = [line for line in content.split(b"\n")[:-1] if line]
-    found = [record for record in map(_record, lines) if record is not None]
-    for record in found:
+    unreadable = 0
+    for line in filter(None, content.split(b"\n")[:-1]):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+            unreadable += 1
+            continue
         if record.get("kind") == START:
             kept = [earlier for earlier in kept if _stands(earlier, record)]
         kept.append(record)
-    return Records(kept, len(lines) - len(found))
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    good = isinstance(record, dict) and isinstance(record.get("step"), int | float)
-    return record if good else None
+    return Records(kept, unreadable)
 
 
 def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
@@ -90,12 +87,7 @@ def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
 
 
 class Appender:
-    """Appends records to files of a local folder. What cannot be written is lost, with one warning.
-
-    Args:
-        folder: of the files.
-        run_uri: for the warning.
-    """
+    """Appends records to files of a local folder. What cannot be written is lost, with one warning of the run."""
 
     def __init__(self, folder: Path, run_uri: str) -> None:
         self._folder, self._run_uri, self._warned = folder, run_uri, False
@@ -117,10 +109,6 @@ class Appender:
             yield
         except (pa.ArrowException, OSError) as error:
             if not self._warned:
-                logger.warning(
-                    "%s of %s cannot be written: %s; the run goes on, and its record has gaps",
-                    what,
-                    self._run_uri,
-                    error,
-                )
+                text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
+                logger.warning(text, what, self._run_uri, error)
             self._warned = True

@@ -1,9 +1,6 @@
 """Where the time of a run goes, and what to do about it.
 
-    mark         a point in time: on CUDA an event on the current stream, elsewhere the clock
-    StageClock   sums the times between marks, stage by stage, and never waits for the device
-    StageTimes   what one rank has measured; adds up over ranks
-    diagnose     StageTimes → sentences
+    mark → StageClock, which never waits for the device → StageTimes, which add up over ranks → diagnose: sentences
 
 On CUDA `wait` is the time for which the compute stream had nothing to do because the next micro-batch was not
 there: from the end of the last one's work to the arrival of the next. What the host does meanwhile is no matter.

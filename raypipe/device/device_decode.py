@@ -106,7 +106,8 @@ class DeviceDecoder:
             RuntimeError: the device itself fails (out of memory, a lost context); never for what a sample holds.
         """
         samples = view(data).split(np.diff(offsets).tolist())
-        num_pixels = {row: self._pixels(samples[row]) for row in np.flatnonzero(ok).tolist()}
+        encoded = {row: samples[row].numpy().data for row in np.flatnonzero(ok).tolist()}
+        num_pixels = {row: nvjpeg_pixels(one, exif=self.exif) for row, one in encoded.items()}
         by_host = [row for row, num in num_pixels.items() if num is None]
         placed: list[torch.Tensor | None] = [None] * len(ok)
         errors: dict[int, str] = {}
@@ -127,7 +128,7 @@ class DeviceDecoder:
                         place(row, image)
             for row in sorted(by_host):
                 try:
-                    pixels = decode(samples[row].numpy().data, exif=self.exif)
+                    pixels = decode(encoded[row], exif=self.exif)
                 except SampleError as error:
                     errors[row] = str(error)
                 else:
@@ -138,9 +139,6 @@ class DeviceDecoder:
         failed = np.zeros(len(ok), bool)
         failed[list(errors)] = True
         return DecodedMicroBatch(images, failed, errors, len(by_host))
-
-    def _pixels(self, sample: torch.Tensor) -> int | None:
-        return nvjpeg_pixels(sample.numpy().data, exif=self.exif)
 
     def _decoded(self, samples: dict[int, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor | None]]:
         """Rows with their images; None where the device's decoder refuses one. Each sample is uint8 (n,)."""

@@ -75,10 +75,11 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
                 result = _fit(run, spec, allocation, num_classes, run_uri, lease, interrupts)
             finally:
                 _leave_traces(run_uri)
+    train_s = result["train_s"] or 1.0  # of a run that has not trained
     return {
         "val_accuracy": result["val_accuracy"],
-        "images_per_s": result["images"] / result["train_s"] if result["train_s"] else 0.0,
-        "wait_fraction": result["wait_s"] / result["train_s"] if result["train_s"] else 0.0,
+        "images_per_s": result["images"] / train_s,
+        "wait_fraction": result["wait_s"] / train_s,
         "steps": result["steps"],
         "stopped": result["stopped"],
         "first_batch_s": result["first_batch_s"],

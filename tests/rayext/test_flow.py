@@ -47,7 +47,7 @@ def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_
 @pytest.mark.usefixtures("ray_cluster")
 def test_executions_under_the_context_and_no_others_read_their_metadata_themselves() -> None:
     context = ray.data.DataContext.get_current().copy()
-    flow.configure(context, InFlight(2), 1, False, start_supervisor(1), 60.0)
+    flow.configure(context, InFlight(2), 1, reads=False, supervisor=None, stall_timeout_s=60.0)
     for chosen, is_inline in ((context, True), (ray.data.DataContext.get_current(), False)):
         with ray.data.DataContext.current(chosen):
             dataset: Any = ray.data.range(1)

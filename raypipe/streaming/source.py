@@ -63,6 +63,7 @@ class MicroBatchSource(Datasource):
         plan.check(cursor)
         self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
         self._group, self._targets = group, targets
+        # To serialise lists, even of nothing, takes as long as all other columns.
         self._schema = PLACE_SCHEMA
         if readers:
             self._schema = TARGET_SCHEMA if targets else ENCODED_SCHEMA

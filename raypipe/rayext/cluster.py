@@ -156,18 +156,6 @@ def cluster_resources() -> Resources:
     return Resources(cpus, gpus, free_cpus, free_gpus, holders())
 
 
-def check_object_store(in_flight: int, micro_batch_bytes: int) -> None:
-    """Raise ResourceError unless so many micro-batches in flight fit the connected cluster's object store."""
-    capacity = ray.cluster_resources().get("object_store_memory", 0.0)
-    needed = in_flight * micro_batch_bytes
-    if needed > capacity:
-        raise ResourceError(
-            f"{in_flight} micro-batches in flight of {micro_batch_bytes / 2**20:.0f} MiB need "
-            f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
-            "pool.in_flight or plan.micro_batch, or start Ray with a larger object store"
-        )
-
-
 @dataclass(frozen=True)
 class Allocation:
     """Who gets what.

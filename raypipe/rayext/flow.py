@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,11 @@ from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 from ray.data._internal.execution.operators.base_physical_operator import InternalQueueOperatorMixin
 from ray.data._internal.execution.operators.task_pool_map_operator import TaskPoolMapOperator
+from ray.data._internal.stats import _StatsManager
 
 from raypipe.errors import ResourceError
 from raypipe.rayext.admission import holders, waited_for
+from raypipe.rayext.cluster import is_local
 
 if TYPE_CHECKING:
     from ray.data import DataContext
@@ -65,6 +68,7 @@ def configure(
         actors: that the pool begins with.
         reads: whether the reader's rows hold encoded samples, and not their places alone.
     """
+    _without_stats_actor()
     context.set_config(_LIMIT_KEY, in_flight)
     context.set_config(_SUPERVISOR_KEY, supervisor)
     context.set_config(_TIMEOUT_KEY, stall_timeout_s)
@@ -76,6 +80,19 @@ def configure(
     # A look takes from the reader only what it has buffered, and there are some 32 looks while as many
     # micro-batches pass as may be in flight.
     context._max_num_blocks_in_streaming_gen_buffer = max(2, limit // 4) if reads else limit
+
+
+def _without_stats_actor() -> None:
+    """Let no execution of this process start Ray Data's actor of statistics, where the cluster is a local one.
+
+    It collects them for the dashboard, and there is none. Every execution waits for its start, for an identifier
+    of a dataset, and sends it all figures of all operators once a second.
+    """
+    if is_local():
+        manager: Any = _StatsManager
+        manager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid.uuid4().hex)
+        for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
+            setattr(manager, name, staticmethod(lambda *_, **__: None))
 
 
 class InFlightPolicy(BackpressurePolicy):

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import ray.data
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, ResourceError
 from raypipe.metrics import prometheus as telemetry
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import RankGroup, rank_groups
 from raypipe.rayext import autoscaler, flow
 from raypipe.rayext.admission import free_cpus
-from raypipe.rayext.cluster import check_object_store, connect, preflight
+from raypipe.rayext.cluster import connect, preflight
 from raypipe.rayext.flow import InFlight
 from raypipe.stores.base import Store
 from raypipe.streaming.source import MicroBatchSource
@@ -79,11 +79,17 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
         return
     channels = 4 if spec.transform.mask_column else 3
     micro_batch_bytes = spec.plan.config.micro_batch * spec.transform.size**2 * channels
-    limits = (
+    num = num_streams * sum(
         in_flight(spec.pool, group).limit(_initial_actors(_pool_of(spec.pool, group, max_actors), group))
         for group in rank_groups(world_size, spec.pool.executions)
     )
-    check_object_store(num_streams * sum(limits), micro_batch_bytes)
+    capacity, needed = ray.cluster_resources().get("object_store_memory", 0.0), num * micro_batch_bytes
+    if needed > capacity:
+        raise ResourceError(
+            f"{num} micro-batches in flight of {micro_batch_bytes / 2**20:.0f} MiB need "
+            f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
+            "pool.in_flight or plan.micro_batch, or start Ray with a larger object store"
+        )
 
 
 def dataset(

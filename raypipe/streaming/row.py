@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from raypipe.plan.schedule import PADDING, MicroBatchId, Split
 from raypipe.stores.base import Store
-from raypipe.transform.encoded import EncodedMicroBatch
 from raypipe.transform.micro_batch import MicroBatchResult, read_encoded
 from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import as_bytes
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from raypipe.device.prefetcher import HostBatch
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
+# The arrays of an EncodedMicroBatch, in the order in which they are hashed.
+_ENCODED = ("data", "offsets", "crop", "flip", "ok")
 _BINARIES = pa.list_(pa.large_binary())
 PLACE_SCHEMA = pa.schema(
     [("split", pa.int8()), ("epoch", pa.int64()), ("step", pa.int64()), ("micro", pa.int64())]
@@ -65,7 +66,6 @@ def source_row(at: MicroBatchId, read: Read | None, schema: pa.Schema) -> pa.Tab
     """A row of the source, or, with what was read, of a reader."""
     row: list[Any] = [_SPLITS.index(at.split), at.epoch, at.step, at.micro]
     if read is None:
-        # To serialise lists, even of nothing, takes as long as all other columns.
         row += [None] * (len(schema) - len(row))
     else:
         images, *columns = zip(*read[0], strict=True)
@@ -106,19 +106,11 @@ def host_batch(row: Mapping[str, Any]) -> HostBatch:
     from raypipe.device.prefetcher import HostBatch  # here: it imports torch, which no reader needs
 
     first = {name: column[0] for name, column in row.items()}
-    encoded: EncodedMicroBatch | None = None
-    if "data" in first:
-        encoded = EncodedMicroBatch(
-            data=first["data"],
-            offsets=first["offsets"],
-            crop=first["crop"],
-            flip=first["flip"],
-            ok=first["ok"],
-        )
+    encoded = {name: first[name] for name in _ENCODED if name in first}
     return HostBatch(
         at=place_of(first),
         image=first.get("image", np.empty(0, np.uint8)),
-        encoded=encoded,
+        encoded=encoded or None,
         label=first["label"],
         weight=first["weight"],
         index=first["index"],

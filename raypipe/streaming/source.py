@@ -63,6 +63,7 @@ class MicroBatchSource(Datasource):
         plan.check(cursor)
         self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
         self._group, self._targets = group, targets
+        # To serialise lists, even of nothing, takes as long as all other columns.
         self._schema = PLACE_SCHEMA
         if readers:
             self._schema = TARGET_SCHEMA if targets else ENCODED_SCHEMA
@@ -188,9 +189,11 @@ def read_lmdb(path: str, columns: list[str] | None = None, parallelism: int = -1
         raise ConfigError(f"parallelism must be -1 or at least 1, got {parallelism}")
     wanted = tuple(columns) if columns else store.columns
 
-    def read(ids: dict[str, np.ndarray]) -> pa.Table:
-        return pa.table({name: pa.array(values) for name, values in store.read(ids["id"], wanted).items()})
+    def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
+        for first in range(0, len(block["id"]), _ROWS_PER_BLOCK):
+            rows = store.read(block["id"][first : first + _ROWS_PER_BLOCK], wanted)
+            yield pa.table({name: pa.array(values) for name, values in rows.items()})
 
     tasks = 8 if parallelism == -1 else parallelism
     indices = ray.data.range(len(store), override_num_blocks=min(tasks, max(1, len(store))))
-    return indices.map_batches(read, batch_size=_ROWS_PER_BLOCK)
+    return indices.map_batches(read, batch_size=None)

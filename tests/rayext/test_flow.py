@@ -12,10 +12,12 @@ import pytest
 import ray
 import ray.data
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
+from ray.data._internal.stats import _StatsManager
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
 from raypipe.rayext import flow
+from raypipe.rayext.cluster import LOCAL_CLUSTER
 from raypipe.rayext.flow import InFlight, PoolWatch
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import host_batches
@@ -45,7 +47,7 @@ def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_
 @pytest.mark.usefixtures("ray_cluster")
 def test_executions_under_the_context_and_no_others_read_their_metadata_themselves() -> None:
     context = ray.data.DataContext.get_current().copy()
-    flow.configure(context, InFlight(2), 1, False, start_supervisor(1), 60.0)
+    flow.configure(context, InFlight(2), 1, reads=False, supervisor=None, stall_timeout_s=60.0)
     for chosen, is_inline in ((context, True), (ray.data.DataContext.get_current(), False)):
         with ray.data.DataContext.current(chosen):
             dataset: Any = ray.data.range(1)
@@ -190,3 +192,39 @@ def test_none_is_let_go_where_there_are_cpus(free_cpus: dict[str, float]) -> Non
 def test_none_is_let_go_without_need(states: dict[str, tuple[bool, int]], free_cpus: dict[str, float]) -> None:
     watch = Watch(Pool(**states))
     assert watch.left_after(6) == list(states) and not watch.notes
+
+
+# A local cluster has no statistics
+
+METHODS = [name for name in vars(_StatsManager) if not name.startswith("_")]
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Ray's own methods, which are put back afterwards."""
+    methods = {name: vars(_StatsManager)[name] for name in METHODS}
+    for name, method in methods.items():
+        monkeypatch.setattr(_StatsManager, name, method)
+    return methods
+
+
+def test_in_a_local_cluster_nothing_asks_for_the_actor(
+    manager: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOCAL_CLUSTER, "1")
+    monkeypatch.setattr("ray.data._internal.stats.get_or_create_stats_actor", lambda: 1 / 0)
+    flow._without_stats_actor()
+    first, second = (_StatsManager.gen_dataset_id_from_stats_actor() for _ in range(2))
+    assert first != second and len(first) == 32
+    for name in set(METHODS) - {"gen_dataset_id_from_stats_actor"}:
+        getattr(_StatsManager, name)(1, 2, 3)
+
+
+def test_in_any_other_cluster_ray_keeps_its_statistics(
+    manager: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
+    monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
+    own = {name: vars(_StatsManager)[name] for name in METHODS}
+    flow._without_stats_actor()
+    assert {name: vars(_StatsManager)[name] for name in METHODS} == own

@@ -22,10 +22,9 @@ from raypipe.stores.base import Columns, Store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import feed
-from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, place_of, read_samples
+from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, place_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.sample_transform import EncodedSample
 
 from conftest import CLASSES, samples  # isort: skip
 
@@ -97,18 +96,6 @@ def test_a_very_long_schedule_has_few_tasks() -> None:
     assert MicroBatchSource(plan, plan.start(), {}).num_tasks == 256
 
 
-def test_read_samples_gives_the_order_asked_for_with_padding_in_between() -> None:
-    images, labels = read_samples(store(4), np.array([3, PADDING, 0, 3]))
-    assert [sample.image for sample in images] == [b"\3\3\3", None, b"\0\0\0", b"\3\3\3"]
-    assert labels.tolist() == [30, 0, 0, 30] and labels.dtype == np.int64
-
-
-def test_read_samples_of_nothing_but_padding() -> None:
-    images, labels = read_samples(store(4), np.full(3, PADDING))
-    assert images == [EncodedSample(None)] * 3
-    assert labels.tolist() == [0] * 3 and labels.dtype == np.int64
-
-
 class KillsItsReader(ParquetStore):
     """A file of whose row groups one kills who reads it, be it by its size or by a defect of a reader in C."""
 
@@ -149,12 +136,6 @@ def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None
     assert [row["encoded"] for row in rows] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]
     assert rows[1]["mask"] == [b"m3", b"m4", b"m5"] and rows[1]["label"] == [0, 0, 0]
     assert [json.loads(text) for text in rows[1]["boxes"]] == boxes[3:]
-
-
-def test_padding_is_a_sample_of_nothing_where_there_are_targets() -> None:
-    seg = MemoryStore([b"a"], [7], columns={"seg": [b"m"]})
-    samples, labels = read_samples(seg, np.array([PADDING, 0]), {"mask": "seg"})
-    assert samples == [EncodedSample(None), EncodedSample(b"a", b"m")] and labels.tolist() == [0, 7]
 
 
 # A store as a plain source

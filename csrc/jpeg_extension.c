@@ -1,4 +1,4 @@
-/* A rectangle of a JPEG, decoded without the rest: the optional extension behind jpeg_extension.py.
+/* A rectangle of a JPEG, decoded without the rest: the optional extension behind raypipe/transform/decode.py.
  *
  *     _raypipe_jpeg.decode_crop(data, left, top, width, height, eighths, to_end, out, columns) -> first
  *
@@ -34,7 +34,7 @@
 
 #include "jpeg_huffman.h"
 
-/* Of the interface above; jpeg_extension.py asks for it. */
+/* Of the interface above; decode.py asks for it. */
 #define INTERFACE_VERSION 1
 
 /* Output columns. Chroma's interpolation reaches 1 chroma sample to each side, which is 2 pixels; and rows of fewer

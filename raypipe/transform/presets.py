@@ -63,8 +63,10 @@ def build_transform(transform: str | Steps, size: int) -> Transform | None:
         return None
     if ":" in transform:
         return _imported(transform, size)
-    library, build = PRESETS[transform]
-    return build(library(), size)
+    if transform in _TORCHVISION:
+        return _by_torchvision(transform, size)
+    library = albumentations()
+    return library.Compose(_ALBUMENTATIONS[transform](library, size))
 
 
 def check_transform(transform: object, size: int) -> None:
@@ -96,80 +98,52 @@ def is_preset(transform: object) -> bool:
     return isinstance(transform, str) and transform in PRESETS
 
 
-def _torchvision() -> Any:
-    return importlib.import_module("torchvision.transforms.v2")
-
-
-def _light(A: Any, size: int) -> Transform:
-    return A.Compose([A.RandomResizedCrop((size, size)), A.HorizontalFlip(p=0.5)])
-
-
-def _heavy(A: Any, size: int) -> Transform:
-    return A.Compose(
-        [
-            A.RandomResizedCrop((size, size)),
-            A.HorizontalFlip(p=0.5),
-            A.MotionBlur(p=0.2),
-            A.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, p=1),
-        ]
-    )
-
-
-def _center(A: Any, size: int) -> Transform:
+_ALBUMENTATIONS: dict[str, Callable[[Any, int], list[Any]]] = {
+    "light": lambda A, size: [A.RandomResizedCrop((size, size)), A.HorizontalFlip(p=0.5)],
+    "heavy": lambda A, size: [
+        A.RandomResizedCrop((size, size)),
+        A.HorizontalFlip(p=0.5),
+        A.MotionBlur(p=0.2),
+        A.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, p=1),
+    ],
     # 256 to 224 is the usual validation of ImageNet; other sizes keep its proportion.
-    return A.Compose([A.SmallestMaxSize(round(size * 256 / 224)), A.CenterCrop(size, size)])
-
-
-def _resize(A: Any, size: int) -> Transform:
-    return A.Compose([A.Resize(size, size)])
-
-
-def _flip_crop(A: Any, size: int) -> Transform:
-    return A.Compose([A.Pad(4, fill_mask=IGNORE), A.RandomCrop(size, size), A.HorizontalFlip(p=0.5)])
-
-
-def _small(A: Any, size: int) -> Transform:
+    "center": lambda A, size: [A.SmallestMaxSize(round(size * 256 / 224)), A.CenterCrop(size, size)],
+    "resize": lambda A, size: [A.Resize(size, size)],
+    "flip-crop": lambda A, size: [
+        A.Pad(4, fill_mask=IGNORE),
+        A.RandomCrop(size, size),
+        A.HorizontalFlip(p=0.5),
+    ],
     # A tenth of the side and ten degrees: what a digit bears and stays itself.
-    shake = A.Affine(
-        translate_percent={"x": (-0.1, 0.1), "y": (-0.1, 0.1)},
-        rotate=(-10, 10),
-        scale=(0.9, 1.1),
-        p=1,
-        fill_mask=IGNORE,
-    )
-    return A.Compose([A.Resize(size, size), shake])
-
-
-def _tv(name: str = "", **arguments: int) -> Callable[[Any, int], Transform]:
-    """What builds a torchvision pipeline: a random resized crop, a flip, and one transform more.
-
-    Args:
-        name: of a transform of the library that comes last; empty = none.
-        arguments: of it.
-    """
-
-    def build(v2: Any, size: int) -> Transform:
-        steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
-        if name:  # of which the library's own default is the nearest pixel
-            steps.append(getattr(v2, name)(**arguments, interpolation=v2.InterpolationMode.BILINEAR))
-        return v2.Compose(steps)
-
-    return build
-
-
-PRESETS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Transform]]] = {
-    "light": (albumentations, _light),
-    "heavy": (albumentations, _heavy),
-    "center": (albumentations, _center),
-    "resize": (albumentations, _resize),
-    "flip-crop": (albumentations, _flip_crop),
-    "small": (albumentations, _small),
-    "tv-light": (_torchvision, _tv()),
-    "autoaugment": (_torchvision, _tv("AutoAugment")),
-    "randaugment": (_torchvision, _tv("RandAugment", num_ops=2, magnitude=9)),
-    "trivialaugment": (_torchvision, _tv("TrivialAugmentWide")),
-    "augmix": (_torchvision, _tv("AugMix", severity=3)),
+    "small": lambda A, size: [
+        A.Resize(size, size),
+        A.Affine(
+            translate_percent={"x": (-0.1, 0.1), "y": (-0.1, 0.1)},
+            rotate=(-10, 10),
+            scale=(0.9, 1.1),
+            p=1,
+            fill_mask=IGNORE,
+        ),
+    ],
 }
+# What comes after a random resized crop and a flip: a transform of the library, and its arguments.
+_TORCHVISION: dict[str, tuple[str, dict[str, int]]] = {
+    "tv-light": ("", {}),
+    "autoaugment": ("AutoAugment", {}),
+    "randaugment": ("RandAugment", {"num_ops": 2, "magnitude": 9}),
+    "trivialaugment": ("TrivialAugmentWide", {}),
+    "augmix": ("AugMix", {"severity": 3}),
+}
+PRESETS = (*_ALBUMENTATIONS, *_TORCHVISION)
+
+
+def _by_torchvision(preset: str, size: int) -> Transform:
+    v2: Any = importlib.import_module("torchvision.transforms.v2")
+    steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
+    name, arguments = _TORCHVISION[preset]
+    if name:  # of which the library's own default is the nearest pixel
+        steps.append(getattr(v2, name)(**arguments, interpolation=v2.InterpolationMode.BILINEAR))
+    return v2.Compose(steps)
 
 
 def _imported(address: str, size: int) -> Transform:

@@ -249,12 +249,11 @@ def open_caches(
     Args:
         pool: `cache`, and `cache_bytes`, which the stores share in proportion to their samples.
         stores: by split; the same store twice has one cache.
-        transform: how samples are decoded.
+        transform: how samples are decoded; `check_cache` has passed.
 
     Raises:
         ConfigError: there is no such place, or no room at all in it.
     """
-    check_cache(pool, transform)
     if pool.cache == "off":
         if is_own_folder(_memory_folder()):
             root = _root("memory")

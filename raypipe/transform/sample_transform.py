@@ -149,7 +149,6 @@ class SampleTransform:
         return {"image": _checked_tensor(tensor)}
 
     def _rewind(self, k0: int, k1: int) -> None:
-        """Put both generators where a fresh Philox(key=[k0, k1]) and Random(k0 << 64 | k1) would stand."""
         self._keyed.rewind((k0, k1))
         self._random.seed(k0 << 64 | k1)
         cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
@@ -202,11 +201,11 @@ def _seed_globals(k0: int, k1: int) -> None:
 
 def _checked(result: Any, layout: Literal["HWC", "CHW"]) -> np.ndarray:
     if not isinstance(result, np.ndarray):
-        raise ConfigError(_wrong_result(f"a {type(result).__name__}", layout))
+        raise _wrong(f"a {type(result).__name__}", layout)
     shape = result.shape
     channels = 2 if layout == "HWC" else 0
     if result.dtype != np.uint8 or len(shape) != 3 or shape[channels] != 3 or 0 in shape:
-        raise ConfigError(_wrong_result(f"{result.dtype} of shape {shape}", layout))
+        raise _wrong(f"{result.dtype} of shape {shape}", layout)
     return result
 
 
@@ -214,12 +213,12 @@ def _checked_tensor(result: Any) -> np.ndarray:
     import torch
 
     if not isinstance(result, torch.Tensor):
-        raise ConfigError(_wrong_result(f"a {type(result).__name__}", "CHW"))
+        raise _wrong(f"a {type(result).__name__}", "CHW")
     return _checked(result.detach().numpy(), "CHW").transpose(1, 2, 0)
 
 
-def _wrong_result(came: str, layout: str) -> str:
-    return (
+def _wrong(came: str, layout: str) -> ConfigError:
+    return ConfigError(
         f"the transform returned {came}; expected is uint8 {layout} with 3 channels (normalisation and the"
         " conversion to floating point happen on the GPU: leave them out of the CPU transform)"
     )

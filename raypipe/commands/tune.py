@@ -14,6 +14,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,12 +218,26 @@ def train_all(
                 checkpoint_config=tune.CheckpointConfig(num_to_keep=1, checkpoint_frequency=1),
             ),
         )
-    if threading.current_thread() is threading.main_thread():  # `ray job stop` sends it
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    results = tuner.fit()
+    with _signals():
+        results = tuner.fit()
     if results.num_terminated + results.num_errors < len(runs):
         raise KeyboardInterrupt
     return sorted((outcome(results[i], runs) for i in range(len(runs))), key=lambda found: found.number)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Within, SIGTERM (`ray job stop`) is as Ctrl-C, at the first of which Ray Tune saves its state and ends."""
+    if threading.current_thread() is not threading.main_thread():  # signals are not for others
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:  # Ray Tune leaves its own where it was not interrupted
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def outcome(result: tune.Result, runs: list[RunConfig]) -> Outcome:

@@ -185,6 +185,7 @@ def train_all(
         KeyboardInterrupt: after Ctrl-C or SIGTERM; what was begun is kept. A second one aborts.
     """
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # which takes no columns
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # it does not say afterwards that there was a signal
     filesystem, path = open_filesystem(folder)
     trainable: Any = tune.with_resources(
         tune.with_parameters(Trial, runs=runs, max_actors=share.actors),
@@ -218,24 +219,36 @@ def train_all(
                 checkpoint_config=tune.CheckpointConfig(num_to_keep=1, checkpoint_frequency=1),
             ),
         )
-    with _signals():
+    with _stoppable() as stopped:
         results = tuner.fit()
-    if results.num_terminated + results.num_errors < len(runs):
+    if stopped.is_set():
         raise KeyboardInterrupt
     return sorted((outcome(results[i], runs) for i in range(len(runs))), key=lambda found: found.number)
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Within, SIGTERM (`ray job stop`) is as Ctrl-C, at the first of which Ray Tune saves its state and ends."""
+def _stoppable() -> Iterator[threading.Event]:
+    """Within, the first Ctrl-C or SIGTERM makes Ray Tune save its state and end; sets what it yields."""
+    stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # signals are not for others
-        yield
+        yield stopped
         return
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    def stop(signum: int, frame: Any) -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # Ray Tune has not begun
+            raise KeyboardInterrupt
+        stopped.set()
+        os.kill(os.getpid(), signal.SIGUSR1)  # its own sign to end
+
+    for signum in before:
+        signal.signal(signum, stop)
     try:
-        yield
-    finally:  # Ray Tune leaves its own where it was not interrupted
+        yield stopped
+    finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 

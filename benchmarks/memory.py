@@ -22,10 +22,6 @@ from ray._private.internal_api import node_stats
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.logs import table
-from raypipe.plan.schedule import EVERY_RANK
-from raypipe.streaming.pipeline import in_flight, splits
-from raypipe.streaming.rank_stream import host_batches
-from raypipe.streaming.spec import StreamSpec
 
 _PERIOD_S = 0.25
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -111,6 +107,11 @@ def most_per_s(arrivals: np.ndarray) -> float:
 
 def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argparse.Namespace) -> dict[str, int]:
     """Stream a store through one consumer; the peaks of what it takes, and the bound, in bytes."""
+    from raypipe.plan.schedule import EVERY_RANK
+    from raypipe.streaming.pipeline import in_flight, splits
+    from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.spec import StreamSpec
+
     spec = StreamSpec.of(
         store,
         plan=PlanConfig(epochs=args.epochs, micro_batch=min(args.micro_batch, len(store))),

@@ -102,27 +102,19 @@ def policies(tune: TuneConfig, run: RunConfig) -> list[Policy]:
     Raises:
         ConfigError: there are not so many different ones.
     """
-    own = Policy.of(run)
-    found = [own]
-    nothing = Policy(
-        run.transform.train, AugmentConfig(mean=run.augment.mean, std=run.augment.std, strength=StrengthConfig())
-    )
-    if _meaning(nothing) != _meaning(own):
-        found.append(nothing)
+    nothing = Policy(run.transform.train, AugmentConfig(mean=run.augment.mean, std=run.augment.std))
+    found = {_meaning(policy): policy for policy in (Policy.of(run), nothing)}
     rng = np.random.default_rng(tune.seed)
     transforms = unlike([run.transform.train, *tune.transforms])
     rounds: list[AugmentConfig] = []
-    seen = {_meaning(policy) for policy in found}
     for _ in range(100 * tune.trials):
         if len(found) >= tune.trials:
-            return found[: tune.trials]
+            return list(found.values())[: tune.trials]
         if not rounds:  # each set of operations once, before one comes again
             rounds = _operation_sets(run.augment)
             rng.shuffle(rounds)  # type: ignore[arg-type]
         policy = Policy(transforms[int(rng.integers(len(transforms)))], _drawn(rounds.pop(), rng))
-        if _meaning(policy) not in seen:
-            seen.add(_meaning(policy))
-            found.append(policy)
+        found.setdefault(_meaning(policy), policy)
     raise ConfigError(f"tune.trials={tune.trials}: only {len(found)} different policies were found")
 
 

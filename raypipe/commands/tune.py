@@ -14,6 +14,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ def train_all(
         KeyboardInterrupt: after Ctrl-C or SIGTERM; what was begun is kept. A second one aborts.
     """
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # which takes no columns
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # it does not say afterwards that there was a signal
     filesystem, path = open_filesystem(folder)
     trainable: Any = tune.with_resources(
         tune.with_parameters(Trial, runs=runs, max_actors=share.actors),
@@ -218,12 +220,38 @@ def train_all(
                 checkpoint_config=tune.CheckpointConfig(num_to_keep=1, checkpoint_frequency=1),
             ),
         )
-    if threading.current_thread() is threading.main_thread():  # `ray job stop` sends it
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    results = tuner.fit()
-    if results.num_terminated + results.num_errors < len(runs):
+    with _stoppable() as stopped:
+        results = tuner.fit()
+    if stopped.is_set():
         raise KeyboardInterrupt
     return sorted((outcome(results[i], runs) for i in range(len(runs))), key=lambda found: found.number)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[threading.Event]:
+    """Within, the first Ctrl-C or SIGTERM makes Ray Tune save its state and end; sets what it yields."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals are not for others
+        yield stopped
+        return
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    def stop(signum: int, frame: Any) -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # Ray Tune has not begun
+            raise KeyboardInterrupt
+        stopped.set()
+        os.kill(os.getpid(), signal.SIGUSR1)  # its own sign to end
+
+    for signum in before:
+        signal.signal(signum, stop)
+    try:
+        yield stopped
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def outcome(result: tune.Result, runs: list[RunConfig]) -> Outcome:

@@ -74,8 +74,8 @@ class Watcher(threading.Thread):
         return False
 
 
-def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
-    """Run the phases on the connected cluster."""
+def observe(store: Path, starving_s: float, slow_s: float, streams: list[str]) -> dict[str, Any]:
+    """Run the phases of one or both streams on the connected cluster."""
     import ray
 
     from raypipe.config import PlanConfig, PoolConfig
@@ -113,6 +113,8 @@ def observe(store: Path, starving_s: float, slow_s: float) -> dict[str, Any]:
         ("fast", (("the trainer takes all", starving_s, 0.0), ("the trainer is slow", slow_s, SLOW_S))),
         ("slow", (("slow from the start", slow_s, SLOW_S),)),
     ):
+        if name not in streams:
+            continue
         reached[f"{name}: no nodes before"] = watcher.until("no stream", lambda seen: seen["nodes"] == 0, 90)
         supervisor = start_supervisor(1)
         (iterator,) = splits(spec, spec.plan.start(), max_actors=allocation.max_actors, supervisor=supervisor)
@@ -169,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starving-s", type=float, default=45.0)
     parser.add_argument("--slow-s", type=float, default=45.0)
+    parser.add_argument("--streams", default="fast,slow", help="comma-separated")
     parser.add_argument("--output", default="")
     parser.add_argument("--picture", default="")
     options = parser.parse_args()
@@ -188,7 +191,7 @@ def main() -> None:
         write_atomically(str(store), samples(40), tuple("abcde"))
         ray.init(address=head.gcs_address, log_to_driver=False)
         try:
-            found = observe(store, options.starving_s, options.slow_s)
+            found = observe(store, options.starving_s, options.slow_s, options.streams.split(","))
         finally:
             ray.shutdown()  # before the head goes: Ray waits a minute for one that has gone
     for seen in found["timeline"]:

@@ -158,7 +158,7 @@ def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
 @runs(("cloud.md", "ingest"), ("costs.md", "bench"), ("costs.md", "plan-capacity"))
 @pytest.mark.usefixtures("ray_cluster", "folder", "s3")
 def test_docs_cloud_ingests_into_a_bucket_and_docs_costs_sizes_a_cluster_for_it(
-    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_atomically("photos.tar", samples(100), CLASSES)
     (ingest,), (bench,), (plan,) = (
@@ -168,10 +168,7 @@ def test_docs_cloud_ingests_into_a_bucket_and_docs_costs_sizes_a_cluster_for_it(
     )
     assert run(ingest, capsys)["samples"] == 100
     assert run(["raypipe", "ingest", "photos.tar", bench[2]], capsys)["samples"] == 100
-    if request.config.getoption("--soak"):
-        assert run_alone(bench)["store"] == bench[2]
-    else:  # the shared cluster knows nothing of this server
-        assert run([*bench[:2], "photos.tar", *bench[3:]], capsys)["store"] == "photos.tar"
+    assert run_alone(bench)["store"] == bench[2]
     assert run(plan, capsys)["images_per_s"] == 8 * 2500
 
 

@@ -15,10 +15,9 @@ import os
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,11 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.train.trainer import RunTrainer
 
 NUM_SAMPLES, SIDE = 320, 16
+STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other
 PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=4, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
+READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
 
 
 @dataclass
@@ -75,14 +76,14 @@ def crop(image: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(image[:SIDE, :SIDE])
 
 
-def make_stores(folder: Path) -> dict[str, str]:
-    """The same samples as LMDB, which actors read, and as Parquet, which a reader reads."""
+def make_stores(folder: Path, num_samples: int, names: list[str]) -> dict[str, str]:
+    """The same samples in stores of some of `STORES`."""
     rng = np.random.default_rng(0)
     samples = [
         {"image": cv2.imencode(".png", rng.integers(0, 256, (20, 24, 3), np.uint8))[1].tobytes(), "label": i % 7}
-        for i in range(NUM_SAMPLES)
+        for i in range(num_samples)
     ]
-    paths = {name: str(folder / f"store.{name}") for name in ("lmdb", "parquet")}
+    paths = {name: str(folder / f"store.{name}") for name in names}
     for path in paths.values():
         write_atomically(path, samples, tuple("abcdefg"))
     return paths
@@ -124,6 +125,9 @@ class Damage:
     mend_after_s: float = 0.0
 
 
+_background = ThreadPoolExecutor(1)
+
+
 def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
     """Places and digests, in the order of arrival; the longest wait; and the number of lines of the supervisor."""
     rows: list[tuple[str, bytes]] = []
@@ -131,6 +135,7 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
     stream = feed(spec, max_actors=4)
     faults: list[str] = []
     follower = stream.follow(lambda kind, text: faults.append(text) if kind == "fault" else None)
+    hurting: list[Future[None]] = []
     for segment in stream:
         for step in segment:
             asked = time.monotonic()
@@ -139,7 +144,7 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
                     longest = max(longest, time.monotonic() - asked)
                 rows.append((str(batch.at), digest_of(batch)))
                 if damage and len(rows) == after:
-                    threading.Thread(target=damage.hurt, daemon=True).start()
+                    hurting.append(_background.submit(damage.hurt))
                     if damage.mend:
                         mend_at = time.monotonic() + damage.mend_after_s
                 if damage and damage.mend and time.monotonic() > mend_at:
@@ -147,6 +152,8 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
                     mend_at = float("inf")
                 time.sleep(CONSUME_S)
                 asked = time.monotonic()
+    for each in hurting:
+        each.result()  # it found what to kill
     follower.stop()
     return rows, longest, len(faults)
 
@@ -282,20 +289,22 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
     return Damage(lambda: nodes.lose(choose), None if for_good else nodes.mend, choose.uniform(0, 3))
 
 
-def run(kinds: list[str], seed: int, show: Callable[[Outcome], None]) -> list[Outcome]:
-    """Run one scenario of each of `kinds`, on one cluster."""
+def run(
+    kinds: list[str], seed: int, num_samples: int, names: list[str], show: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Run one scenario of each of `kinds`, on one cluster and stores of some of `STORES`."""
     choose = random.Random(seed)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as folder, cluster() as nodes:
-        stores = make_stores(Path(folder))
+        stores = make_stores(Path(folder), num_samples, names)
         specs = {name: spec_of(path) for name, path in stores.items()}
         undisturbed = {name: consume(spec, None, 0)[0] for name, spec in specs.items()}
         for kind in kinds:
-            store = "parquet" if kind == "reader" else choose.choice(["lmdb", "parquet"])
+            store = "parquet" if kind == "reader" else choose.choice(names)
             # A pool that has all CPUs when a node goes has none to be restarted on.
             spec = spec_of(stores[store], min_actors=4) if kind == "node for good" else specs[store]
             expected = undisturbed[store]
-            after = choose.randint(1, int(len(expected) * 0.7))
+            after = choose.randint(1, min(int(len(expected) * 0.7), len(expected) - READ_AHEAD))
             damage = damage_of(kind, nodes, choose)
             name, faults = kind, 0
             if kind in ("coordinator", "trainer"):
@@ -338,6 +347,8 @@ def main() -> None:
     parser.add_argument("--scenarios", type=int, default=len(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; taken in turns")
+    parser.add_argument("--samples", type=int, default=NUM_SAMPLES)
+    parser.add_argument("--stores", default=",".join(STORES), help="comma-separated; the reader needs parquet")
     parser.add_argument("--output", default="", help="file for the outcomes as JSON")
     args = parser.parse_args()
     chosen = args.kinds.split(",")
@@ -345,7 +356,13 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown kinds {sorted(unknown)}; there are {', '.join(KINDS)}")
     kinds = [chosen[i % len(chosen)] for i in range(args.scenarios)]
-    outcomes = run(kinds, args.seed, lambda o: print(f"{asdict(o)}", file=sys.stderr, flush=True))
+    outcomes = run(
+        kinds,
+        args.seed,
+        args.samples,
+        args.stores.split(","),
+        lambda outcome: print(f"{asdict(outcome)}", file=sys.stderr, flush=True),
+    )
     Console(width=110).print(table(outcomes))
     if args.output:
         Path(args.output).write_text(json.dumps([asdict(o) for o in outcomes], indent=1))

@@ -16,7 +16,8 @@ BENCH = Path(__file__).parent / "bench.py"
 @pytest.mark.timeout(1800)
 def test_whatever_is_killed_the_consumer_sees_the_same_stream(request: pytest.FixtureRequest) -> None:
     soak = request.config.getoption("--soak")
-    options = ["--scenarios", "36"] if soak else ["--kinds", "reader,node", "--scenarios", "2"]
+    short = ["--kinds", "reader,node", "--scenarios", "2", "--stores", "parquet", "--samples", "160"]
+    options = ["--scenarios", "36"] if soak else short
     # A process of its own: a process can be connected to one cluster only.
     done = subprocess.run(
         [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=1700, check=False

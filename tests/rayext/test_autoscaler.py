@@ -24,9 +24,13 @@ BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 
 @pytest.mark.cluster
 @pytest.mark.timeout(420)
-def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_trainer(tmp_path: Path) -> None:
+def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_trainer(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    soak = request.config.getoption("--soak")  # without: that a slow trainer gets no more, test_pool_size.py shows
     output = tmp_path / "timeline.json"
     command = [sys.executable, str(BENCH), "--starving-s=60", "--slow-s=20", f"--output={output}"]
+    command += [] if soak else ["--streams=fast"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(output.read_text())
@@ -40,11 +44,14 @@ def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_tr
     assert most("actors", "the trainer is slow") >= 3  # at first; and at last:
     at_last = [seen for seen in found["timeline"] if seen["phase"] == "the trainer is slow"][-1]
     assert at_last["actors"] == 1
-    assert most("nodes", "slow from the start") == most("actors", "slow from the start") == 1
     texts = {name: [text for which, text in found["events"] if which == name] for name in ("fast", "slow")}
     assert any("the ranks waited for" in text and "of the actors were busy" in text for text in texts["fast"])
     assert any("→ 1 transform actors: the ranks waited for 0%" in text for text in texts["fast"])
-    assert not [text for text in texts["slow"] if "→" in text]  # beside: its first actor had to wait for a node
+    if soak:
+        assert most("nodes", "slow from the start") == most("actors", "slow from the start") == 1
+        assert not [
+            text for text in texts["slow"] if "→" in text
+        ]  # beside: its first actor had to wait for a node
 
 
 def test_a_pool_does_not_grow_into_what_another_run_has_claimed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,9 @@ from raypipe.rayext.cluster import cluster_resources, connect, preflight
 from raypipe.storage.filesystem import absolute
 from raypipe.storage.whole_file import read_json, write_json, write_text
 from raypipe.streaming.pipeline import check_memory
-from raypipe.train.launch import check_augment, num_classes_of, spec_of
+from raypipe.streaming.spec import spec_of
+from raypipe.train.launch import check_augment
+from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, make_folder
 from raypipe.transform.presets import build_transform
 

@@ -25,9 +25,13 @@ os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 
 if TYPE_CHECKING:
     from raypipe.commands.ingest import ingest as ingest
+    from raypipe.commands.inspection import describe as describe
+    from raypipe.commands.inspection import verify as verify
+    from raypipe.commands.preview import preview as preview
     from raypipe.config import AugmentConfig as AugmentConfig
     from raypipe.config import PlanConfig as PlanConfig
     from raypipe.config import PoolConfig as PoolConfig
+    from raypipe.config import StrengthConfig as StrengthConfig
     from raypipe.config import TransformConfig as TransformConfig
     from raypipe.device.prefetcher import prefetch as prefetch
     from raypipe.errors import RaypipeError as RaypipeError
@@ -47,15 +51,19 @@ _HOME = {
     "PlanConfig": "config",
     "PoolConfig": "config",
     "RaypipeError": "errors",
+    "StrengthConfig": "config",
     "StreamSpec": "streaming.spec",
     "TransformConfig": "config",
     "connect": "rayext.cluster",
+    "describe": "commands.inspection",
     "feed": "streaming.handover",
     "ingest": "commands.ingest",
     "open_store": "stores",
     "prefetch": "device.prefetcher",
+    "preview": "commands.preview",
     "read_lmdb": "streaming.source",
     "stream": "streaming.pipeline",
+    "verify": "commands.inspection",
 }
 
 __all__ = sorted(_HOME)

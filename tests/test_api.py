@@ -97,14 +97,18 @@ def test_the_public_names_are_pinned() -> None:
         "PoolConfig",
         "RaypipeError",
         "StreamSpec",
+        "StrengthConfig",
         "TransformConfig",
         "connect",
+        "describe",
         "feed",
         "ingest",
         "open_store",
         "prefetch",
+        "preview",
         "read_lmdb",
         "stream",
+        "verify",
     ]
 
 
@@ -135,6 +139,18 @@ def test_heavy_imports_stay_unimported_until_used(code: str) -> None:
     assert fresh(f"{code}\nimport sys; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
+def test_pages_import_public_names_only() -> None:
+    pages = [
+        ROOT.parent / "README.md",
+        *(ROOT.parent / "docs").glob("*.md"),
+        *(ROOT.parent / "docs").glob("*.ipynb"),
+    ]
+    for page in pages:
+        for module, names in re.findall(r"\bfrom raypipe\.?([\w.]*) import ([\w, ]+)", page.read_text()):
+            package = importlib.import_module(f"raypipe.{module}".rstrip("."))
+            assert {name.strip() for name in names.split(",")} <= set(package.__all__), f"{page.name}: {module}"
+
+
 # The direction of imports
 
 
@@ -147,9 +163,12 @@ def test_each_package_imports_only_from_those_before_it_annotations_included() -
                 assert place[imported] <= place[module.split(".")[0]], f"{module} imports {name}"
 
 
-def test_no_modules_import_one_another_in_a_circle() -> None:
+def test_no_modules_import_one_another_in_a_circle_nor_in_a_chain_of_more_than_twelve() -> None:
     graph = {m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")} for m in MODULES}
-    assert list(graphlib.TopologicalSorter(graph).static_order())
+    chain: dict[str, int] = {}
+    for module in graphlib.TopologicalSorter(graph).static_order():
+        chain[module] = 1 + max((chain[name] for name in graph.get(module, ())), default=0)
+    assert max(chain.values()) <= 12, max(chain, key=chain.__getitem__)
 
 
 def test_each_side_knows_only_its_own_framework() -> None:

@@ -26,7 +26,7 @@ from raypipe.commands.tasks import Tasks, check_wanted
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
-from raypipe.storage.local_cache import make_cache_folder
+from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store

@@ -23,13 +23,9 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.pages.picture import Tile, draw
 from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.stores.base import Store, name_of
+from raypipe.streaming.spec import check_transforms, micro_batch_transform
 from raypipe.transform.decode import decode
-from raypipe.transform.micro_batch import (
-    MicroBatchResult,
-    check_transforms,
-    micro_batch_transform,
-    read_encoded,
-)
+from raypipe.transform.micro_batch import MicroBatchResult, read_encoded
 from raypipe.transform.sample_transform import EncodedSample, Key
 from raypipe.transform.targets import decode_boxes, decode_mask
 from raypipe.transform.transform_steps import brief

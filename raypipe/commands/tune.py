@@ -29,7 +29,8 @@ from raypipe.errors import RaypipeError, ResourceError
 from raypipe.failures import cause_of
 from raypipe.rayext.cluster import Resources
 from raypipe.storage.filesystem import as_uri, join, open_filesystem
-from raypipe.train.launch import num_classes_of, spec_of
+from raypipe.streaming.spec import spec_of
+from raypipe.train.learning import num_classes_of
 from raypipe.train.loop import Trainer
 from raypipe.train.run_folder import store_config
 

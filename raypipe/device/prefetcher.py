@@ -25,7 +25,6 @@ from raypipe.device.mixing import Mixed
 from raypipe.device.ring import Item, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.transform.encoded import EncodedMicroBatch
 
 if TYPE_CHECKING:
     from raypipe.device.device_decode import DeviceDecoder
@@ -51,7 +50,7 @@ class HostBatch:
     num_bad: int
     read_s: float = 0.0
     work_s: float = 0.0
-    encoded: EncodedMicroBatch | None = None
+    encoded: dict[str, np.ndarray] | None = None
     mask: np.ndarray | None = None
     boxes: np.ndarray | None = None
 

@@ -33,15 +33,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.local_file import (
-    POLL_S,
-    locked,
-    make_own_folder,
-    open_lock,
-    progress,
-    try_lock,
-    wait_for_lock,
-)
+from raypipe.storage.file_lock import POLL_S, locked, open_lock, progress, try_lock, wait_for_lock
+from raypipe.storage.local_file import cache_folder, make_cache_folder
 from raypipe.storage.remote_file import LocalCopy, RemoteFile
 
 logger = logging.getLogger(__name__)
@@ -54,27 +47,6 @@ _MAX_OPEN = 256
 # Seconds that one who needs room waits for others to close a shard: they look twice a second whether any does.
 _WAIT_S = 60.0
 _LOOK_S = 0.5
-
-
-def cache_folder() -> Path:
-    """RAYPIPE_CACHE, or raypipe's folder in the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe"
-    return Path(os.environ.get("RAYPIPE_CACHE") or default)
-
-
-def make_cache_folder(name: str = "") -> Path:
-    """The cache, or a folder in it, made if it is not there. Nobody else may have put anything into it.
-
-    Raises:
-        OSError: it cannot be made, or what is there is another user's.
-    """
-    cache = cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
-    if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # who may put another in its place
-        raise PermissionError(f"{cache} belongs to another user")
-    if name:
-        make_own_folder(cache / name)
-    return cache / name
 
 
 def shared_cache() -> LocalCache:

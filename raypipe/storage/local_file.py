@@ -1,19 +1,12 @@
-"""What the processes of one machine share safely: regular files, folders of one's own, and locks on files.
-
-The kernel frees the locks of a process that dies.
-"""
+"""What the processes of one machine share safely: regular files, folders of one's own, the cache."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-
-from raypipe.errors import StoreError
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -23,10 +16,6 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a link",
 }
-POLL_S = 0.05
-
-on_progress: list[Callable[[], None]] = []
-"""Called while a download, or the wait for another process's, goes on: such time is not the transform's."""
 
 
 def check_regular(mode: int) -> None:
@@ -86,49 +75,25 @@ def make_own_folder(folder: Path) -> None:
         raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
 
 
-def open_lock(path: Path) -> int:
-    """A descriptor of a lock file, which is made if it is not there; closing it frees the lock.
+def cache_folder() -> Path:
+    """RAYPIPE_CACHE, or raypipe's folder in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe"
+    return Path(os.environ.get("RAYPIPE_CACHE") or default)
+
+
+def make_cache_folder(name: str = "") -> Path:
+    """The cache, or a folder in it, made if it is not there. Nobody else may have put anything into it.
 
     Raises:
-        StoreError: the file cannot be made, or what is there is a link, or no file.
+        OSError: it cannot be made, or what is there is another user's.
     """
-    try:
-        return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise StoreError(f"{path.parent} cannot be written to: {path.name}: {error}") from error
-
-
-def try_lock(descriptor: int, exclusive: bool) -> bool:
-    """Take a lock, shared or exclusive, if nobody holds it otherwise; whether that could be."""
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def wait_for_lock(descriptor: int, exclusive: bool) -> None:
-    """Take a lock as soon as whoever holds it gives it back, or dies."""
-    while not try_lock(descriptor, exclusive):
-        progress()
-        time.sleep(POLL_S)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Within, no other process is within."""
-    descriptor = open_lock(path)
-    try:
-        wait_for_lock(descriptor, exclusive=True)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def progress() -> None:
-    """Tell whoever watches over this process that it has a reason to take its time."""
-    for call in on_progress:
-        call()
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # who may put another in its place
+        raise PermissionError(f"{cache} belongs to another user")
+    if name:
+        make_own_folder(cache / name)
+    return cache / name
 
 
 def boot_id() -> str:

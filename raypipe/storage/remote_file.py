@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.file_lock import progress
 from raypipe.storage.filesystem import explained, open_filesystem, open_input
-from raypipe.storage.local_file import boot_id, progress
-from raypipe.storage.whole_file import read_json, write_json
+from raypipe.storage.local_file import boot_id
 
 _NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 # A ranged read of a download: times _NUM_AHEAD, it is what a process that dies has read for nothing.
@@ -162,7 +163,7 @@ class LocalCopy:
         note = {**vars(file), "boot": boot_id()}
         if _note(self._partial_note) != note:
             self.partial.unlink(missing_ok=True)
-            write_json(self._partial_note, note)
+            self._partial_note.write_text(json.dumps(note))
 
     def holds(self, file: RemoteFile) -> bool:
         """Whether the whole object is there, as far as can be told without reading it."""
@@ -176,7 +177,7 @@ class LocalCopy:
         note, digest = _note(self._data_note), digest_of_file(self.data)
         if digest != (file.digest or note.get("digest")) or file.version != note.get("version"):
             return False
-        write_json(self._data_note, _state(self.data, file, digest))
+        self._data_note.write_text(json.dumps(_state(self.data, file, digest)))
         return True
 
     def fetch(self, file: RemoteFile) -> None:
@@ -204,7 +205,7 @@ class LocalCopy:
                     f"{file.address} has the checksum {digest.hexdigest()}, and was written with {file.digest}: "
                     "it is damaged; ingest it again"
                 )
-            write_json(self._data_note, _state(self.partial, file, digest.hexdigest()))
+            self._data_note.write_text(json.dumps(_state(self.partial, file, digest.hexdigest())))
             self.partial.replace(self.data)
             self._partial_note.unlink()
         except (OSError, ConfigError) as error:
@@ -228,7 +229,7 @@ def _state(path: Path, file: RemoteFile, digest: str) -> dict[str, Any]:
 def _note(path: Path) -> dict[str, Any]:
     """What a note says; nothing where it is not there, or damaged."""
     try:
-        content = read_json(path)
-    except ConfigError:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

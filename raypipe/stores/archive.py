@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.file_lock import locked
 from raypipe.storage.filesystem import is_remote
-from raypipe.storage.local_cache import make_cache_folder, shared_cache
-from raypipe.storage.local_file import locked, open_regular
+from raypipe.storage.local_cache import shared_cache
+from raypipe.storage.local_file import make_cache_folder, open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
 from raypipe.stores.addresses import list_files, list_shards

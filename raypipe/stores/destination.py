@@ -21,9 +21,9 @@ from typing import Any
 import pyarrow.fs
 
 from raypipe.errors import StoreError
+from raypipe.storage.file_lock import open_lock, try_lock
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
-from raypipe.storage.local_cache import cache_folder, make_cache_folder
-from raypipe.storage.local_file import open_lock, try_lock
+from raypipe.storage.local_file import cache_folder, make_cache_folder
 from raypipe.storage.remote_file import RemoteFile, digest_of_file
 from raypipe.stores.addresses import MANIFEST, is_complete, names_in, write_manifest
 from raypipe.stores.record import FileWriter

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raypipe.storage.local_cache import cache_folder
+from raypipe.storage.local_file import cache_folder
 from raypipe.stores.destination import write_atomically
 
 NUM_VAL = 360

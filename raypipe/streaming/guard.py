@@ -21,7 +21,7 @@ import ray
 
 from raypipe.errors import BadSamplesError, ResourceError
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.storage import local_file
+from raypipe.storage import file_lock
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.whole_file import write_text
 from raypipe.stores.base import title_of
@@ -80,11 +80,11 @@ class Guard:
                 why = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
                 attempt = Attempt(dict.fromkeys(orders.bad, why), self._touch if orders.careful else None)
         self._watch()
-        local_file.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
+        file_lock.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
         try:
             yield attempt
         finally:
-            local_file.on_progress.remove(self._watch)
+            file_lock.on_progress.remove(self._watch)
             faulthandler.cancel_dump_traceback_later()
         if attempt.before_sample:
             ray.get(self._supervisor.ended.remote(self._actor))

@@ -4,19 +4,24 @@ driver. `raypipe.streaming.pipeline` runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
 from raypipe.logs import LogFormat
 from raypipe.plan.schedule import Plan, Split
-from raypipe.stores import open_store
+from raypipe.storage.filesystem import join
+from raypipe.stores import open_store, store_options
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store
-from raypipe.transform.micro_batch import check_transforms
+from raypipe.transform.encoded import EncodedTransform
+from raypipe.transform.micro_batch import Content, MicroBatchTransform
+from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_cache import check_cache
+from raypipe.transform.sample_transform import EncodedSample, Images
+from raypipe.transform.targets import ImagesWithTargets, check_columns, target_pipeline
 from raypipe.transform.transform_steps import Steps, config_without_files, without_files
 
 Transform = Callable[..., Any] | str | Steps | None
@@ -112,3 +117,67 @@ class StreamSpec:
         if self.pool.read == "auto":
             return {split: store for split, store in self.stores.items() if store.groups is not None}
         return dict(self.stores) if self.pool.read == "stage" else {}
+
+
+def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
+    """The stream of a run, whose folder has the record of its bad samples."""
+    options = store_options(run.store.image_column, run.store.label_column, run.store.layout)
+    return StreamSpec.of(
+        open_store(run.store.train, **options),
+        open_store(run.store.val, **options) if run.store.val else None,
+        plan=run.plan,
+        transform=run.transform,
+        pool=run.pool,
+        leave_out=run.store.leave_out,
+        val_leave_out=run.store.val_leave_out,
+        quarantine=join(run_uri, "quarantine"),
+        run=run.name,
+        log=run.log,
+    )
+
+
+def micro_batch_transform(
+    transform: Any,
+    config: TransformConfig,
+    *,
+    probe: Callable[[], Iterable[EncodedSample]] = tuple,
+    store_address: str = "",
+    **options: Any,
+) -> MicroBatchTransform:
+    """The transform of a split's micro-batches.
+
+    Args:
+        transform: for `build_transform`, or the user's own.
+        config: all of its settings.
+        probe: see `Images`.
+        store_address: named in errors and records.
+        options: `exact`, `sample_name` and `cache` of `MicroBatchTransform`.
+
+    Raises:
+        ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
+    """
+    content: Content
+    if config.decode == "gpu":
+        content = EncodedTransform(transform, config)
+    else:
+        kind = ImagesWithTargets if config.target_columns else Images
+        content = kind(_built(transform, config), config, probe, store_address)
+    return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
+
+
+def check_transforms(
+    config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
+) -> None:
+    """Raise ConfigError where `micro_batch_transform` would, as far as can be known without the user's code."""
+    for split, store in stores.items():
+        transform = transforms[split]
+        if config.decode == "gpu":
+            EncodedTransform(transform, config)
+        check_transform(transform, config.size)
+        check_columns(store, config.target_columns)
+        if config.target_columns:
+            target_pipeline(_built(transform, config), bool(config.boxes_column))
+
+
+def _built(transform: Any, config: TransformConfig) -> Any:
+    return build_transform(transform, config.size) if isinstance(transform, str | list) else transform

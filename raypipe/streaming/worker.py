@@ -17,7 +17,7 @@ from raypipe.plan.schedule import PADDING, MicroBatchId, Split
 from raypipe.stores.base import name_of
 from raypipe.streaming.guard import BadSampleBudget, Guard, record_bad
 from raypipe.streaming.row import PLACE_SCHEMA, made_row, place_of, read_of, read_samples
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.spec import StreamSpec, micro_batch_transform
 from raypipe.transform.micro_batch import (
     FIRST_ATTEMPT,
     Attempt,
@@ -25,7 +25,6 @@ from raypipe.transform.micro_batch import (
     MicroBatchTransform,
     ReadSample,
     Sample,
-    micro_batch_transform,
     read_encoded,
 )
 from raypipe.transform.sample_cache import open_caches

@@ -11,16 +11,15 @@ from typing import Any
 import yaml
 
 from raypipe.config import AugmentConfig, RunConfig
-from raypipe.errors import ConfigError
 from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, progress
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, connect, reserved
-from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.stores import open_store, store_options
+from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.pipeline import check_memory
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import find_newest, set_aside
+from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, remove_stop, request_stop, stop_requested, store_config
 from raypipe.transform.decode import missing_extension
 
@@ -95,43 +94,6 @@ def _leave_traces(run_uri: str) -> None:
         progress(logger, f"report     {page.removeprefix('file://')}")
     except Exception as error:  # the run has a result, or an error of its own, that must not hide behind this one
         logger.warning("no report: %s: %s", type(error).__name__, error)
-
-
-def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
-    options = store_options(run.store.image_column, run.store.label_column, run.store.layout)
-    return StreamSpec.of(
-        open_store(run.store.train, **options),
-        open_store(run.store.val, **options) if run.store.val else None,
-        plan=run.plan,
-        transform=run.transform,
-        pool=run.pool,
-        leave_out=run.store.leave_out,
-        val_leave_out=run.store.val_leave_out,
-        quarantine=join(run_uri, "quarantine"),
-        run=run.name,
-        log=run.log,
-    )
-
-
-def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
-    """Classes of the classifier that a run trains."""
-    if run.transform.target_columns:
-        raise ConfigError(
-            "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
-            "leave them out, or write a loop of your own around raypipe.feed, as docs/targets.md does"
-        )
-    classes = spec.stores["train"].classes
-    if run.train.num_classes:
-        return run.train.num_classes
-    if classes is None:
-        raise ConfigError(f"{run.store.train} does not name its classes: set train.num_classes")
-    val = spec.stores.get("val")
-    if val is not None and val.classes is not None and val.classes != classes:
-        raise ConfigError(
-            f"{run.store.train} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
-            "or in another order: their labels mean different things. Ingest both with the same classes"
-        )
-    return len(classes)
 
 
 def check_augment(config: AugmentConfig) -> None:

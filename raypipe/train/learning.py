@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raypipe.config import TrainConfig
+from raypipe.config import RunConfig, TrainConfig
 from raypipe.errors import ConfigError
+from raypipe.streaming.spec import StreamSpec
 
 
 def build_model(name: str, num_classes: int) -> nn.Module:
@@ -298,3 +299,24 @@ class StepBatchNorm:
 
 def _statistics(layer: _BatchNorm) -> torch.Tensor:
     return torch.cat([layer.running_mean, layer.running_var])  # type: ignore[list-item]
+
+
+def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
+    """Classes of the classifier that a run trains."""
+    if run.transform.target_columns:
+        raise ConfigError(
+            "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
+            "leave them out, or write a loop of your own around raypipe.feed, as docs/targets.md does"
+        )
+    classes = spec.stores["train"].classes
+    if run.train.num_classes:
+        return run.train.num_classes
+    if classes is None:
+        raise ConfigError(f"{run.store.train} does not name its classes: set train.num_classes")
+    val = spec.stores.get("val")
+    if val is not None and val.classes is not None and val.classes != classes:
+        raise ConfigError(
+            f"{run.store.train} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
+            "or in another order: their labels mean different things. Ingest both with the same classes"
+        )
+    return len(classes)

@@ -1,7 +1,6 @@
 """Encoded samples of a micro-batch → the arrays of its row, each sample transformed under its own key.
 
 MicroBatchTransform     B encoded samples and their keys → arrays (B, …), label, index, weight; judges bad samples
-micro_batch_transform   the one that a split's transform and settings ask for
 read_encoded            what it is given of a store
 
 What the samples become, and what makes a bad one, is its Content's:
@@ -19,15 +18,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.schedule import Split
 from raypipe.stores.base import Store, title_of
-from raypipe.transform.encoded import EncodedTransform
-from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_cache import Decoded, SampleCache
-from raypipe.transform.sample_transform import EncodedSample, Images, Key
-from raypipe.transform.targets import ImagesWithTargets, check_columns, target_pipeline
+from raypipe.transform.sample_transform import EncodedSample, Key
 
 Sample = EncodedSample | Decoded
 
@@ -230,50 +224,3 @@ def read_encoded(
     masks, boxes = (columns[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
     samples = [EncodedSample(*values) for values in zip(columns["image"], masks, boxes, strict=True)]
     return samples, columns["label"] if label else np.zeros(len(indices), np.int64)
-
-
-def micro_batch_transform(
-    transform: Any,
-    config: TransformConfig,
-    *,
-    probe: Callable[[], Iterable[EncodedSample]] = tuple,
-    store_address: str = "",
-    **options: Any,
-) -> MicroBatchTransform:
-    """The transform of a split's micro-batches.
-
-    Args:
-        transform: for `build_transform`, or the user's own.
-        config: all of its settings.
-        probe: see `Images`.
-        store_address: named in errors and records.
-        options: `exact`, `sample_name` and `cache` of `MicroBatchTransform`.
-
-    Raises:
-        ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
-    """
-    content: Content
-    if config.decode == "gpu":
-        content = EncodedTransform(transform, config)
-    else:
-        kind = ImagesWithTargets if config.target_columns else Images
-        content = kind(_built(transform, config), config, probe, store_address)
-    return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
-
-
-def check_transforms(
-    config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
-) -> None:
-    """Raise ConfigError where `micro_batch_transform` would, as far as can be known without the user's code."""
-    for split, store in stores.items():
-        transform = transforms[split]
-        if config.decode == "gpu":
-            EncodedTransform(transform, config)
-        check_transform(transform, config.size)
-        check_columns(store, config.target_columns)
-        if config.target_columns:
-            target_pipeline(_built(transform, config), bool(config.boxes_column))
-
-
-def _built(transform: Any, config: TransformConfig) -> Any:
-    return build_transform(transform, config.size) if isinstance(transform, str | list) else transform

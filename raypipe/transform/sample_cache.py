@@ -43,16 +43,8 @@ from raypipe.config import Cache, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import version_of
 from raypipe.plan.schedule import Split
-from raypipe.storage.local_cache import cache_folder, make_cache_folder
-from raypipe.storage.local_file import (
-    boot_id,
-    is_own_folder,
-    locked,
-    make_own_folder,
-    open_lock,
-    try_lock,
-    wait_for_lock,
-)
+from raypipe.storage.file_lock import locked, open_lock, try_lock, wait_for_lock
+from raypipe.storage.local_file import boot_id, cache_folder, is_own_folder, make_cache_folder, make_own_folder
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
 

@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError, SampleError
-from raypipe.storage.local_file import progress
+from raypipe.storage.file_lock import progress
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import feed

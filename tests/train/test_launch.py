@@ -17,9 +17,10 @@ from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import write_checkpoint
-from raypipe.train.launch import _leave_traces, describe, num_classes_of, spec_of, train
+from raypipe.train.launch import _leave_traces, describe, train
+from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, locate, store_config
 
 RUN = RunConfig(

@@ -25,8 +25,8 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError
 from raypipe.metrics.records import SAMPLES, read_records
-from raypipe.streaming.spec import StreamSpec
-from raypipe.train.launch import spec_of, train
+from raypipe.streaming.spec import StreamSpec, spec_of
+from raypipe.train.launch import train
 from raypipe.train.loop import Trainer
 from raypipe.train.run_folder import request_stop
 

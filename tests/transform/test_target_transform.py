@@ -15,8 +15,9 @@ import albumentations as A  # noqa: N812
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.spec import check_transforms, micro_batch_transform
 from raypipe.transform.decode import encode_jpeg
-from raypipe.transform.micro_batch import MicroBatchTransform, check_transforms, micro_batch_transform
+from raypipe.transform.micro_batch import MicroBatchTransform
 from raypipe.transform.presets import IGNORE, build_transform
 from raypipe.transform.sample_transform import EncodedSample, Images
 from raypipe.transform.targets import TransformedSample

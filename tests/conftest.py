@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,14 +66,25 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def all_cpus_held(ray_cluster: None) -> Iterator[None]:
+def idle_cluster(ray_cluster: None) -> None:
+    """Nothing holds a CPU of the cluster, nor an execution that an earlier test has left behind."""
+    import ray
+
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < 4:
+        assert time.monotonic() < deadline, ray.available_resources()
+        gc.collect()
+        time.sleep(0.5)
+
+
+@pytest.fixture
+def all_cpus_held(idle_cluster: None) -> Iterator[None]:
     """Another job's actor holds every CPU of the cluster."""
     import ray
 
     class Job:
         def ping(self) -> None: ...
 
-    gc.collect()  # executions that failing tests have left behind
     job = ray.remote(num_cpus=4)(Job).remote()
     ray.get(job.ping.remote(), timeout=60)
     yield

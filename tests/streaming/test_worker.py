@@ -59,7 +59,7 @@ def rows(store: Noted, micro_batch: int, guard: Any = None) -> list[dict[str, np
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_in_a_careful_attempt_each_sample_is_announced_then_read_and_a_bad_one_never(micro_batch: int) -> None:
     damaged = noted()
-    damaged._images[0] = b"damaged"
+    damaged._columns["image"][0] = b"damaged"
     expected = rows(damaged, micro_batch)
     store = noted()
     store.deadly = 0  # the first of a validation, and of those that tell the size of padding

@@ -259,7 +259,7 @@ def test_a_run_that_is_asked_to_stop_before_it_trains_does_not_train(run: RunCon
 
 
 def test_a_pool_without_room_is_recorded_while_it_has_none_and_goes_on_when_there_is_to_the_stop_asked_for_then(
-    run: RunConfig,
+    run: RunConfig, idle_cluster: None
 ) -> None:
     folder, held, seen = Path(run.runs) / "waits", list[Any](), list[str]()
     metrics = folder / "metrics.jsonl"

@@ -30,9 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each process of pytest-xdist has one cluster at a time: tests that start their own run in one, those of the
-    shared cluster in two others, each with a cluster for itself. They come first, since they take longest. Tests
-    that need none stay together by module, and go to the process that is free.
+    """Each of the two processes of pytest-xdist has one cluster at a time: tests that start their own run in one,
+    those of the shared cluster in the other, half of them in whichever is free first. They come first, since they
+    take longest. Tests that need none stay together by module, and go to the process that is free.
     """
     for item in items:
         if item.get_closest_marker("soak") and not item.config.getoption("--soak"):

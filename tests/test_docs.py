@@ -146,6 +146,7 @@ def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
     assert names["image"].shape == (4, 3, 8, 8)
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
@@ -241,6 +242,7 @@ def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
         assert capsys.readouterr().out == "".join(shown)
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")

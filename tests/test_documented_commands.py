@@ -155,6 +155,7 @@ def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(memory, capsys)["equal"]
 
 
+@pytest.mark.soak
 @runs(("cloud.md", "ingest"), ("costs.md", "bench"), ("costs.md", "plan-capacity"))
 @pytest.mark.usefixtures("ray_cluster", "folder", "s3")
 def test_docs_cloud_ingests_into_a_bucket_and_docs_costs_sizes_a_cluster_for_it(

@@ -129,6 +129,7 @@ def test_wrong_usage_ends_with_code_2() -> None:
 # On a cluster's job server
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an_unbroken_one(

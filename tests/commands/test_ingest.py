@@ -552,6 +552,7 @@ def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) 
     assert names(tmp_path) == []
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 def test_a_killed_ingest_leaves_no_store_and_the_next_one_succeeds(
     command: Callable[..., Command], large: Path, tmp_path: Path

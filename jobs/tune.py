@@ -7,7 +7,7 @@
     uv run jobs/train.py --config runs/tune-20261121-104600/best.yaml
 
     FOLDER/config.yaml     settings of the run and of the search
-    FOLDER/trials/NAME/    what each training leaves behind, see raypipe/train/runlog.py
+    FOLDER/trials/NAME/    what each training leaves behind, see raypipe/train/run_folder.py
     FOLDER/tune/           Ray Tune's records and the checkpoints of the trials: all that a resume needs
     FOLDER/best.yaml       the winner, for `jobs/train.py --config`
     FOLDER/report.json     the result, with every trial

@@ -1,6 +1,6 @@
 """What raypipe tells people: log lines and progress, as text or one JSON object each, and the tables of commands.
 
-    {"time": "2026-11-21T10:46:00.123Z", "level": "WARNING", "logger": "raypipe.supervisor", "message": "…",
+    {"time": "2026-11-21T10:46:00.123Z", "level": "WARNING", "logger": "raypipe.train.loop", "message": "…",
      "run": "resnet", "rank": 0, "split": "train", "epoch": 3, "step": 1250}
 
 `step` is counted through the run, as in metrics.jsonl; in a validation through the validation. What is not known

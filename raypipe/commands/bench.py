@@ -133,7 +133,7 @@ def bench(
         stream = stream_once(opened, config, pool, micro_batch, seconds, before.images_per_s)
         measured.append(Measured(before, stream, ceiling(opened, config, actors, seconds / 2)))
     found = summary(measured)
-    report = found | settings_of(opened, config, actors, micro_batch) | {"cache": cache}
+    report = found | measured_settings(opened, config, actors, micro_batch) | {"cache": cache}
     if output:
         write_json(output, report)
     table(
@@ -325,7 +325,7 @@ def summary(measured: list[Measured]) -> dict[str, float]:
     }
 
 
-def settings_of(store: Store, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:
+def measured_settings(store: Store, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:
     """What was measured, and on what: the part of a report that is no measurement."""
     return {
         "store": str(store.address),

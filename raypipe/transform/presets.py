@@ -39,7 +39,7 @@ IGNORE = 255
 
 
 def build_transform(transform: str | Steps, size: int) -> Transform | None:
-    """Build a CPU transform, for `raypipe.transform.micro_batch.SampleTransform`.
+    """Build a CPU transform, for `raypipe.transform.sample_transform.SampleTransform`.
 
     Args:
         transform: see the module's table; for steps, and files of them, see `raypipe.transform.transform_steps`.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypipe.commands.bench import Ceiling, Measured, Streamed, ceiling, settings_of, summary
+from raypipe.commands.bench import Ceiling, Measured, Streamed, ceiling, measured_settings, summary
 from raypipe.commands.capacity import plan_capacity
 from raypipe.config import TransformConfig
 from raypipe.stores import open_store
@@ -76,11 +76,16 @@ def test_the_report_of_a_bench_is_what_a_cluster_is_sized_by(stores: dict[str, P
     # A process of its own: its CPU time cannot exceed the time that it took.
     assert 0 < one.transform_cpu_s <= 1.02 / one.images_per_s and 0 < one.read_cpu_s < one.transform_cpu_s
     assert one.encoded_bytes == sum(len(sample["image"]) for sample in samples(100)) / 100  # type: ignore[arg-type]
-    found = summary([Measured(one, STREAM, one)]) | settings_of(open_store(stores["parquet"]), config, 2, 256)
+    found = summary([Measured(one, STREAM, one)]) | measured_settings(
+        open_store(stores["parquet"]), config, 2, 256
+    )
     (tmp_path / "report.json").write_text(json.dumps(found))
     assert plan_capacity(str(tmp_path / "report.json"), target_images_per_s=1.0)["actors"] == 1
     assert (found["actors"], found["micro_batch"], found["read"]) == (2, 100, "stage")
-    assert found["versions"]["ray"] and settings_of(open_store(stores["train"]), config, 2, 8)["read"] == "actor"
+    assert (
+        found["versions"]["ray"]
+        and measured_settings(open_store(stores["train"]), config, 2, 8)["read"] == "actor"
+    )
 
 
 @pytest.mark.cluster

@@ -27,7 +27,7 @@ BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_trainer(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    soak = request.config.getoption("--soak")  # without: that a slow trainer gets no more, test_pool_size.py shows
+    soak = request.config.getoption("--soak")  # without: that a slow trainer gets no more, this file shows
     output = tmp_path / "timeline.json"
     command = [sys.executable, str(BENCH), "--starving-s=60", "--slow-s=20", f"--output={output}"]
     command += [] if soak else ["--streams=fast"]

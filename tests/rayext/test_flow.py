@@ -25,7 +25,6 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 
 
-@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
 def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_is_slow() -> None:

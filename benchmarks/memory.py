@@ -107,7 +107,6 @@ def most_per_s(arrivals: np.ndarray) -> float:
 
 def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argparse.Namespace) -> dict[str, int]:
     """Stream a store through one consumer; the peaks of what it takes, and the bound, in bytes."""
-    from raypipe.plan.schedule import EVERY_RANK
     from raypipe.streaming.pipeline import in_flight, splits
     from raypipe.streaming.rank_stream import host_batches
     from raypipe.streaming.spec import StreamSpec
@@ -125,7 +124,7 @@ def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argpa
         for batch in host_batches(iterator):
             arrivals.append(time.perf_counter())
             num_bytes = batch.image.nbytes
-    most = in_flight(spec.pool, EVERY_RANK).limit(args.actors)
+    most = in_flight(spec.pool).limit(args.actors)
     return {
         "micro_batch_bytes": num_bytes,
         "object_store_bytes": memory.object_store,

@@ -194,8 +194,6 @@ class PoolConfig:
             "disk", in RAYPIPE_CACHE. Pixels are those of "off"; it is for stores of small images (docs/cache.md).
         cache_bytes: limit of that cache on a node; when it is full, the other samples are decoded in every epoch.
             0 = a quarter of what its place has free at the start.
-        recycle_after: micro-batches after which an actor's process is replaced, for transforms that leak memory;
-            it costs the start of a process. 0 = never.
         max_attempts: actors that one micro-batch may cost before the run ends, where no sample of it is to blame;
             readers that one row group may cost.
         stall_timeout_s: seconds without a finished micro-batch, while there is work, or without room for the
@@ -215,7 +213,6 @@ class PoolConfig:
     read: Literal["auto", "actor", "stage"] = "auto"
     cache: Cache = "off"
     cache_bytes: int = 0
-    recycle_after: int = 0
     max_attempts: AtLeast1 = 6
     stall_timeout_s: Positive = 900.0
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import shown, table
-from raypipe.plan.schedule import rank_groups
+from raypipe.plan.schedule import shares
 from raypipe.stores import open_store, store_options
 
 
@@ -153,7 +153,7 @@ def digest(
         val_leave_out=val_leave_out,
     )
     spec.plan.check_workers(workers)
-    rank_groups(workers, executions)
+    shares(workers, executions)
     total = epochs * spec.plan.steps_per_epoch
     to_step = to_step or total
     if not 0 <= from_step < total:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -43,7 +43,6 @@ PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
 _SPLIT_CODE = {"train": 0, "val": 1}
-_Number = TypeVar("_Number", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -76,63 +75,46 @@ class MicroBatchId:
 
 
 @dataclass(frozen=True)
-class RankGroup:
-    """R consecutive ranks of W, which one execution serves; all of them by default.
+class Share:
+    """What one of G executions makes of the stream: every G-th micro-batch, for every G-th rank.
 
-        W = 4 ranks in G = 2 groups of R = 2
+        micro-batch of the stream   0 1 2 3 | 4 5 6 7 | …      W = 4 ranks, G = 2 executions
+        its rank r                  0 1 2 3 | 0 1 2 3
+        its execution r mod G       0 1 0 1 | 0 1 0 1          where it is for rank r // G of R = W / G
 
-        micro-batch of the stream   0 1 2 3 | 4 5 6 7 | …
-        its rank                    0 1 2 3 | 0 1 2 3
-        its group                   0 0 1 1 | 0 0 1 1
-        its number in the group     0 1 0 1 | 2 3 2 3      and number mod R is the rank within the group
-
-    The groups' streams, put together, are the stream: what a rank gets does not depend on G.
+    Put together they are the stream: what a rank gets does not depend on G.
 
     Attributes:
-        index, size, world_size: the group's number in [0, W / R), R, and W.
+        index, executions: the execution's number in [0, G), and G, which divides W.
     """
 
     index: int = 0
-    size: int = 1
-    world_size: int = 1
+    executions: int = 1
 
-    @property
-    def num_groups(self) -> int:
-        """G."""
-        return self.world_size // self.size
-
-    def count(self, total: int) -> int:
-        """How many of `total` micro-batches, a multiple of W, are this group's."""
-        assert total % self.world_size == 0
-        return total // self.num_groups
-
-    def in_stream(self, number: _Number) -> _Number:
-        """Numbers of micro-batches in this group → their numbers in the whole stream."""
-        turn, rank = number // self.size, number % self.size
-        return turn * self.world_size + self.index * self.size + rank
-
-    def share(self, total: int) -> int:
-        """This group's share of a number of things; the shares of all groups add up to it."""
-        return total * (self.index + 1) // self.num_groups - total * self.index // self.num_groups
+    def of(self, total: int) -> int:
+        """This execution's part of a number of things; the parts of all add up to it."""
+        return len(range(self.index, total, self.executions))
 
 
-EVERY_RANK = RankGroup()
-"""The group of a stream that is not shared out among executions, whatever W."""
+WHOLE = Share()
 
 
-def rank_groups(world_size: int, executions: int) -> list[RankGroup]:
-    """W ranks in as many groups as there are executions.
+def shares(world_size: int, executions: int) -> list[Share]:
+    """The share of each execution.
 
     Raises:
         ConfigError: their number does not divide W.
     """
     if executions < 1 or world_size % executions:
-        divisors = [g for g in range(1, world_size + 1) if world_size % g == 0]
         raise ConfigError(
             f"pool.executions={executions} does not divide {world_size} workers: each execution serves as many "
-            f"ranks as the others; use {', '.join(map(str, divisors))}"
+            f"ranks as the others; use {_divisors(world_size)}"
         )
-    return [RankGroup(index, world_size // executions, world_size) for index in range(executions)]
+    return [Share(index, executions) for index in range(executions)]
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 @dataclass(frozen=True)
@@ -276,10 +258,9 @@ class Plan:
     def check_workers(self, world_size: int) -> None:
         """Raise ConfigError unless W divides M."""
         if world_size < 1 or self.config.per_step % world_size:
-            divisors = [w for w in range(1, self.config.per_step + 1) if self.config.per_step % w == 0]
             raise ConfigError(
                 f"{world_size} workers cannot share the {self.config.per_step} micro-batches of a step "
-                f"evenly: use {', '.join(map(str, divisors))} workers, or change plan.per_step"
+                f"evenly: use {_divisors(self.config.per_step)} workers, or change plan.per_step"
             )
 
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
@@ -296,25 +277,20 @@ class Plan:
             if self.has_val(epoch) and num_steps == self.steps_per_epoch:
                 yield Segment("val", epoch, 0, self.val_steps)
 
-    def micro_batches(
-        self, cursor: Cursor, first: int = 0, group: RankGroup = EVERY_RANK
-    ) -> Iterator[MicroBatchId]:
-        """Every micro-batch that is left at a cursor, from number `first` on, in the order of the stream.
-
-        Of a group of ranks, those that are theirs; `first` counts them alone.
-        """
+    def micro_batches(self, cursor: Cursor, first: int = 0, share: Share = WHOLE) -> Iterator[MicroBatchId]:
+        """Every micro-batch of a share that is left at a cursor, from its number `first` on, in order."""
         per_step = self.config.per_step
         for segment in self.segments(cursor):
-            size = group.count((segment.num_steps - segment.first_step) * per_step)
-            for number in range(first, size):
-                step, micro = divmod(segment.first_step * per_step + group.in_stream(number), per_step)
-                yield MicroBatchId(segment.split, segment.epoch, step, micro)
-            first = max(0, first - size)
+            numbers = range(segment.first_step * per_step, segment.num_steps * per_step)
+            numbers = numbers[share.index :: share.executions]
+            for number in numbers[first:]:
+                yield MicroBatchId(segment.split, segment.epoch, *divmod(number, per_step))
+            first = max(0, first - len(numbers))
 
-    def num_micro_batches(self, cursor: Cursor, group: RankGroup = EVERY_RANK) -> int:
-        """How many micro-batches are left at a cursor, of a group of ranks."""
+    def num_micro_batches(self, cursor: Cursor, share: Share = WHOLE) -> int:
+        """How many micro-batches of a share are left at a cursor."""
         steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
-        return group.count(steps * self.config.per_step)
+        return share.of(steps * self.config.per_step)
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING where a validation has run out of samples."""

@@ -21,7 +21,7 @@ from ray._private.node import Node
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
-from raypipe.plan.schedule import rank_groups
+from raypipe.plan.schedule import shares
 from raypipe.rayext.admission import autoscaler_limits, claimed, claimed_by_others, holders
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
                 f"train.workers={workers} does not divide plan.per_step={per_step}: "
                 "each rank must get as many micro-batches of a step as the others"
             )
-        rank_groups(workers, pool.executions)
+        shares(workers, pool.executions)
     pool_cpus = pool.least_actors * pool.cpus_per_actor
     per_worker = train.cpus_per_worker if train is not None else 0.0
     if workers and not per_worker:

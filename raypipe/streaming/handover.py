@@ -10,7 +10,6 @@ stream from there, splits it over the W ranks of now, and hands the iterators ro
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.rayext.cluster import largest_divisor, preflight
+from raypipe.rayext.cluster import preflight
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.rank_stream import Feed
 from raypipe.streaming.spec import StreamSpec
@@ -29,8 +28,6 @@ from raypipe.streaming.supervisor import start_supervisor
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
-
-logger = logging.getLogger(__name__)
 
 
 def feed(
@@ -77,7 +74,6 @@ def feed(
             max_actors=preflight(spec.pool).max_actors if max_actors is None else max_actors,
             world_size=world_size,
             supervisor=supervisor,
-            executions=_executions(spec, world_size),
         )
         handed = (iterators, start, supervisor)
     if in_train and world_size > 1:
@@ -100,17 +96,6 @@ def feed(
         depth=depth,
         supervisor=supervisor,
     )
-
-
-def _executions(spec: StreamSpec, world_size: int) -> int:
-    """As many as pool.executions asks for, or, for fewer workers of an elastic run, as can share them evenly."""
-    wanted = spec.pool.executions
-    executions = largest_divisor(world_size, wanted)
-    if executions != wanted:
-        logger.warning(
-            "pool.executions=%d does not divide %d workers: %d share them", wanted, world_size, executions
-        )
-    return executions
 
 
 def _in_train_worker() -> bool:

@@ -14,24 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.metrics import prometheus as telemetry
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import RankGroup, rank_groups
+from raypipe.plan.schedule import WHOLE, Share, shares
 from raypipe.rayext import autoscaler, flow
 from raypipe.rayext.admission import free_cpus
-from raypipe.rayext.cluster import connect, preflight
+from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.flow import InFlight
 from raypipe.stores.base import Store
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.streaming.spec import StreamSpec, Transform
-from raypipe.streaming.supervisor import start_supervisor, start_supervisors
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.presets import is_preset
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
+
+logger = logging.getLogger(__name__)
 
 # A reader does nothing but yield rows. It must not wait for a CPU that the pool holds: a pool that takes all
 # CPUs would starve it, and the run would hang (ray#44687).
@@ -47,24 +49,20 @@ def placement(prefer_nodes: str) -> dict[str, Any]:
     return {"label_selector": {label: value}, "fallback_strategy": [{"label_selector": {}}]} if label else {}
 
 
-def in_flight(pool: PoolConfig, group: RankGroup) -> InFlight:
-    """Micro-batches that may be in flight in one execution, see `PoolConfig.in_flight_for`."""
-    share = replace(pool, in_flight=group.share(pool.in_flight))
-    return InFlight(*share.in_flight_for(group.size))
+def in_flight(pool: PoolConfig, world_size: int = 1, share: Share = WHOLE) -> InFlight:
+    """Micro-batches that may be in flight in one execution for its share of W ranks."""
+    part = replace(pool, in_flight=share.of(pool.in_flight))
+    return InFlight(*part.in_flight_for(share.of(world_size)))
 
 
-def _pool_of(pool: PoolConfig, group: RankGroup, max_actors: int) -> PoolConfig:
-    """The pool of one execution, which may grow to its share of the actors of all."""
-    return replace(pool, executions=1, max_actors=max(group.share(max_actors), pool.min_actors))
+def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfig, int]:
+    """The pool of one execution, which may grow to its share of the actors of all; and how many it begins with.
 
-
-def _initial_actors(pool: PoolConfig, group: RankGroup) -> int:
-    """Actors that the pool of one execution begins with: as many as there is room for now, beside other runs.
-
-    More nodes come when ranks wait.
+    These are as many as there is room for now, beside other runs. More nodes come when ranks wait.
     """
+    pool = replace(pool, executions=1, max_actors=max(share.of(max_actors), pool.min_actors))
     room = int(free_cpus() / pool.cpus_per_actor + 1e-9)
-    return min(max(group.share(room), pool.min_actors), pool.max_actors)
+    return pool, min(max(share.of(room), pool.min_actors), pool.max_actors)
 
 
 def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams: int = 1) -> None:
@@ -80,8 +78,8 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
     channels = 4 if spec.transform.mask_column else 3
     micro_batch_bytes = spec.plan.config.micro_batch * spec.transform.size**2 * channels
     num = num_streams * sum(
-        in_flight(spec.pool, group).limit(_initial_actors(_pool_of(spec.pool, group, max_actors), group))
-        for group in rank_groups(world_size, spec.pool.executions)
+        in_flight(spec.pool, world_size, share).limit(_pool_of(spec.pool, share, max_actors)[1])
+        for share in shares(world_size, spec.pool.executions)
     )
     capacity, needed = ray.cluster_resources().get("object_store_memory", 0.0), num * micro_batch_bytes
     if needed > capacity:
@@ -99,25 +97,23 @@ def dataset(
     max_actors: int,
     world_size: int = 1,
     supervisor: Any = None,
-    group: RankGroup | None = None,
+    share: Share = WHOLE,
 ) -> Dataset:
     """What is left of the stream at a cursor: a Dataset of one row, and one block, per micro-batch.
 
     The rows come in the order of the plan. Iterate with `batch_size=None`, or split it with
-    `streaming_split(R, equal=True)` over the R ranks of the group: each then gets every R-th, which are the
+    `streaming_split(R, equal=True)` over the R ranks of the share: each then gets every R-th, which are the
     micro-batches m of each step with m mod W = its rank among all W.
 
     Args:
         max_actors: transform actors that the pools of all executions may grow to.
         world_size: W.
         supervisor: handle of the Supervisor that hears of faults; None = a new one.
-        group: the ranks that this execution serves; None = all.
+        share: of the schedule and of the ranks, that this execution has.
     """
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
-    group = group or RankGroup(0, world_size, world_size)
-    pool, limit = _pool_of(spec.pool, group, max_actors), in_flight(spec.pool, group)
-    actors = _initial_actors(pool, group)
+    (pool, actors), limit = _pool_of(spec.pool, share, max_actors), in_flight(spec.pool, world_size, share)
     context = ray.data.DataContext.get_current().copy()
     context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
     context.execution_options.preserve_order = True
@@ -130,7 +126,7 @@ def dataset(
     flow.configure(context, limit, actors, bool(spec.readers()), supervisor, pool.stall_timeout_s)
     autoscaler.configure(context, pool, supervisor)
     telemetry.configure(context, spec.run, spec.log)
-    source = MicroBatchSource(spec.plan, cursor, spec.readers(), supervisor, group, spec.transform.target_columns)
+    source = MicroBatchSource(spec.plan, cursor, spec.readers(), supervisor, share, spec.transform.target_columns)
     with ray.data.DataContext.current(context):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
         return rows.map_batches(
@@ -156,55 +152,49 @@ def dataset(
 
 
 def splits(
-    spec: StreamSpec,
-    cursor: Cursor,
-    *,
-    max_actors: int,
-    world_size: int = 1,
-    supervisor: Any = None,
-    executions: int | None = None,
+    spec: StreamSpec, cursor: Cursor, *, max_actors: int, world_size: int = 1, supervisor: Any = None
 ) -> list[DataIterator]:
     """What is left of the stream at a cursor, as one iterator per rank; see `dataset`.
 
-    A rank with an execution for itself runs it in its own process; several share one in an actor of its own.
-
-    Args:
-        executions: G; None = pool.executions.
+    A rank with an execution for itself runs it in its own process; several share one in an actor of its own. There
+    are pool.executions, or, for fewer workers of an elastic run, as many as can share them evenly.
 
     Raises:
-        ConfigError: G does not divide W, or W does not divide M.
+        ConfigError: W does not divide M.
     """
-    chief = supervisor or start_supervisor(spec.pool.max_attempts)
-    groups = rank_groups(world_size, executions or spec.pool.executions)
-    supervisors = start_supervisors(spec.pool.max_attempts, spec.run, spec.log, chief, len(groups))
-    iterators: list[DataIterator] = []
-    for group, told in zip(groups, supervisors, strict=True):
-        rows = dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=told, group=group)
+    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
+    executions = largest_divisor(world_size, spec.pool.executions)
+    if executions != spec.pool.executions:
+        logger.warning(
+            "pool.executions=%d does not divide %d workers: %d share them",
+            spec.pool.executions,
+            world_size,
+            executions,
+        )
+    ranks = world_size // executions
+    iterators: list[list[DataIterator]] = []
+    for share in shares(world_size, executions):
+        rows = dataset(
+            spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, share=share
+        )
         if not spec.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
             rows = ray.data.from_items([])
-        iterators += [rows.iterator()] if group.size == 1 else rows.streaming_split(group.size, equal=True)
-    return iterators
+        iterators.append([rows.iterator()] if ranks == 1 else rows.streaming_split(ranks, equal=True))
+    return [iterators[rank % executions][rank // executions] for rank in range(world_size)]
 
 
 def stream(
     train: Store | str | Path,
     val: Store | str | Path | None = None,
     *,
-    plan: PlanConfig | None = None,
-    transform: TransformConfig | None = None,
-    pool: PoolConfig | None = None,
-    train_transform: Transform = "",
-    val_transform: Transform = "",
-    leave_out: str | Path = "",
-    val_leave_out: str | Path = "",
     cursor: Cursor | None = None,
     world_size: int = 1,
+    **settings: Any,
 ) -> Dataset:
     """The stream as a plain Dataset, for people who only want the data.
 
     Args:
-        train, val, plan, transform, pool, train_transform, val_transform, leave_out, val_leave_out: see
-            `StreamSpec.of`.
+        train, val, settings: for `StreamSpec.of`: `plan`, `transform`, `pool`, `train_transform`, ….
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
 
@@ -214,24 +204,13 @@ def stream(
     Raises:
         StoreError, ConfigError, CursorError, ResourceError: what is wrong, and how to mend it.
     """
-    spec = StreamSpec.of(
-        train,
-        val,
-        plan=plan,
-        transform=transform,
-        pool=pool,
-        train_transform=train_transform,
-        val_transform=val_transform,
-        leave_out=leave_out,
-        val_leave_out=val_leave_out,
-    )
+    spec = StreamSpec.of(train, val, **settings)
     if spec.pool.executions > 1:
         raise ConfigError(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "
             "raypipe.feed, and raypipe.streaming.pipeline.splits, have one iterator per rank"
         )
     connect()
-    allocation = preflight(spec.pool)
-    check_memory(spec, allocation.max_actors, world_size)
-    start = cursor or spec.plan.start()
-    return dataset(spec, start, max_actors=allocation.max_actors, world_size=world_size)
+    max_actors = preflight(spec.pool).max_actors
+    check_memory(spec, max_actors, world_size)
+    return dataset(spec, cursor or spec.plan.start(), max_actors=max_actors, world_size=world_size)

@@ -32,7 +32,7 @@ from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.guard import BadSampleBudget, record_bad
 from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import Follower
+from raypipe.streaming.supervisor import follow
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -174,12 +174,12 @@ class Feed:
             strength=self.strength(epoch, step),
         )
 
-    def follow(self, tell: Callable[[str, str], None]) -> Follower:
-        """Have what happens to the stream told, in a thread, within a second or two, by kind and text.
+    def follow(self, tell: Callable[[str, str], None]) -> Callable[[], None]:
+        """Have what happens to the stream told by kind and text, see `supervisor.follow`.
 
         A "fault" went wrong and was mended; "scale" is a new size of the pool, and why.
         """
-        return Follower(self._supervisor, tell)
+        return follow(self._supervisor, tell)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -244,7 +244,7 @@ class Feed:
             if self._spec.transform.on_bad_sample == "raise":
                 title = title_of(store.address, bad[0]["index"], bad[0]["name"])
                 raise SampleError(f"{title}: {bad[0]['error']}")
-        self._budget.spend(len(bad), len(batch.index), bad[-1] if bad else None)
+        self._budget.spend(bad, len(batch.index))
 
     def _augmented(self, batch: Batch, augment: DeviceAugment) -> Batch:
         if batch.at.split != "train":

@@ -25,11 +25,10 @@ from ray.data.datasource import ReadTask
 
 from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import EVERY_RANK, PADDING, MicroBatchId, Plan, RankGroup, Split
+from raypipe.plan.schedule import PADDING, WHOLE, MicroBatchId, Plan, Share, Split
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, TARGET_SCHEMA, Read, read_samples, source_row
-from raypipe.streaming.supervisor import Orders
 from raypipe.transform.micro_batch import read_encoded
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 # Micro-batches of a ReadTask: what a lost reader reads again at most. A task costs the driver 1 ms at the start.
-_SHARE, _MAX_TASKS = 1024, 256
+_TASK_SIZE, _MAX_TASKS = 1024, 256
 
 
 class MicroBatchSource(Datasource):
@@ -46,7 +45,7 @@ class MicroBatchSource(Datasource):
     Args:
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, which hears of readers that begin; None = nobody does.
-        group: the ranks whose micro-batches these are.
+        share: of the schedule, that these are.
         targets: columns that are read beside image and label, see `TransformConfig.target_columns`.
     """
 
@@ -56,24 +55,24 @@ class MicroBatchSource(Datasource):
         cursor: Cursor,
         readers: dict[Split, Store],
         supervisor: Any = None,
-        group: RankGroup = EVERY_RANK,
+        share: Share = WHOLE,
         targets: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         plan.check(cursor)
         self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
-        self._group, self._targets = group, targets
+        self._share, self._targets = share, targets
         # To serialise lists, even of nothing, takes as long as all other columns.
         self._schema = PLACE_SCHEMA
         if readers:
             self._schema = TARGET_SCHEMA if targets else ENCODED_SCHEMA
-        self._total = plan.num_micro_batches(cursor, group)
-        self._share = max(_SHARE, -(-self._total // _MAX_TASKS))
+        self._total = plan.num_micro_batches(cursor, share)
+        self._task_size = max(_TASK_SIZE, -(-self._total // _MAX_TASKS))
 
     @property
     def num_tasks(self) -> int:
         """ReadTasks that the schedule is cut into."""
-        return max(1, -(-self._total // self._share))
+        return max(1, -(-self._total // self._task_size))
 
     def get_name(self) -> str:
         return "Plan"
@@ -84,81 +83,56 @@ class MicroBatchSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        shares = [(first, min(self._share, self._total - first)) for first in range(0, self._total, self._share)]
+        size = self._task_size
+        tasks = [(first, min(size, self._total - first)) for first in range(0, self._total, size)]
         return [
             ReadTask(
                 functools.partial(self._rows, first, count),
                 BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
                 schema=self._schema,
             )
-            for first, count in shares or [(0, 0)]
+            for first, count in tasks or [(0, 0)]
         ]
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
-        share = itertools.islice(self._plan.micro_batches(self._cursor, first, self._group), count)
-        announce: _Announcer | None = None
-        for number, at in enumerate(share):
-            if number == 0 and self._supervisor is not None:
-                what = f"{count} micro-batches from {at} on"
-                announce = _Announcer(self._supervisor, what, bool(self._readers), self._targets)
+        places = itertools.islice(self._plan.micro_batches(self._cursor, first, self._share), count)
+        task = str(ray.get_runtime_context().get_task_id()) if self._supervisor else ""
+        careful = False
+        for number, at in enumerate(places):
+            if number == 0 and self._supervisor:
+                begun = self._supervisor.reads.remote(task, f"{count} micro-batches from {at} on")
+                careful = bool(self._readers) and ray.get(begun)
             read: Read | None = None
             if at.split in self._readers:
                 store, indices = self._readers[at.split], self._plan.indices(at)
-                if announce:
-                    announce(number, at, store, indices)
+                if careful:
+                    self._announce(task, at, store, indices)
                 read = read_samples(store, indices, self._targets)
             yield source_row(at, read, self._schema)
-        if announce:
-            announce.end()
+        if self._supervisor:
+            self._supervisor.has_read.remote(task)
 
-
-class _Announcer:
-    """Tells the Supervisor what a reader that has died before is about to read, should it die of it.
-
-    Args:
-        share: of the schedule, for people.
-        reads: whether it reads anything but the plan.
-    """
-
-    def __init__(self, supervisor: Any, share: str, reads: bool, targets: Mapping[str, str] | None) -> None:
-        self._supervisor, self._targets = supervisor, targets
-        self._task = ray.get_runtime_context().get_task_id()  # the same when it is restarted
-        begun = supervisor.reads.remote(self._task, share)
-        self._orders = ray.get(begun) if reads else Orders()
-        self._groups: dict[str, np.ndarray] = {}
-
-    def __call__(self, number: int, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
-        """Samples of a micro-batch, which has this number in the share, are about to be read.
+    def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
+        """Read what a micro-batch needs of a store in groups; the Supervisor hears of each before, should it kill.
 
         Raises:
-            ResourceError: to read them has cost too many readers.
+            ResourceError: to read it has cost too many readers. Not at an earlier micro-batch: what was yielded
+                before is looked at no more, and Ray takes an error among it for the end.
         """
-        orders = self._orders
-        if not orders.careful:
-            return
-        # Not sooner: what was yielded before is looked at no more, and Ray takes an error among it for the end.
-        if orders.error and number >= orders.place:
-            raise ResourceError(orders.error)
-        self._tell(number, f"{at} of {store.address}")
         if store.groups is None:
+            self._tell(task, f"{at} of {store.address}")
             return
         groups = np.unique(np.searchsorted(store.groups, indices[indices != PADDING], "right") - 1)
-        for group in np.setdiff1d(groups, self._groups.get(at.split, ())).tolist():
+        for group in groups.tolist():
             first, last = int(store.groups[group]), int(store.groups[group + 1]) - 1
             name = name_of(store, first)
-            self._tell(
-                number, f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
-            )
+            where = f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
+            self._tell(task, f"{where}, for {at}")
             read_encoded(store, np.array([first]), self._targets)  # it is kept, for the micro-batch
-        self._groups[at.split] = groups
-        self._tell(number, f"{at} of {store.address}")
 
-    def _tell(self, number: int, what: str) -> None:
-        ray.get(self._supervisor.reading.remote(self._task, number, what))
-
-    def end(self) -> None:
-        """The share is read."""
-        self._supervisor.has_read.remote(self._task)
+    def _tell(self, task: str, what: str) -> None:
+        if error := ray.get(self._supervisor.reading.remote(task, what)):
+            raise ResourceError(error)
 
 
 # Rows per block that a plain read yields: 110 KB images make about 28 MB, well under Ray's 128 MiB target.

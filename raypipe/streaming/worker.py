@@ -44,7 +44,7 @@ class TransformWorker:
         self._metrics = ActorMetrics(spec.run)
         self._guard: Guard | None = None
         if supervisor is not None:
-            self._guard = Guard(supervisor, spec.transform.time_limit_s, spec.pool.recycle_after)
+            self._guard = Guard(supervisor, spec.transform.time_limit_s)
         self._plan, self._stores, self._quarantine = spec.plan, spec.stores, spec.quarantine
         config = spec.transform
         self._targets = config.target_columns
@@ -84,7 +84,7 @@ class TransformWorker:
         if at.split in self._caches:
             num_samples = int((self._plan.indices(at) != PADDING).sum())
             self._metrics.looked_up(at.split, hits=num_kept, misses=num_samples - num_kept)
-        self._budget.spend(len(result.bad), len(result.index), result.bad[-1] if result.bad else None)
+        self._budget.spend(result.bad, len(result.index))
         return made_row(at, result, read_s, work_s)
 
     def _made(

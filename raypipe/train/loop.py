@@ -134,7 +134,7 @@ class Trainer:
             validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
             self.log = RunLog(run_uri, self.global_step, self.world_size, validates)
         # Not at lines of progress, of which there is none before the first micro-batch, or when it does not come.
-        self._follower = self.feed.follow(self._log_event) if self.log else None
+        self._stop_following = self.feed.follow(self._log_event) if self.log else None
 
     @property
     def global_step(self) -> int:
@@ -193,8 +193,8 @@ class Trainer:
         try:
             self.feed.close()
         finally:
-            if self.log and self._follower:
-                self._follower.stop()
+            if self.log and self._stop_following:
+                self._stop_following()
                 self.log.close()
                 self.log = None
 

@@ -134,7 +134,7 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
     longest, mend_at = 0.0, float("inf")
     stream = feed(spec, max_actors=4)
     faults: list[str] = []
-    follower = stream.follow(lambda kind, text: faults.append(text) if kind == "fault" else None)
+    stop = stream.follow(lambda kind, text: faults.append(text) if kind == "fault" else None)
     hurting: list[Future[None]] = []
     for segment in stream:
         for step in segment:
@@ -154,7 +154,7 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
                 asked = time.monotonic()
     for each in hurting:
         each.result()  # it found what to kill
-    follower.stop()
+    stop()
     return rows, longest, len(faults)
 
 

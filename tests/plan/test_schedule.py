@@ -16,7 +16,7 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import WindowOrder
-from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Segment, Split, rank_groups, rank_of
+from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Segment, Split, rank_of, shares
 from raypipe.stores.memory import MemoryStore
 
 
@@ -440,14 +440,7 @@ def test_attempts_at_a_substitute_differ() -> None:
     assert len({plan_of(500).substitute(TRAIN, 5, attempt) for attempt in range(8)}) > 5
 
 
-# Groups of ranks
-
-
-def test_four_ranks_in_two_groups() -> None:
-    first, second = rank_groups(4, 2)
-    assert [first.in_stream(n) for n in range(6)] == [0, 1, 4, 5, 8, 9]
-    assert [second.in_stream(n) for n in range(6)] == [2, 3, 6, 7, 10, 11]
-    assert second.in_stream(np.arange(3)).tolist() == [2, 3, 6]
+# Several executions
 
 
 shapes = st.sampled_from([(w, g) for w in (1, 2, 3, 4, 6, 12) for g in range(1, w + 1) if w % g == 0])
@@ -455,32 +448,31 @@ shapes = st.sampled_from([(w, g) for w in (1, 2, 3, 4, 6, 12) for g in range(1, 
 
 @settings(deadline=None)
 @given(shapes, st.integers(0, 10), st.data())
-def test_the_groups_put_together_are_the_stream_from_any_cursor_on(
+def test_the_shares_put_together_are_the_stream_from_any_cursor_on(
     shape: tuple[int, int], global_step: int, data: st.DataObject
 ) -> None:
     plan = plan_of(63, 13, micro_batch=1, per_step=12)
     cursor = plan.cursor_at(global_step)
     world_size, executions = shape
     whole = list(plan.micro_batches(cursor))
-    groups = rank_groups(world_size, executions)
-    streams = [list(plan.micro_batches(cursor, 0, group)) for group in groups]
-    for group, stream in zip(groups, streams, strict=True):
-        assert len(stream) == plan.num_micro_batches(cursor, group)
-        # In the order of the stream, and each to the rank that it has without groups.
-        ranks = range(group.index * group.size, (group.index + 1) * group.size)
+    streams = [list(plan.micro_batches(cursor, 0, share)) for share in shares(*shape)]
+    for share, stream in zip(shares(*shape), streams, strict=True):
+        assert len(stream) == plan.num_micro_batches(cursor, share)
+        # In the order of the stream, and each to the rank that it has in a single execution.
+        ranks = range(share.index, world_size, executions)
         assert stream == [at for number, at in enumerate(whole) if number % world_size in ranks]
-        assert all(rank_of(at.micro, world_size) == ranks[n % group.size] for n, at in enumerate(stream))
+        assert all(rank_of(at.micro, world_size) == ranks[n % len(ranks)] for n, at in enumerate(stream))
         first = data.draw(st.integers(0, len(stream)))
-        assert list(plan.micro_batches(cursor, first, group)) == stream[first:]
+        assert list(plan.micro_batches(cursor, first, share)) == stream[first:]
     assert sorted(map(str, whole)) == sorted(str(at) for stream in streams for at in stream)
 
 
 @given(shapes, st.integers(0, 1000))
-def test_the_shares_of_the_groups_are_even_and_add_up(shape: tuple[int, int], total: int) -> None:
-    shares = [group.share(total) for group in rank_groups(*shape)]
-    assert sum(shares) == total and max(shares) - min(shares) <= 1
+def test_the_shares_of_a_number_are_even_and_add_up(shape: tuple[int, int], total: int) -> None:
+    parts = [share.of(total) for share in shares(*shape)]
+    assert sum(parts) == total and max(parts) - min(parts) <= 1
 
 
 def test_a_number_of_executions_that_does_not_divide_the_workers_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"pool\.executions=4 does not divide 6 workers.* use 1, 2, 3, 6$"):
-        rank_groups(6, 4)
+        shares(6, 4)

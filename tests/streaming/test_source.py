@@ -117,7 +117,8 @@ def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(stores: dict
         pool=PoolConfig(max_attempts=2, stall_timeout_s=60),
     )
     stream = feed(spec, max_actors=1)
-    message = rf"a reader has died 2 times, .* samples 30 to 39 of .*{stores['parquet']}, row group 3, row 0 on: "
+    group = rf"samples 30 to 39 of .*{stores['parquet']}, row group 3, row 0 on, for train-e0000-s000006-m000"
+    message = rf"a reader has died 2 times while it read {group}: "
     with pytest.raises(ResourceError, match=message):
         for segment in stream:
             for step in segment:

@@ -5,7 +5,7 @@ import time
 import pytest
 import ray
 
-from raypipe.streaming.supervisor import Follower, Orders, Supervisor, start_supervisor, start_supervisors
+from raypipe.streaming.supervisor import Orders, Supervisor, follow, start_supervisor
 
 AT = "train-e0000-s000003-m001"
 
@@ -94,38 +94,27 @@ def test_a_micro_batch_that_came_through_costs_nothing_when_its_actor_dies_later
     assert "between two micro-batches" in supervisor.events(0)[0][1]
 
 
-def test_recycling_is_no_fault() -> None:
+def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:
     supervisor = Supervisor(max_attempts=1)
-    supervisor.arrived("a", "")
-    supervisor.begins("a", AT)
-    supervisor.leaves("a")
-    assert died(supervisor)
-    assert supervisor.events(0) == [] and supervisor.begins("a", AT) == Orders()
-
-
-def test_a_reader_that_begins_the_same_share_again_was_restarted_and_is_careful() -> None:
-    supervisor = Supervisor(max_attempts=1)
-    assert [supervisor.reads(task, "x") for task in "aba"] == [Orders(), Orders(), Orders(careful=True)]
+    assert [supervisor.reads(task, "x") for task in "aba"] == [False, False, True]
     assert supervisor.events(0) == [("fault", "the reader of x died, and was restarted")]
     assert supervisor.events(1) == []
     supervisor.has_read("b")  # and then its rows were lost
-    assert supervisor.reads("b", "x") == Orders()
+    assert not supervisor.reads("b", "x")
 
 
-def test_a_reader_that_dies_again_and_again_at_one_place_ends_the_run_there() -> None:
+def test_a_reader_that_dies_again_and_again_of_one_thing_ends_the_run_there() -> None:
     supervisor = Supervisor(max_attempts=3)
     supervisor.reads("a", "all")
-    assert supervisor.reads("a", "all") == Orders(careful=True)
-    for place in (5, 7, 5, 5):
-        supervisor.reading("a", place, f"row group {place} of a.parquet")
-        assert supervisor.reads("a", "all") == Orders(careful=True, place=place)
-    supervisor.reading("a", 4, "row group 4 of a.parquet")
-    supervisor.reading("a", 5, "row group 5 of a.parquet")
-    orders = supervisor.reads("a", "all")
-    assert "died 3 times, the last time while it read row group 5 of a.parquet: " in orders.error
-    assert orders.place == 5 and "pool.max_attempts" in orders.error
-    supervisor.reading("nobody", 1, "x")
-    supervisor.has_read("nobody")
+    for group in (5, 7, 5, 5):
+        assert not supervisor.reading("a", f"row group {group} of a.parquet")
+        assert supervisor.reads("a", "all")
+    assert supervisor.events(3) == [
+        ("fault", "the reader of all died while it read row group 5 of a.parquet, and was restarted")
+    ]
+    assert not supervisor.reading("a", "row group 4 of a.parquet")
+    error = supervisor.reading("a", "row group 5 of a.parquet")
+    assert "died 3 times while it read row group 5 of a.parquet: " in error and "pool.max_attempts" in error
 
 
 @pytest.mark.cluster
@@ -133,19 +122,16 @@ def test_a_reader_that_dies_again_and_again_at_one_place_ends_the_run_there() ->
 def test_a_follower_tells_of_each_event_once_and_of_the_last_ones_when_it_is_stopped() -> None:
     supervisor = start_supervisor(1)
     told: list[tuple[str, str]] = []
-    follower = Follower(supervisor, lambda *event: told.append(event))
+    stop = follow(supervisor, lambda *event: told.append(event))
     ray.get([supervisor.note.remote(text) for text in "ab"])
-    # One of several Supervisors tells the chief what it hears.
-    same, *_, other = start_supervisors(1, "", "text", supervisor, executions=5)
-    assert same == supervisor != other
-    other.scaled.remote("c")
+    supervisor.scaled.remote("c")
     deadline = time.monotonic() + 60
     while len(told) < 3 and time.monotonic() < deadline:
         time.sleep(0.1)
     ray.get(supervisor.note.remote("d"))
-    follower.stop()
+    stop()
     assert told == [("fault", "a"), ("fault", "b"), ("scale", "c"), ("fault", "d")]
-    late = Follower(supervisor, lambda *event: told.append(event))
+    stop_late = follow(supervisor, lambda *event: told.append(event))
     ray.kill(supervisor, no_restart=True)
-    late.stop()
-    Follower(None, lambda *event: told.append(event)).stop()
+    stop_late()
+    follow(None, lambda *event: told.append(event))()

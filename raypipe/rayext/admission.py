@@ -1,5 +1,4 @@
-"""What the connected cluster may grow to, which job holds what of it, and which run has claimed what it does not
-hold yet.
+"""What the connected cluster may grow to, and what of it other runs have claimed and do not hold yet.
 
 A run takes its trainers first, and its transform actors seconds later. Of two runs that start at one time, where
 there is room for one, each could take what the other waits for. So a run claims all that it needs before it takes
@@ -43,10 +42,10 @@ Amounts = Counter[str]
 
 
 @contextlib.contextmanager
-def claimed(run: str, cpus: float, gpus: float) -> Iterator[None]:
-    """Within, this job has a claim to so many CPUs and GPUs for a run."""
+def claimed(cpus: float, gpus: float) -> Iterator[None]:
+    """Within, this job has a claim to so many CPUs and GPUs."""
     key = f"{_PREFIX}{_this_job()}:{uuid.uuid4().hex}"
-    text = json.dumps({"run": run, "CPU": cpus, "GPU": gpus})
+    text = json.dumps({"CPU": cpus, "GPU": gpus})
     internal_kv._internal_kv_put(key, text, namespace=_NAMESPACE)
     try:
         yield
@@ -60,7 +59,7 @@ def claimed_by_others() -> Amounts:
     claims, missing = _claims(), Amounts()
     if claims:
         held = _held()
-        for job, (amounts, _) in claims.items():
+        for job, amounts in claims.items():
             missing += amounts - held[job]  # nothing where a job holds more
     return missing
 
@@ -77,49 +76,27 @@ def waited_for() -> set[float]:
     return {each.request.resources_bundle.get("CPU", 0.0) for each in waiting}
 
 
-def holders() -> str:
-    """The other jobs that hold CPUs and GPUs, or have claimed some, for people; empty = there are none."""
-    jobs, claims, held = _jobs(), _claims(), _held()
-    this, told = _this_job(), []
-    for job in sorted({*held, *claims} - {this}):
-        claim, runs = claims.get(job, (Amounts(), []))
-        parts = [f"holds {_text(held[job])}"] if held[job] else []
-        if missing := claim - held[job]:
-            parts.append(f"has claimed {_text(missing)}, as it starts")
-        if parts:
-            told.append(f"{_name(jobs.get(job), job, runs)} {' and '.join(parts)}")
-    return "; ".join(told)
-
-
 def _this_job() -> str:
     return ray.get_runtime_context().get_job_id()
 
 
-def _jobs() -> dict[str, Any]:
-    """The jobs that live, by their ids."""
+def _claims() -> dict[str, Amounts]:
+    """What other jobs that live have claimed."""
+    found: dict[str, Amounts] = defaultdict(Amounts)
+    keys = [key.decode() for key in internal_kv._internal_kv_list(_PREFIX, namespace=_NAMESPACE)]
+    if not keys:
+        return found
     table = state._connect_and_get_accessor().get_job_table(
         skip_submission_job_info_field=True, skip_is_running_tasks_field=True
     )
     jobs = (_tables.JobTableData.FromString(entry) for entry in table)
-    return {job.job_id.hex(): job for job in jobs if not job.is_dead}
-
-
-def _claims() -> dict[str, tuple[Amounts, list[str]]]:
-    """What other jobs that live have claimed, and for which runs."""
-    found: dict[str, tuple[Amounts, list[str]]] = {}
-    keys = [key.decode() for key in internal_kv._internal_kv_list(_PREFIX, namespace=_NAMESPACE)]
-    if not keys:
-        return found
-    this, jobs = _this_job(), _jobs()
+    living = {job.job_id.hex() for job in jobs if not job.is_dead}
     for key in keys:
         job = key.split(":")[1]
-        if job not in jobs:  # it was killed
+        if job not in living:  # it was killed
             internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
-        elif job != this and (text := internal_kv._internal_kv_get(key, namespace=_NAMESPACE)):
-            claim = json.loads(text)
-            amounts, runs = found.setdefault(job, (Amounts(), []))
-            amounts.update({kind: claim[kind] for kind in _KINDS})
-            runs.append(claim["run"])
+        elif job != _this_job() and (text := internal_kv._internal_kv_get(key, namespace=_NAMESPACE)):
+            found[job].update(json.loads(text))
     return found
 
 
@@ -149,20 +126,6 @@ def _held() -> dict[str, Amounts]:
 
 def _amounts(resources: Mapping[str, float]) -> Amounts:
     return Amounts({kind: resources[kind] for kind in _KINDS if resources.get(kind)})
-
-
-def _text(amounts: Amounts) -> str:
-    return " and ".join(f"{n:g} {kind}{'s' if n != 1 else ''}" for kind in _KINDS if (n := amounts[kind]))
-
-
-def _name(job: Any, number: str, runs: list[str]) -> str:
-    """A job as `ray job list` has it, with what tells people whose it is. Options may hold secrets."""
-    if job is None:
-        return f"job {number}"
-    about = [f"run {run}" for run in runs] or [" ".join(job.entrypoint.split()[:2])]
-    about.append(f"process {job.driver_pid} on {job.driver_address.ip_address}")
-    submission = job.config.metadata.get("job_submission_id", "")
-    return f"job {submission or number} ({', '.join(filter(None, about))})"
 
 
 # What it may grow to

@@ -22,7 +22,7 @@ from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
 from raypipe.plan.schedule import shares
-from raypipe.rayext.admission import autoscaler_limits, claimed, claimed_by_others, holders
+from raypipe.rayext.admission import autoscaler_limits, claimed, claimed_by_others
 
 logger = logging.getLogger(__name__)
 
@@ -133,14 +133,12 @@ class Resources:
     Attributes:
         cpus, gpus: in all nodes that run, or that the autoscaler may add.
         free_cpus, free_gpus: of these, what nobody holds, and no run of another job has claimed.
-        holders: the other jobs that hold or have claimed the rest, for people.
     """
 
     cpus: float
     gpus: float
     free_cpus: float
     free_gpus: float
-    holders: str = ""
 
 
 def cluster_resources() -> Resources:
@@ -153,7 +151,7 @@ def cluster_resources() -> Resources:
         return most, most - held - promised[name]
 
     (cpus, free_cpus), (gpus, free_gpus) = of("CPU"), of("GPU")
-    return Resources(cpus, gpus, free_cpus, free_gpus, holders())
+    return Resources(cpus, gpus, free_cpus, free_gpus)
 
 
 @dataclass(frozen=True)
@@ -230,16 +228,15 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
             f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower {executions}"
             "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker, or add CPU nodes"
         )
-    who = f": {offer.holders}" if offer.holders else ""
     if needed > offer.free_cpus:
         raise ResourceError(
             f"the run needs {parts}; other jobs hold all but {max(0.0, offer.free_cpus):g} of the cluster's "
-            f"{offer.cpus:g} CPUs{who}. Wait for them, stop them (`ray job list`), or add CPU nodes"
+            f"{offer.cpus:g} CPUs. Wait for them, stop them (`ray job list`), or add CPU nodes"
         )
     if gpu and needed_workers > offer.free_gpus:
         raise ResourceError(
             f"the run needs {needed_workers} GPUs; other jobs hold all but {max(0.0, offer.free_gpus):g} of "
-            f"{offer.gpus:g}{who}. Wait for them or stop them (`ray job list`), or lower train.workers"
+            f"{offer.gpus:g}. Wait for them or stop them (`ray job list`), or lower train.workers"
         )
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
@@ -276,14 +273,14 @@ def preflight(
 
 @contextlib.contextmanager
 def reserved(
-    run: str, pool: PoolConfig, train: TrainConfig, per_step: int, check: Callable[[], None]
+    pool: PoolConfig, train: TrainConfig, per_step: int, check: Callable[[], None]
 ) -> Iterator[Allocation]:
     """A `preflight` whose trainers and smallest pool no other run can come between, as long as this lasts."""
     while True:
         found = preflight(pool, train, per_step, check)
         workers = found.min_workers or found.workers
         cpus = workers * found.cpus_per_worker + pool.least_actors * pool.cpus_per_actor
-        with claimed(run, cpus, workers if found.gpu else 0):
+        with claimed(cpus, workers if found.gpu else 0):
             try:  # of two that have claimed at one time, at least one sees the other
                 allocate(cluster_resources(), pool, train, per_step)
             except ResourceError:

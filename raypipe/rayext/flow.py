@@ -27,7 +27,7 @@ from ray.data._internal.execution.operators.task_pool_map_operator import TaskPo
 from ray.data._internal.stats import _StatsManager
 
 from raypipe.errors import ResourceError
-from raypipe.rayext.admission import holders, waited_for
+from raypipe.rayext.admission import waited_for
 from raypipe.rayext.cluster import is_local
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class PoolWatch(BackpressurePolicy):
             left = self._timeout_s - (now - self._progress[1])
             self._supervisor.note.remote(
                 f"no transform actor runs: {waiting} wait for {cpus:g} CPUs each; the run ends in {left:.0f} s "
-                f"(pool.stall_timeout_s){_who()}. Add CPU nodes, or stop other jobs (`ray job list`)",
+                f"(pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)",
                 "no_room",
             )
 
@@ -269,11 +269,6 @@ class PoolWatch(BackpressurePolicy):
                 f"the stream stands still: no micro-batch was finished for {self._timeout_s:g} s "
                 f"(pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} are waited for "
                 f"after they died, {info.pending} have not started; the cluster has {free:g} CPUs free"
-                f"{_who()}. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or see what the actors "
+                f". Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or see what the actors "
                 "do (ray stack)"
             )
-
-
-def _who() -> str:
-    who = holders()
-    return f"; {who}" if who else ""

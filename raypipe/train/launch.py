@@ -60,7 +60,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     with Interrupts() as interrupts:
         connect(log=run.log)
         interrupts.stand()
-        with reserved(run.name, run.pool, run.train, run.plan.per_step, interrupts.check) as allocation:
+        with reserved(run.pool, run.train, run.plan.per_step, interrupts.check) as allocation:
             spec.plan.check_workers(allocation.workers)
             check_memory(spec, allocation.max_actors, allocation.workers)
             interrupts.check()

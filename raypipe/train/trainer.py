@@ -25,7 +25,6 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import ResourceError
 from raypipe.failures import is_final
-from raypipe.rayext.admission import holders
 from raypipe.rayext.cluster import largest_divisor, started_here
 
 logger = logging.getLogger(__name__)
@@ -64,13 +63,12 @@ class BoundedScalingPolicy(ScalingPolicy):
         return super().make_decision_for_running_worker_group(*args, **options)  # type: ignore[safe-super]
 
     def _told(self, what: str) -> str:
-        """What is with the trainers, who holds what they need, and what to do."""
+        """What is with the trainers, and what to do."""
         config: Any = self.scaling_config
         workers = config.min_workers if config.elasticity_enabled else config.num_workers
         each = " and ".join(f"{n:g} {kind}" for kind, n in config._resources_per_worker_not_none.items() if n)
-        who = f": {who}" if (who := holders()) else ""
         return (
-            f"{workers} trainers of {each} each {what} (pool.stall_timeout_s){who}. Add nodes, or stop other jobs "
+            f"{workers} trainers of {each} each {what} (pool.stall_timeout_s). Add nodes, or stop other jobs "
             "(`ray job list`)"
         )
 

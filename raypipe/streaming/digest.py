@@ -1,7 +1,5 @@
 """The digest of a stream: one hash over index, label, pixels, masks and boxes of every micro-batch, in order; as a
-file, and compared with another stream's.
-
-Two streams are the same stream if their digests are equal, whatever pool, workers and history made them. The file:
+file, and compared with another stream's. Two streams are the same if their digests are, whatever made them.
 
     {"settings": {name: value}, "micro_batches": {"train-e0000-s000000-m000": 32 hex digits, …}}
 
@@ -80,20 +78,11 @@ class MicroBatchDigest:
     num_samples: int
 
 
-# Digests that a consumer hands on at a time: few enough to follow, many enough to cost nothing.
-_CHUNK = 16
-
-
-def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
+def _consume(iterator: DataIterator) -> Iterator[MicroBatchDigest]:
     from raypipe.streaming.rank_stream import host_batches
 
-    made = []
     for batch in host_batches(iterator):
-        made.append(MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum())))
-        if len(made) == _CHUNK:
-            yield made
-            made = []
-    yield made
+        yield MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum()))
 
 
 def iterate_digests(
@@ -113,7 +102,7 @@ def iterate_digests(
 
     consume: Any = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
     iterators = splits(spec, cursor, max_actors=max_actors, world_size=world_size)
-    ranks = [_digests_of(consume.remote(iterator)) for iterator in iterators]  # all begin now: none goes alone
+    ranks = [map(get, consume.remote(iterator)) for iterator in iterators]  # all begin now: none goes alone
     for at in spec.plan.micro_batches(cursor):
         rank = rank_of(at.micro, world_size)
         found = next(ranks[rank], None)
@@ -122,13 +111,8 @@ def iterate_digests(
             raise RaypipeError(f"rank {rank} expected {at}, the stream {got}")
         yield found
     for rank, left in enumerate(ranks):
-        for found in left:
+        if (found := next(left, None)) is not None:
             raise RaypipeError(f"rank {rank} expected the end, the stream brought {found.name}")
-
-
-def _digests_of(stream: Any) -> Iterator[MicroBatchDigest]:
-    for made in stream:
-        yield from get(made)
 
 
 @dataclass(frozen=True)
@@ -188,17 +172,21 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
 def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int) -> dict[str, Any]:
     """What a stream is made with, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
-    settings: dict[str, Any] = {
+    return {
         "plan": spec.plan.fingerprint,
         "store": spec.stores["train"].address,
-        "val": None if val is None else val.address,
-        "val.fingerprint": None if val is None else val.fingerprint,
+        "val": val and val.address,
+        "val.fingerprint": val and val.fingerprint,
         "left_out": len(spec.plan.kept["train"].left_out),
         "val.left_out": len(spec.plan.kept["val"].left_out),
+        **{f"plan.{name}": value for name, value in dataclasses.asdict(spec.plan.config).items()},
+        **{f"transform.{name}": value for name, value in dataclasses.asdict(spec.transform).items()},
+        "workers": workers,
+        "actors": actors,
+        "cache": spec.pool.cache,
+        "from_step": from_step,
+        "to_step": to_step,
+        **{f"version.{name}": version_of(name) for name in PACKAGES},
+        "version.python": platform.python_version(),
+        "machine": platform.machine(),
     }
-    for section, values in (("plan", spec.plan.config), ("transform", spec.transform)):
-        settings |= {f"{section}.{name}": value for name, value in dataclasses.asdict(values).items()}
-    settings |= {"workers": workers, "actors": actors, "cache": spec.pool.cache}
-    settings |= {"from_step": from_step, "to_step": to_step}
-    settings |= {f"version.{name}": version_of(name) for name in PACKAGES}
-    return settings | {"version.python": platform.python_version(), "machine": platform.machine()}

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,19 +109,16 @@ class Feed:
         self.cursor = start
         self.first_batch_s = 0.0
         self.num_bad = self.num_fallback = 0
-        self._supervisor = supervisor
-        self._start = start
+        self._spec, self._start, self._supervisor = spec, start, supervisor
         self._created = time.perf_counter()
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
         self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
-        self._spec = spec
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        clock = self._clocks["train"]
-        self._source = source = host_batches(iterator)
+        self._source: Any = host_batches(iterator)
         seed_of = self.plan.micro_batch_seed
-        self._batches: Iterator[Batch]
+        self._batches: Any  # an iterator of Batch
         # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.register(_close, weakref.ref(self))
@@ -130,30 +127,36 @@ class Feed:
             from raypipe.device.device_decode import DeviceDecoder
 
             decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
-            on_decoded = functools.partial(clock.add, "decode")
-            self._batches = decoded_on_device(source, decoder, seed_of, depth, on_decoded)
+            decoded = functools.partial(self._clocks["train"].add, "decode")
+            self._batches = decoded_on_device(self._source, decoder, seed_of, depth, decoded)
         else:
-            on_copied = functools.partial(clock.add, "transfer")
-            self._batches = on_device(source, self.device, seed_of, depth, on_copied=on_copied)
+            copied = functools.partial(self._clocks["train"].add, "transfer")
+            self._batches = on_device(self._source, self.device, seed_of, depth, on_copied=copied)
 
     def close(self) -> None:
         """End the stream where it stands. A feed that is iterated to its end, or is dropped, needs no closing."""
-        generators: tuple[Any, ...] = (self._batches, self._source)
-        for generator in generators:
+        for generator in (self._batches, self._source):
             with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
                 generator.close()
 
     def __iter__(self) -> Iterator[SegmentFeed]:
         for segment in self.plan.segments(self._start):
-            feed = SegmentFeed(self, segment)
-            yield feed
-            for _ in feed:  # what the consumer left over
+            steps = self._steps(segment)
+            yield SegmentFeed(**vars(segment), steps=steps)
+            for _ in steps:  # what the consumer left over
                 pass
             self._export()
             if segment.split == "val":
                 self.cursor = Cursor(segment.epoch + 1, 0, self.plan.fingerprint)
         # The stream's own end must be seen, or its execution would be left running.
         assert next(self._batches, None) is None, "the stream is longer than the plan"
+
+    def _steps(self, segment: Segment) -> Iterator[Step]:
+        for number in range(segment.first_step, segment.num_steps):
+            step = Step(segment.split, segment.epoch, number, self)
+            yield step
+            for _ in step:
+                pass
 
     def times(self, split: Split = "train") -> StageTimes:
         """What this rank has measured in segments of one split, the wait for the very first batch left out.
@@ -209,16 +212,15 @@ class Feed:
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
-        log_place(split=batch.at.split, epoch=batch.at.epoch, step=self.plan.global_step(batch.at))
+        split = expected.split
+        log_place(split=split, epoch=expected.epoch, step=self.plan.global_step(expected))
         if self.exported.is_due():
             self._export()
         self.num_bad += batch.num_bad
         self.num_fallback += batch.num_fallback
         self._judge(batch)
-        split = batch.at.split
-        self._counts[split] += StageTimes(
-            images=int((batch.index >= 0).sum()), read_s=batch.read_s, work_s=batch.work_s
-        )
+        num_images = int((batch.index >= 0).sum())
+        self._counts[split] += StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         if self.augment is not None:
             batch = self._augmented(batch, self.augment)
         augmented = mark(self.device)
@@ -229,16 +231,11 @@ class Feed:
     def _judge(self, batch: Batch) -> None:
         """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
         store = self._spec.stores[batch.at.split]
-        bad = [
-            {
-                "store": store.address,
-                "index": int(batch.index[row]),
-                "name": name_of(store, int(batch.index[row])),
-                "substitute": None,
-                "error": error,
-            }
-            for row, error in batch.failed.items()
-        ]
+        bad = []
+        for row, error in batch.failed.items():
+            index = int(batch.index[row])
+            where = {"store": store.address, "index": index, "name": name_of(store, index)}
+            bad.append({**where, "substitute": None, "error": error})
         if bad:
             record_bad(self._spec.quarantine, batch.at, bad, by="device")
             if self._spec.transform.on_bad_sample == "raise":
@@ -267,28 +264,14 @@ def _close(reference: weakref.ref[Feed]) -> None:
         feed.close()
 
 
-class SegmentFeed:
-    """This rank's share of one segment. Iterates over steps, and goes on where it was left.
+@dataclass(frozen=True)
+class SegmentFeed(Segment):
+    """This rank's share of one segment. Iterates over its steps, and goes on where it was left."""
 
-    Attributes:
-        split, epoch: of the segment.
-        first_step, num_steps: steps first_step … num_steps - 1 are delivered.
-    """
-
-    def __init__(self, feed: Feed, segment: Segment) -> None:
-        self.split, self.epoch = segment.split, segment.epoch
-        self.first_step, self.num_steps = segment.first_step, segment.num_steps
-        self._steps = self._iterate(feed)
+    steps: Iterator[Step] = field(repr=False)
 
     def __iter__(self) -> Iterator[Step]:
-        return self._steps
-
-    def _iterate(self, feed: Feed) -> Iterator[Step]:
-        for number in range(self.first_step, self.num_steps):
-            step = Step(feed, self.split, self.epoch, number)
-            yield step
-            for _ in step:
-                pass
+        return self.steps
 
 
 class Step:
@@ -298,7 +281,7 @@ class Step:
         split, epoch, number: the step's place.
     """
 
-    def __init__(self, feed: Feed, split: Split, epoch: int, number: int) -> None:
+    def __init__(self, split: Split, epoch: int, number: int, feed: Feed) -> None:
         self.split, self.epoch, self.number = split, epoch, number
         self._micros = range(feed.rank, feed.plan.config.per_step, feed.world_size)
         self._batches = self._iterate(feed)

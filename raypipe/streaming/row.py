@@ -1,7 +1,7 @@
 """The row of the stream, which is one micro-batch and one Ray block: its columns, dtypes and shapes.
 
 from the source   split int8; epoch, step, micro int64: its place, which is all that an actor needs that reads
-from a reader     the same; encoded, label and maybe mask, boxes, lists of B; null in a split left to the actors
+from a reader     the same; encoded, mask, boxes, label, lists of B; null in a split left to the actors
 from an actor     the same, (1,) each; image uint8 (1, B, H, W, 3), or, for the device to decode, the arrays of an
                   EncodedMicroBatch, each (1, …); of streams that have them, mask uint8 (1, B, H, W), boxes
                   float32 (1, B, K, 5); label, index int64 (1, B), weight float32 (1, B), num_bad int64 (1,),
@@ -32,8 +32,15 @@ _BINARIES = pa.list_(pa.large_binary())
 PLACE_SCHEMA = pa.schema(
     [("split", pa.int8()), ("epoch", pa.int64()), ("step", pa.int64()), ("micro", pa.int64())]
 )
-ENCODED_SCHEMA = pa.schema([*PLACE_SCHEMA, ("encoded", _BINARIES), ("label", pa.list_(pa.int64()))])
-TARGET_SCHEMA = pa.schema([*ENCODED_SCHEMA, ("mask", _BINARIES), ("boxes", _BINARIES)])
+READ_SCHEMA = pa.schema(
+    [
+        *PLACE_SCHEMA,
+        ("encoded", _BINARIES),
+        ("mask", _BINARIES),
+        ("boxes", _BINARIES),
+        ("label", pa.list_(pa.int64())),
+    ]
+)
 
 Read = tuple[list[EncodedSample], np.ndarray]
 """B samples, and labels int64 (B,); padding has no image, and label 0."""
@@ -68,9 +75,8 @@ def source_row(at: MicroBatchId, read: Read | None, schema: pa.Schema) -> pa.Tab
     if read is None:
         row += [None] * (len(schema) - len(row))
     else:
-        images, *columns = zip(*read[0], strict=True)
-        row += [images, read[1]]
-        row += [[as_bytes(value) for value in column] for column in columns if schema == TARGET_SCHEMA]
+        images, *targets = zip(*read[0], strict=True)
+        row += [images, *([as_bytes(value) for value in column] for column in targets), read[1]]
     arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -79,7 +85,7 @@ def read_of(table: pa.Table) -> Read | None:
     """What a reader has put into a row; None where it is left to the actor."""
     if "encoded" not in table.column_names or not table["encoded"][0].is_valid:
         return None
-    columns = [table[name][0].as_py() for name in ("encoded", "mask", "boxes") if name in table.column_names]
+    columns = [table[name][0].as_py() for name in ("encoded", "mask", "boxes")]
     samples = [EncodedSample(*sample) for sample in zip(*columns, strict=True)]
     return samples, np.asarray(table["label"][0].values)
 

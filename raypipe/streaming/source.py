@@ -23,12 +23,12 @@ from ray.data import Datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
-from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.errors import ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import PADDING, WHOLE, MicroBatchId, Plan, Share, Split
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
-from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, TARGET_SCHEMA, Read, read_samples, source_row
+from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, Read, read_samples, source_row
 from raypipe.transform.micro_batch import read_encoded
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ class MicroBatchSource(Datasource):
         self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
         self._share, self._targets = share, targets
         # To serialise lists, even of nothing, takes as long as all other columns.
-        self._schema = PLACE_SCHEMA
-        if readers:
-            self._schema = TARGET_SCHEMA if targets else ENCODED_SCHEMA
+        self._schema = READ_SCHEMA if readers else PLACE_SCHEMA
         self._total = plan.num_micro_batches(cursor, share)
         self._task_size = max(_TASK_SIZE, -(-self._total // _MAX_TASKS))
 
@@ -135,20 +133,16 @@ class MicroBatchSource(Datasource):
             raise ResourceError(error)
 
 
-# Rows per block that a plain read yields: 110 KB images make about 28 MB, well under Ray's 128 MiB target.
+# 110 KB images make blocks of about 28 MB, well under Ray's target of 128 MiB.
 _ROWS_PER_BLOCK = 256
 
 
-def read_lmdb(path: str, columns: list[str] | None = None, parallelism: int = -1) -> Dataset:
-    """Read an LMDB store as a plain Ray Data dataset, one row per sample, in stored order.
+def read_lmdb(path: str, columns: list[str] | None = None) -> Dataset:
+    """An LMDB store as a plain Ray Data dataset, one row per sample, in stored order, `image` as encoded bytes.
 
     Args:
         path: a `*.lmdb` file or a folder of them, or a URI of either.
         columns: columns to read; None = all.
-        parallelism: read tasks; -1 = 8, or one per sample where there are fewer.
-
-    Returns:
-        A Dataset with the columns asked for, `image` as encoded bytes.
 
     Raises:
         StoreError: not an LMDB store, or without one of the columns.
@@ -156,18 +150,11 @@ def read_lmdb(path: str, columns: list[str] | None = None, parallelism: int = -1
     store = open_store(path)
     if type(store).__name__ != "LMDBStore":
         raise StoreError(f"{path} is not an LMDB store: use raypipe.stream or ray.data.read_parquet")
-    missing = [name for name in columns or () if name not in store.columns]
-    if missing:
-        raise StoreError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(store.columns)}")
-    if parallelism != -1 and parallelism < 1:
-        raise ConfigError(f"parallelism must be -1 or at least 1, got {parallelism}")
-    wanted = tuple(columns) if columns else store.columns
+    wanted = tuple(columns or store.columns)
+    if missing := set(wanted) - set(store.columns):
+        raise StoreError(f"{path} has no column {min(missing)!r}; its columns are {', '.join(store.columns)}")
 
-    def read(block: dict[str, np.ndarray]) -> Iterator[pa.Table]:
-        for first in range(0, len(block["id"]), _ROWS_PER_BLOCK):
-            rows = store.read(block["id"][first : first + _ROWS_PER_BLOCK], wanted)
-            yield pa.table({name: pa.array(values) for name, values in rows.items()})
+    def read(block: dict[str, np.ndarray]) -> pa.Table:
+        return pa.table({name: pa.array(values) for name, values in store.read(block["id"], wanted).items()})
 
-    tasks = 8 if parallelism == -1 else parallelism
-    indices = ray.data.range(len(store), override_num_blocks=min(tasks, max(1, len(store))))
-    return indices.map_batches(read, batch_size=None)
+    return ray.data.range(len(store)).map_batches(read, batch_size=_ROWS_PER_BLOCK)

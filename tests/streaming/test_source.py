@@ -14,7 +14,7 @@ from ray import cloudpickle
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.errors import ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import PADDING, Plan, Split
 from raypipe.stores import open_store, open_writer
@@ -22,7 +22,7 @@ from raypipe.stores.base import Columns, Store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import feed
-from raypipe.streaming.row import ENCODED_SCHEMA, PLACE_SCHEMA, place_of
+from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, place_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
 
@@ -38,7 +38,7 @@ def store(size: int) -> MemoryStore:
 def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store]) -> list[dict[str, Any]]:
     [task] = MicroBatchSource(plan, cursor, readers).get_read_tasks(1)
     tables = list(task())
-    schema = ENCODED_SCHEMA if readers else PLACE_SCHEMA
+    schema = READ_SCHEMA if readers else PLACE_SCHEMA
     assert all(table.schema == task.schema == schema and table.num_rows == 1 for table in tables)
     assert task.metadata.num_rows == len(tables)
     return [row for table in tables for row in table.to_pylist()]
@@ -166,14 +166,9 @@ class TestReadLmdb:
         options = ray.data.DataContext.get_current().execution_options
         monkeypatch.setattr(options, "preserve_order", True)
 
-    @pytest.mark.parametrize(("parallelism", "blocks"), [(-1, 8), (1, 1), (3, 3)])
-    def test_rows_equal_the_store_in_its_order(self, wide: Path, parallelism: int, blocks: int) -> None:
-        dataset = read_lmdb(str(wide), parallelism=parallelism)
+    def test_rows_equal_the_store_in_its_order(self, wide: Path) -> None:
+        dataset = read_lmdb(str(wide))
         assert dataset.columns() == ["image", "label", "score", "name"]
-        dataset = dataset.materialize()
-        # A task yields a block per 256 rows; Ray may put small ones together, never those of two tasks.
-        assert dataset.num_blocks() >= blocks
-        assert dataset.count() == 700
         columns = open_store(wide).read(np.arange(700), ("image", "label", "score", "name"))
         found = dataset.take_all()
         assert {name: [row[name] for row in found] for name in columns} == {
@@ -181,7 +176,7 @@ class TestReadLmdb:
         }
 
     def test_only_the_columns_asked_for(self, wide: Path) -> None:
-        dataset = read_lmdb(str(wide), columns=["name", "label"], parallelism=2)
+        dataset = read_lmdb(str(wide), columns=["name", "label"])
         assert dataset.columns() == ["name", "label"]
         assert dataset.take(4) == [{"name": f"n{i}" if i % 3 == 0 else None, "label": i} for i in range(4)]
 
@@ -199,16 +194,8 @@ class TestReadLmdb:
                 for i in range(4):
                     writer.append({"image": b"x", "label": shard * 4 + i})
         monkeypatch.chdir(tmp_path)
-        found = read_lmdb("shards", columns=["label"], parallelism=5).take_all()
+        found = read_lmdb("shards", columns=["label"]).take_all()
         assert [row["label"] for row in found] == list(range(12))
-
-    def test_a_store_of_fewer_samples_than_tasks(self, tmp_path: Path) -> None:
-        with open_writer(tmp_path / "two.lmdb") as writer:
-            for i in range(2):
-                writer.append({"image": b"x", "label": i})
-        dataset = read_lmdb(str(tmp_path / "two.lmdb"), parallelism=16).materialize()
-        assert dataset.num_blocks() == 2
-        assert [row["label"] for row in dataset.take_all()] == [0, 1]
 
     def test_an_empty_store(self, tmp_path: Path) -> None:
         with open_writer(tmp_path / "empty.lmdb"):
@@ -232,9 +219,3 @@ def test_what_is_no_lmdb(stores: dict[str, Path], tmp_path: Path) -> None:
         read_lmdb(str(tmp_path / "text.lmdb"))
     with pytest.raises(StoreError, match="does not exist"):
         read_lmdb(str(tmp_path / "nothing.lmdb"))
-
-
-@pytest.mark.parametrize("parallelism", [0, -2])
-def test_a_parallelism_that_cannot_be(wide: Path, parallelism: int) -> None:
-    with pytest.raises(ConfigError, match=f"got {parallelism}"):
-        read_lmdb(str(wide), parallelism=parallelism)

@@ -37,7 +37,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from raypipe.config import PoolConfig
-from raypipe.rayext.admission import limits_of
+from raypipe.rayext.limits import limits_of
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

@@ -9,7 +9,7 @@ uses; one that is waited for although its actors are idle (a slow reader, a stra
 Ray Data grows a pool, and the cluster, as long as they are busy: a pool that only fills the buffer is, and a
 cluster that is busy with it gets more nodes of every type (ray#45331). Here PoolSizer decides instead. Actors that
 the cluster has no room for are pending; Ray's autoscaler adds nodes for them, and takes a node away that has had
-none for its idle time-out. While another run starts, no pool grows into what it has claimed.
+none for its idle time-out.
 
 Ray Data has no way to say so, but by what its executor calls to make its autoscalers: these are replaced, for
 executions that have our settings, in every process that reads them.
@@ -31,7 +31,6 @@ from ray.data._internal.cluster_autoscaler.resource_utilization_gauge import Rol
 from ray.data._internal.execution import streaming_executor
 
 from raypipe.config import PoolConfig
-from raypipe.rayext.admission import claimed_by_others
 
 if TYPE_CHECKING:
     from ray.data import DataContext
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 _RULES_KEY, _SUPERVISOR_KEY = "raypipe.size_rules", "raypipe.autoscaler.supervisor"
 _PERIOD_S = 0.1
 _RESERVE_S = 10.0
-# Longer than clouds take to bring a node up.
-_PATIENCE_S = 600.0
 
 # Share of the actors that must be at work for more of them to help.
 _BUSY = 0.8
@@ -113,10 +110,8 @@ class PoolAutoscaler(DefaultActorAutoscaler):
 
     def __init__(self, topology: Any, resource_manager: Any, *, config: Any, rules: PoolConfig, supervisor: Any):
         self._rules, self._supervisor = rules, supervisor
-        now = time.monotonic()
         self._sizer: PoolSizer | None = None  # until the first micro-batch is there
-        self._looked_at = now
-        self._pending_since, self._told = now, False
+        self._looked_at = time.monotonic()
         self._target: int | None = None
         super().__init__(topology, resource_manager, config=config)
         *_, (self._last_op, self._last) = topology.items()
@@ -132,20 +127,16 @@ class PoolAutoscaler(DefaultActorAutoscaler):
         if now - self._looked_at < _PERIOD_S:
             return ActorPoolScalingRequest.no_op()
         self._looked_at = now
-        pending = actor_pool.num_pending_actors()
-        self._tell_of_pending(pending, now)
         if not op.metrics.num_task_outputs_generated:  # the first actors are only starting
             return ActorPoolScalingRequest.no_op()
         if self._sizer is None:
             self._sizer = PoolSizer(self._rules, now)
-        running = actor_pool.num_running_actors()
+        running, pending = actor_pool.num_running_actors(), actor_pool.num_pending_actors()
         decision = self._sizer.observe(
             now, waiting=self._waiting(), active=actor_pool.num_active_actors(), running=running, pending=pending
         )
         size = running + pending
         if decision is not None:
-            if decision.size > size and claimed_by_others()["CPU"]:
-                return ActorPoolScalingRequest.no_op()  # the next decision comes in some seconds
             self._target = decision.size
             self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")
             if decision.size > size:
@@ -177,16 +168,6 @@ class PoolAutoscaler(DefaultActorAutoscaler):
         if ranks == 1:
             return float(not queue.has_next())
         return sum(not queue.has_next(rank) for rank in range(ranks)) / ranks
-
-    def _tell_of_pending(self, pending: int, now: float) -> None:
-        if not pending:
-            self._pending_since, self._told = now, False
-        elif not self._told and now - self._pending_since > _PATIENCE_S:
-            self._told = True
-            self._supervisor.scaled.remote(
-                f"{pending} transform actors have waited for CPUs for {now - self._pending_since:.0f} s: the "
-                "cluster adds no nodes for them (see `ray status`); set pool.max_actors to what it can hold"
-            )
 
 
 class ReservingAutoscaler(RateBasedClusterAutoscaler):

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
 from raypipe.plan.schedule import shares
-from raypipe.rayext.admission import autoscaler_limits, claimed, claimed_by_others
+from raypipe.rayext.limits import autoscaler_limits
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Resources:
 
     Attributes:
         cpus, gpus: in all nodes that run, or that the autoscaler may add.
-        free_cpus, free_gpus: of these, what nobody holds, and no run of another job has claimed.
+        free_cpus, free_gpus: of these, what nobody holds.
     """
 
     cpus: float
@@ -144,11 +143,11 @@ class Resources:
 def cluster_resources() -> Resources:
     """The resources of the connected cluster, with what its autoscaler may add where it says so."""
     total, free = ray.cluster_resources(), ray.available_resources()
-    limit, promised = autoscaler_limits(), claimed_by_others()
+    limit = autoscaler_limits()
 
     def of(name: str) -> tuple[float, float]:
         most, held = max(total.get(name, 0.0), limit.get(name, 0.0)), total.get(name, 0.0) - free.get(name, 0.0)
-        return most, most - held - promised[name]
+        return most, most - held
 
     (cpus, free_cpus), (gpus, free_gpus) = of("CPU"), of("GPU")
     return Resources(cpus, gpus, free_cpus, free_gpus)
@@ -269,23 +268,3 @@ def preflight(
             if "other jobs hold" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def reserved(
-    pool: PoolConfig, train: TrainConfig, per_step: int, check: Callable[[], None]
-) -> Iterator[Allocation]:
-    """A `preflight` whose trainers and smallest pool no other run can come between, as long as this lasts."""
-    while True:
-        found = preflight(pool, train, per_step, check)
-        workers = found.min_workers or found.workers
-        cpus = workers * found.cpus_per_worker + pool.least_actors * pool.cpus_per_actor
-        with claimed(cpus, workers if found.gpu else 0):
-            try:  # of two that have claimed at one time, at least one sees the other
-                allocate(cluster_resources(), pool, train, per_step)
-            except ResourceError:
-                pass
-            else:
-                yield found
-                return
-        time.sleep(random.uniform(0.1, 1.0))  # both may have seen each other

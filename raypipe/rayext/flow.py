@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.data._internal.execution import streaming_executor_state
 from ray.data._internal.execution.backpressure_policy import (
     ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
@@ -27,7 +28,6 @@ from ray.data._internal.execution.operators.task_pool_map_operator import TaskPo
 from ray.data._internal.stats import _StatsManager
 
 from raypipe.errors import ResourceError
-from raypipe.rayext.admission import waited_for
 from raypipe.rayext.cluster import is_local
 
 if TYPE_CHECKING:
@@ -204,8 +204,8 @@ class PoolWatch(BackpressurePolicy):
         now = time.monotonic()
         self._looked_at, self._whole_since = now, now
         self._progress = (0, now)
-        # An actor ran, or none was queued for CPUs, and whether it was said that none runs.
-        self._some_ran_at, self._queued_since, self._told = now, now, False
+        # When an actor ran, or none was queued for CPUs; and whether it was said that none runs.
+        self._queued_since, self._told = now, False
 
     def can_add_input(self, op: Any) -> bool:
         now = time.monotonic()
@@ -241,19 +241,15 @@ class PoolWatch(BackpressurePolicy):
         waiting = info.pending + info.restarting
         cpus = op._actor_pool.per_actor_resource_usage().cpu or 0.0
         if info.running:
-            if self._told:
-                after = now - self._some_ran_at
-                self._supervisor.note.remote(f"transform actors run again, after {after:.0f} s", "no_room")
-            self._some_ran_at = self._queued_since = now
-            self._told = False
-        elif not waiting or cpus not in waited_for():  # they start
+            self._queued_since, self._told = now, False
+        elif not waiting or cpus not in _waited_for():  # they start
             self._queued_since = now
         elif not self._told and now - self._queued_since > _QUEUE_S:
             self._told = True
             left = self._timeout_s - (now - self._progress[1])
             self._supervisor.note.remote(
                 f"no transform actor runs: {waiting} wait for {cpus:g} CPUs each; the run ends in {left:.0f} s "
-                f"(pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)",
+                "(pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)",
                 "no_room",
             )
 
@@ -272,3 +268,10 @@ class PoolWatch(BackpressurePolicy):
                 f". Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or see what the actors "
                 "do (ray stack)"
             )
+
+
+def _waited_for() -> set[float]:
+    """Of how many CPUs each there are actors that no node has room for."""
+    worker: Any = ray._private.worker.global_worker
+    waiting = get_cluster_resource_state(worker.gcs_client).pending_resource_requests
+    return {each.request.resources_bundle.get("CPU", 0.0) for each in waiting}

@@ -20,7 +20,6 @@ from raypipe.metrics import prometheus as telemetry
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
 from raypipe.rayext import autoscaler, flow
-from raypipe.rayext.admission import free_cpus
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.flow import InFlight
 from raypipe.stores.base import Store
@@ -58,10 +57,10 @@ def in_flight(pool: PoolConfig, world_size: int = 1, share: Share = WHOLE) -> In
 def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfig, int]:
     """The pool of one execution, which may grow to its share of the actors of all; and how many it begins with.
 
-    These are as many as there is room for now, beside other runs. More nodes come when ranks wait.
+    These are as many as there is room for now. More nodes come when ranks wait.
     """
     pool = replace(pool, executions=1, max_actors=max(share.of(max_actors), pool.min_actors))
-    room = int(free_cpus() / pool.cpus_per_actor + 1e-9)
+    room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
     return pool, min(max(share.of(room), pool.min_actors), pool.max_actors)
 
 

@@ -14,7 +14,7 @@ from raypipe.config import AugmentConfig, RunConfig
 from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, progress
 from raypipe.pages.report import write_report
-from raypipe.rayext.cluster import Allocation, connect, reserved
+from raypipe.rayext.cluster import Allocation, connect, preflight
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
@@ -60,20 +60,20 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     with Interrupts() as interrupts:
         connect(log=run.log)
         interrupts.stand()
-        with reserved(run.pool, run.train, run.plan.per_step, interrupts.check) as allocation:
-            spec.plan.check_workers(allocation.workers)
-            check_memory(spec, allocation.max_actors, allocation.workers)
-            interrupts.check()
-            # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
-            set_aside(run_uri, found)
-            if stop_was_asked:
-                remove_stop(run_uri)
-            store_config(run, run_uri)
-            progress(logger, describe(run, spec, allocation, run_uri))
-            try:
-                result = _fit(run, spec, allocation, num_classes, run_uri, lease, interrupts)
-            finally:
-                _leave_traces(run_uri)
+        allocation = preflight(run.pool, run.train, run.plan.per_step, interrupts.check)
+        spec.plan.check_workers(allocation.workers)
+        check_memory(spec, allocation.max_actors, allocation.workers)
+        interrupts.check()
+        # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
+        set_aside(run_uri, found)
+        if stop_was_asked:
+            remove_stop(run_uri)
+        store_config(run, run_uri)
+        progress(logger, describe(run, spec, allocation, run_uri))
+        try:
+            result = _fit(run, spec, allocation, num_classes, run_uri, lease, interrupts)
+        finally:
+            _leave_traces(run_uri)
     train_s = result["train_s"] or 1.0  # of a run that has not trained
     return {
         "val_accuracy": result["val_accuracy"],

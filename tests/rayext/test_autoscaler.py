@@ -6,17 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.config import PoolConfig
-from raypipe.rayext import autoscaler
-from raypipe.rayext.admission import Amounts
-from raypipe.rayext.autoscaler import Decision, PoolAutoscaler, PoolSizer
+from raypipe.rayext.autoscaler import Decision, PoolSizer
 
 RULES = PoolConfig(min_actors=1, max_actors=16, grow_after_s=5, shrink_after_s=60)
 BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
@@ -52,34 +48,6 @@ def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_tr
         assert not [
             text for text in texts["slow"] if "→" in text
         ]  # beside: its first actor had to wait for a node
-
-
-def test_a_pool_does_not_grow_into_what_another_run_has_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    claims, said = Amounts(CPU=2), list[str]()
-    monkeypatch.setattr(autoscaler, "claimed_by_others", lambda: claims)
-    scaler: Any = object.__new__(PoolAutoscaler)  # its sizes are Ray Data's to know: this is about the decision
-    scaler._looked_at = scaler._pending_since = float("-inf")
-    scaler._told, scaler._target, scaler._waiting = False, None, lambda: 1.0
-    scaler._sizer = SimpleNamespace(observe=lambda *_, **__: Decision(4, "the ranks waited"))
-    scaler._supervisor = SimpleNamespace(scaled=SimpleNamespace(remote=said.append))
-    pool = SimpleNamespace(
-        current_size=lambda: 2,
-        min_size=lambda: 1,
-        num_pending_actors=lambda: 0,
-        num_running_actors=lambda: 2,
-        num_active_actors=lambda: 2,
-    )
-    op = SimpleNamespace(
-        has_completed=lambda: False, _inputs_complete=False, metrics=SimpleNamespace(num_task_outputs_generated=9)
-    )
-
-    def asked_for() -> int:
-        scaler._looked_at = float("-inf")
-        return scaler._derive_target_scaling_config(pool, op, None).delta
-
-    assert asked_for() == 0 and not said
-    claims.clear()
-    assert asked_for() == 2 and said == ["2 → 4 transform actors: the ranks waited"]
 
 
 # The rule

@@ -8,8 +8,8 @@ import yaml
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
-from raypipe.rayext.admission import limits_of
 from raypipe.rayext.cluster import Allocation, Resources, allocate, cluster_resources
+from raypipe.rayext.limits import limits_of
 
 
 def idle(cpus: float, gpus: float = 0) -> Resources:

@@ -136,7 +136,7 @@ def told(watch: Watch, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, int
     """
     pool = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
     for seconds, running, restarting, queued in looks:
-        monkeypatch.setattr(flow, "waited_for", lambda queued=queued: {1.0} if queued else set())
+        monkeypatch.setattr(flow, "_waited_for", lambda queued=queued: {1.0} if queued else set())
         info = SimpleNamespace(running=running, restarting=restarting, pending=0)
         op = SimpleNamespace(_actor_pool=pool, get_actor_info=lambda info=info: info)
         watch._tell_of_none(op, watch._progress[1] + seconds)
@@ -150,7 +150,6 @@ def test_actors_that_are_all_lost_and_have_no_room_are_told_of_at_once_and_once(
     assert told(Watch(Pool()), monkeypatch, (9, 2, 0, False), *looks, (30, 1, 1, True)) == [
         "no transform actor runs: 2 wait for 1 CPUs each; the run ends in 48 s (pool.stall_timeout_s). "
         "Add CPU nodes, or stop other jobs (`ray job list`)",
-        "transform actors run again, after 21 s",
     ]
 
 

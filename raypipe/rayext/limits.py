@@ -1,0 +1,83 @@
+"""What the connected cluster may grow to: the most of each resource, as its autoscaler's configuration has it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+
+from raypipe.storage.whole_file import read_text
+
+logger = logging.getLogger(__name__)
+
+_OF_RAY_UP = "~/ray_bootstrap_config.yaml"
+_MAX_BYTES = 1 << 20
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def limits_of(config: dict[str, Any]) -> dict[str, float]:
+    """The most of each resource that a cluster may have. Pure.
+
+    Args:
+        config: a cluster YAML as dicts and lists: available_node_types, head_node_type, max_workers.
+    """
+    head = config["head_node_type"]
+    groups = config["available_node_types"]
+    most: dict[str, float] = {}
+    for name in {name for group in groups.values() for name in group.get("resources", {})}:
+        left = int(config.get("max_workers", 0))
+        total = float(groups[head].get("resources", {}).get(name, 0))
+        # The richest nodes first, as many as the cluster may have in all.
+        for group in sorted(groups.values(), key=lambda group: -group.get("resources", {}).get(name, 0)):
+            if group is not groups[head] or group.get("max_workers"):
+                num = min(left, int(group.get("max_workers", left)))
+                total += num * group.get("resources", {}).get(name, 0)
+                left -= num
+        most[name] = total
+    return most
+
+
+def autoscaler_limits() -> dict[str, float]:
+    """The most of each resource that the connected cluster may grow to; empty where nothing says so.
+
+    Ray can tell, but its open-source autoscalers never tell it. A driver on the head, where `ray job submit` puts
+    it, finds the configuration that the cluster was started with in one of these places:
+
+        RAYPIPE_AUTOSCALING_CONFIG       a cluster YAML, by its path
+        ~/ray_bootstrap_config.yaml      the one that `ray up` leaves on the head
+        the RayCluster of this pod       on Kubernetes, from its API server
+    """
+    told = ray._private.state.state.get_max_resources_from_cluster_config()
+    if told:
+        return {name: float(amount) for name, amount in told.items()}
+    path = os.environ.get("RAYPIPE_AUTOSCALING_CONFIG", "")
+    if not path:
+        here = ray.get_runtime_context().get_node_id()
+        head = [node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
+        if here not in head:
+            return {}
+        path = str(Path(_OF_RAY_UP).expanduser())
+        if not Path(path).is_file():
+            return _of_kubernetes()
+    return limits_of(yaml.safe_load(read_text(path, _MAX_BYTES)))
+
+
+def _of_kubernetes() -> dict[str, float]:
+    name = os.environ.get("RAY_CLUSTER_NAME", "")
+    if not name or not _NAMESPACE_FILE.is_file():
+        return {}
+    from ray.autoscaler._private.kuberay import autoscaling_config, node_provider
+
+    try:
+        client = node_provider.KubernetesHttpApiClient(namespace=_NAMESPACE_FILE.read_text().strip())
+        cluster = client.get(f"rayclusters/{name}")
+        if not cluster["spec"].get("enableInTreeAutoscaling"):
+            return {}
+        return limits_of(autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster))
+    except Exception as error:  # whatever a client of another system raises; the run can do without its answer
+        logger.warning("the API server does not tell what RayCluster %s may grow to: %s", name, error)
+        return {}

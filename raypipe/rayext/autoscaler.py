@@ -12,7 +12,7 @@ the cluster has no room for are pending; Ray's autoscaler adds nodes for them, a
 none for its idle time-out.
 
 Ray Data has no way to say so, but by what its executor calls to make its autoscalers: these are replaced, for
-executions that have our settings, in every process that reads them.
+executions that have our settings, in every process that reads them: what they name imports this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from raypipe.config import PoolConfig
 if TYPE_CHECKING:
     from ray.data import DataContext
 
-_RULES_KEY, _SUPERVISOR_KEY = "raypipe.size_rules", "raypipe.autoscaler.supervisor"
+POOL_KEY, SUPERVISOR_KEY = "raypipe.pool", "raypipe.supervisor"
+"""Settings of Ray Data's context that hold the PoolConfig of an execution, and the handle of its Supervisor."""
+
 _PERIOD_S = 0.1
 _RESERVE_S = 10.0
 
@@ -46,12 +48,6 @@ _CALM = 0.05
 # Actors that are left beside the busy ones when the pool shrinks. Busy ones are λ·t by Little's law; how many are
 # busy at once varies about that.
 _SPARE = 1.25
-
-
-def configure(context: DataContext, rules: PoolConfig, supervisor: Any) -> None:
-    """Make executions under this context follow rules, and tell the supervisor what they decide."""
-    context.set_config(_RULES_KEY, rules)
-    context.set_config(_SUPERVISOR_KEY, supervisor)
 
 
 @dataclass(frozen=True)
@@ -185,17 +181,17 @@ _rays_cluster_autoscaler = streaming_executor.create_cluster_autoscaler
 
 def _create_actor_autoscaler(topology: Any, resource_manager: Any, config: Any) -> Any:
     context = next(iter(topology)).data_context
-    rules = context.get_config(_RULES_KEY)
+    rules = context.get_config(POOL_KEY)
     if rules is None:
         return _rays_actor_autoscaler(topology, resource_manager, config)
-    supervisor = context.get_config(_SUPERVISOR_KEY)
+    supervisor = context.get_config(SUPERVISOR_KEY)
     return PoolAutoscaler(topology, resource_manager, config=config, rules=rules, supervisor=supervisor)
 
 
 def _create_cluster_autoscaler(
     topology: Any, resource_manager: Any, data_context: DataContext, *, execution_id: str
 ) -> Any:
-    if data_context.get_config(_RULES_KEY) is None:
+    if data_context.get_config(POOL_KEY) is None:
         return _rays_cluster_autoscaler(topology, resource_manager, data_context, execution_id=execution_id)
     return ReservingAutoscaler(
         list(topology),

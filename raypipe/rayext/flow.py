@@ -27,13 +27,15 @@ from ray.data._internal.execution.operators.base_physical_operator import Intern
 from ray.data._internal.execution.operators.task_pool_map_operator import TaskPoolMapOperator
 from ray.data._internal.stats import _StatsManager
 
+from raypipe.config import PoolConfig
 from raypipe.errors import ResourceError
+from raypipe.rayext.autoscaler import POOL_KEY, SUPERVISOR_KEY
 from raypipe.rayext.cluster import is_local
 
 if TYPE_CHECKING:
     from ray.data import DataContext
 
-_LIMIT_KEY, _SUPERVISOR_KEY, _TIMEOUT_KEY = "raypipe.in_flight", "raypipe.supervisor", "raypipe.stall_timeout_s"
+_LIMIT_KEY = "raypipe.in_flight"
 
 # Seconds between two looks for finished tasks. Ray Data looks every 0.1 s, whatever the pace: micro-batches of
 # tiny images would wait in its queues for most of the time. From queue to consumer one needs about three looks.
@@ -59,9 +61,9 @@ class InFlight:
 
 
 def configure(
-    context: DataContext, in_flight: InFlight, actors: int, reads: bool, supervisor: Any, stall_timeout_s: float
+    context: DataContext, pool: PoolConfig, in_flight: InFlight, actors: int, reads: bool, supervisor: Any
 ) -> None:
-    """Make executions under this context flow so.
+    """Make executions under this context flow so, and size their pools by the rules of `autoscaler`.
 
     Args:
         in_flight: micro-batches beyond the reader, at most.
@@ -70,8 +72,8 @@ def configure(
     """
     _without_stats_actor()
     context.set_config(_LIMIT_KEY, in_flight)
-    context.set_config(_SUPERVISOR_KEY, supervisor)
-    context.set_config(_TIMEOUT_KEY, stall_timeout_s)
+    context.set_config(POOL_KEY, pool)
+    context.set_config(SUPERVISOR_KEY, supervisor)
     limit = in_flight.limit(actors)
     # In this order: one that says no ends the round.
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, [PoolWatch, InFlightPolicy])
@@ -199,8 +201,8 @@ class PoolWatch(BackpressurePolicy):
 
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any) -> None:
         super().__init__(data_context, topology, resource_manager)
-        self._supervisor = data_context.get_config(_SUPERVISOR_KEY)
-        self._timeout_s = data_context.get_config(_TIMEOUT_KEY)
+        self._supervisor = data_context.get_config(SUPERVISOR_KEY)
+        self._timeout_s = data_context.get_config(POOL_KEY).stall_timeout_s
         now = time.monotonic()
         self._looked_at, self._whole_since = now, now
         self._progress = (0, now)

@@ -19,7 +19,7 @@ from raypipe.errors import ConfigError, ResourceError
 from raypipe.metrics import prometheus as telemetry
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
-from raypipe.rayext import autoscaler, flow
+from raypipe.rayext import flow
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.flow import InFlight
 from raypipe.stores.base import Store
@@ -122,8 +122,7 @@ def dataset(
     context.raise_original_map_exception = True
     context.issue_detectors_config.detectors = []  # one warns of memory=0 below; flow.PoolWatch ends what hangs
     context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
-    flow.configure(context, limit, actors, bool(spec.readers()), supervisor, pool.stall_timeout_s)
-    autoscaler.configure(context, pool, supervisor)
+    flow.configure(context, pool, limit, actors, bool(spec.readers()), supervisor)
     telemetry.configure(context, spec.run, spec.log)
     source = MicroBatchSource(spec.plan, cursor, spec.readers(), supervisor, share, spec.transform.target_columns)
     with ray.data.DataContext.current(context):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 import ray.data
+from ray import cloudpickle
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 from ray.data._internal.stats import _StatsManager
 
@@ -47,7 +48,7 @@ def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_
 @pytest.mark.usefixtures("ray_cluster")
 def test_executions_under_the_context_and_no_others_read_their_metadata_themselves() -> None:
     context = ray.data.DataContext.get_current().copy()
-    flow.configure(context, InFlight(2), 1, reads=False, supervisor=None, stall_timeout_s=60.0)
+    flow.configure(context, PoolConfig(), InFlight(2), 1, reads=False, supervisor=None)
     for chosen, is_inline in ((context, True), (ray.data.DataContext.get_current(), False)):
         with ray.data.DataContext.current(chosen):
             dataset: Any = ray.data.range(1)
@@ -55,6 +56,19 @@ def test_executions_under_the_context_and_no_others_read_their_metadata_themselv
             assert next(rows)["id"].tolist() == [0]
             assert isinstance(dataset._current_executor._metadata_fetcher, InlineMetadataFetcher) == is_inline
             assert next(rows, None) is None
+
+
+def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: Path) -> None:
+    context = ray.data.DataContext.get_current().copy()
+    flow.configure(context, PoolConfig(), InFlight(2), 1, reads=False, supervisor=None)
+    (tmp_path / "context").write_bytes(cloudpickle.dumps(context))
+    code = (
+        "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'));"
+        "print(sys.modules['ray.data._internal.execution.streaming_executor'].create_actor_autoscaler.__module__)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "context")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["raypipe.rayext.autoscaler"]
 
 
 @pytest.mark.cluster
@@ -109,7 +123,7 @@ class Watch(PoolWatch):
             "raypipe.supervisor": SimpleNamespace(
                 note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text))
             ),
-            "raypipe.stall_timeout_s": 60.0,
+            "raypipe.pool": PoolConfig(stall_timeout_s=60.0),
         }
         super().__init__(SimpleNamespace(get_config=settings.__getitem__), {}, None)
         self.pool = pool

@@ -200,8 +200,9 @@ class Kept:
 class KeptOrder:
     """An order of what is left of a store: one of the kept samples, by number, and which they are."""
 
-    def __init__(self, order: GlobalOrder | StoredOrder | WindowOrder, kept: Kept) -> None:
-        self.order, self.kept, self.size = order, kept, order.size
+    def __init__(self, order: Order, kept: Kept) -> None:
+        self.order, self.kept = order, kept
+        self.size: int = order.size
 
     def indices(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Sample indices in the store, int64, at int64 positions of an epoch."""

@@ -169,19 +169,15 @@ class Plan:
                 f"{train.address} has {num_train} samples{beside}, fewer than one step of "
                 f"{config.per_step} x {config.micro_batch}: lower plan.micro_batch or plan.per_step"
             )
-        shuffle = config.shuffle
         groups = None if train.groups is None else kept["train"].numbers(train.groups)
+        shuffle = config.shuffle
         if shuffle == "auto":
             shuffle = "global" if groups is None else "window"
-        order: GlobalOrder | StoredOrder | WindowOrder
+        order: Order = GlobalOrder(num_train, config.seed) if shuffle == "global" else StoredOrder(num_train)
         window_groups = 0
-        if shuffle == "global":
-            order = GlobalOrder(num_train, config.seed)
-        elif shuffle == "off":
-            order = StoredOrder(num_train)
-        elif groups is None:
-            raise ConfigError(f"{train.address} is not read in groups: use plan.shuffle=global")
-        else:
+        if shuffle == "window":
+            if groups is None:
+                raise ConfigError(f"{train.address} is not read in groups: use plan.shuffle=global")
             window_groups = config.window_groups or default_window_groups(groups)
             order = WindowOrder(groups, config.seed, window_groups)
         parts = [
@@ -197,9 +193,9 @@ class Plan:
         ]
         if len(left_out):
             parts.append(hashlib.blake2b(left_out.tobytes()).hexdigest())
+            order = KeptOrder(order, kept["train"])
         fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
-        train_order = KeptOrder(order, kept["train"]) if len(left_out) else order
-        return Plan(config, train_order, num_train, num_val, fingerprint, kept)
+        return Plan(config, order, num_train, num_val, fingerprint, kept)
 
     def until(self, step: int) -> Plan:
         """This plan, cut off before a training step, counted through all epochs.
@@ -327,8 +323,3 @@ class Plan:
 @lru_cache(maxsize=8)
 def _sample_domain(seed: int, split: Split, epoch: int) -> np.ndarray:
     return derive_keys(2, seed, Domain.SAMPLE, _SPLIT_CODE[split], epoch)
-
-
-def rank_of(micro: int, world_size: int) -> int:
-    """The rank that gets micro-batch m of a step."""
-    return micro % world_size

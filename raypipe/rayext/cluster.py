@@ -213,9 +213,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     per_worker = train.cpus_per_worker if train is not None else 0.0
     if workers and not per_worker:
         # Trainers of a machine with few CPUs share what the smallest pool leaves them.
-        per_worker = min(1.0, math.floor(max(0.0, offer.cpus - pool_cpus) / needed_workers * 100) / 100)
-        if per_worker <= 0:
-            per_worker = 1.0
+        per_worker = min(1.0, math.floor(max(0.0, offer.cpus - pool_cpus) / needed_workers * 100) / 100) or 1.0
     needed = needed_workers * per_worker + pool_cpus
     parts = (
         f"{needed_workers} trainers x {per_worker:g} CPUs + {pool.least_actors} transform actors x "
@@ -227,16 +225,15 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
             f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower {executions}"
             "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker, or add CPU nodes"
         )
-    if needed > offer.free_cpus:
-        raise ResourceError(
-            f"the run needs {parts}; other jobs hold all but {max(0.0, offer.free_cpus):g} of the cluster's "
-            f"{offer.cpus:g} CPUs. Wait for them, stop them (`ray job list`), or add CPU nodes"
-        )
-    if gpu and needed_workers > offer.free_gpus:
-        raise ResourceError(
-            f"the run needs {needed_workers} GPUs; other jobs hold all but {max(0.0, offer.free_gpus):g} of "
-            f"{offer.gpus:g}. Wait for them or stop them (`ray job list`), or lower train.workers"
-        )
+    for num, what, free, total, kind in (
+        (needed, parts, offer.free_cpus, offer.cpus, "CPU"),
+        (needed_workers * gpu, f"{needed_workers} GPUs", offer.free_gpus, offer.gpus, "GPU"),
+    ):
+        if num > free:
+            raise ResourceError(
+                f"the run needs {what}; other jobs hold all but {max(0.0, free):g} of the cluster's {total:g} "
+                f"{kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
+            )
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
     min_workers = needed_workers if needed_workers < workers else 0

@@ -24,7 +24,6 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.failures import get
 from raypipe.lookup import version_of
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import rank_of
 from raypipe.storage.whole_file import read_json, write_json
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def iterate_digests(
     iterators = splits(spec, cursor, max_actors=max_actors, world_size=world_size)
     ranks = [map(get, consume.remote(iterator)) for iterator in iterators]  # all begin now: none goes alone
     for at in spec.plan.micro_batches(cursor):
-        rank = rank_of(at.micro, world_size)
+        rank = at.micro % world_size
         found = next(ranks[rank], None)
         if found is None or found.name != str(at):
             got = "ended" if found is None else f"brought {found.name}"

@@ -1,6 +1,4 @@
-"""StreamSpec: everything that fixes a stream, and the pool that makes it; a plain value that pickles, built on the
-driver. `raypipe.streaming.pipeline` runs it.
-"""
+"""What a stream is, as a plain value that pickles, built on the driver; `raypipe.streaming.pipeline` runs it."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ class StreamSpec:
         transform: decode and bad-sample settings.
         pool: the actor pool.
         quarantine: URI of the folder that records bad samples; empty = log only.
-        run: name of the run, for metrics and logs.
-        log: format of its log lines.
+        run, log: name of the run, and format of its log lines, for metrics and logs.
     """
 
     plan: Plan
@@ -87,13 +84,13 @@ class StreamSpec:
         train_store = open_store(train) if isinstance(train, str | Path) else train
         val_store = open_store(val) if isinstance(val, str | Path) else val
         stores: dict[Split, Store] = {"train": train_store}
-        transforms: dict[Split, Transform] = {
-            "train": transform.train if train_transform == "" else train_transform
-        }
         if val_store is not None and plan_config.val_every:
             stores["val"] = val_store
-            transforms["val"] = transform.val if val_transform == "" else val_transform
-        transforms = {split: without_files(chosen) for split, chosen in transforms.items()}
+        chosen: dict[Split, Transform] = {
+            "train": transform.train if train_transform == "" else train_transform,
+            "val": transform.val if val_transform == "" else val_transform,
+        }
+        transforms = {split: without_files(chosen[split]) for split in stores}
         check_transforms(transform, transforms, stores)
         return StreamSpec(
             plan=Plan.of(
@@ -144,14 +141,7 @@ def micro_batch_transform(
     store_address: str = "",
     **options: Any,
 ) -> MicroBatchTransform:
-    """The transform of a split's micro-batches.
-
-    Args:
-        transform: for `build_transform`, or the user's own.
-        config: all of its settings.
-        probe: see `Images`.
-        store_address: named in errors and records.
-        options: `exact`, `sample_name` and `cache` of `MicroBatchTransform`.
+    """The transform of a split's micro-batches, see `MicroBatchTransform`, which gets the options, and `Images`.
 
     Raises:
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.

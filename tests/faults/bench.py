@@ -32,7 +32,6 @@ from rich.table import Table
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch, HostBatch
 from raypipe.plan.cursor import CURSOR_FILE
-from raypipe.plan.schedule import rank_of
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import feed
@@ -169,7 +168,7 @@ def train_fn(config: dict[str, Any]) -> None:
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as path:
             seen = json.loads((Path(path) / "seen.json").read_text())
-        rows = [row for row in seen if rank_of(int(row[0][-3:]), stream.world_size) == stream.rank]
+        rows = [row for row in seen if int(row[0][-3:]) % stream.world_size == stream.rank]
     steps = 0
     for segment in stream:
         for step in segment:

@@ -16,7 +16,7 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import WindowOrder
-from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Segment, Split, rank_of, shares
+from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Segment, Split, shares
 from raypipe.stores.memory import MemoryStore
 
 
@@ -128,7 +128,7 @@ def test_ranks_of_every_world_size_share_each_step_evenly_and_interleave_to_the_
     stream, per_step = whole(plan), plan.config.per_step
     for world_size in (w for w in range(1, per_step + 1) if per_step % w == 0):
         plan.check_workers(world_size)
-        shares = [[at for at in stream if rank_of(at.micro, world_size) == rank] for rank in range(world_size)]
+        shares = [[at for at in stream if at.micro % world_size == rank] for rank in range(world_size)]
         assert {len(share) for share in shares} == {len(stream) // world_size}
         assert [at for turn in zip(*shares, strict=True) for at in turn] == stream
 
@@ -461,7 +461,7 @@ def test_the_shares_put_together_are_the_stream_from_any_cursor_on(
         # In the order of the stream, and each to the rank that it has in a single execution.
         ranks = range(share.index, world_size, executions)
         assert stream == [at for number, at in enumerate(whole) if number % world_size in ranks]
-        assert all(rank_of(at.micro, world_size) == ranks[n % len(ranks)] for n, at in enumerate(stream))
+        assert all(at.micro % world_size == ranks[n % len(ranks)] for n, at in enumerate(stream))
         first = data.draw(st.integers(0, len(stream)))
         assert list(plan.micro_batches(cursor, first, share)) == stream[first:]
     assert sorted(map(str, whole)) == sorted(str(at) for stream in streams for at in stream)

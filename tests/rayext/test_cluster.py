@@ -110,7 +110,7 @@ def test_cpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
 
 
 def test_gpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
-    with pytest.raises(ResourceError, match=r"needs 2 GPUs; other jobs hold all but 1 of 2"):
+    with pytest.raises(ResourceError, match=r"needs 2 GPUs; other jobs hold all but 1 of the cluster's 2 GPUs"):
         share(Resources(8, 2, 8, 1), TrainConfig(workers=2), 2)
 
 

@@ -14,10 +14,9 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.streaming.digest import batch_digest
-from raypipe.streaming.guard import BadSampleBudget, record_bad
 from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import TransformWorker
+from raypipe.streaming.worker import BadSampleBudget, TransformWorker, record_bad
 
 from conftest import picture  # isort: skip
 

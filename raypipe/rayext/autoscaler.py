@@ -76,29 +76,28 @@ class PoolSizer:
         seen = (now - self._at) * np.array([1, waiting, active, running])
         self._at, self._growth, self._calm = now, self._growth + seen, self._calm + seen
         rules, size = self._rules, running + pending
-        decision = None
         if self._growth[0] >= rules.grow_after_s:
             seconds, waited, worked, ran = self._growth.tolist()
             self._growth = np.zeros(4)
             if waited > rules.grow_wait * seconds:
                 self._calm = np.zeros(4)
                 if not pending and worked > _BUSY * ran and size < rules.max_actors:
-                    decision = Decision(
+                    return Decision(
                         min(rules.max_actors, max(size + 1, math.floor(size * rules.grow_factor))),
                         f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, and "
                         f"{worked / ran:.0%} of the actors were busy",
                     )
-        if decision is None and self._calm[0] >= rules.shrink_after_s:
+        if self._calm[0] >= rules.shrink_after_s:
             seconds, waited, worked, _ = self._calm.tolist()
             self._calm = np.zeros(4)
             enough = max(rules.min_actors, math.ceil(worked / seconds * _SPARE))
             if enough < size and waited <= _CALM * seconds:
-                decision = Decision(
+                return Decision(
                     enough,
                     f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, in which "
                     f"{worked / seconds:.1f} actors were busy",
                 )
-        return decision
+        return None
 
 
 class PoolAutoscaler(DefaultActorAutoscaler):

@@ -32,15 +32,8 @@ _BINARIES = pa.list_(pa.large_binary())
 PLACE_SCHEMA = pa.schema(
     [("split", pa.int8()), ("epoch", pa.int64()), ("step", pa.int64()), ("micro", pa.int64())]
 )
-READ_SCHEMA = pa.schema(
-    [
-        *PLACE_SCHEMA,
-        ("encoded", _BINARIES),
-        ("mask", _BINARIES),
-        ("boxes", _BINARIES),
-        ("label", pa.list_(pa.int64())),
-    ]
-)
+_READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": pa.list_(pa.int64())}
+READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
 
 Read = tuple[list[EncodedSample], np.ndarray]
 """B samples, and labels int64 (B,); padding has no image, and label 0."""

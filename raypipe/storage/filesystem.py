@@ -11,10 +11,7 @@ environment of each process, so on a cluster every node has them:
 
 An address holds no credentials: it is printed, logged and kept with the run. One that does is refused.
 
-    RAYPIPE_STORAGE_ATTEMPTS   attempts at a request, for S3; 8
-    RAYPIPE_STORAGE_CONNECT_S  seconds for a connection, for S3; 5
-    RAYPIPE_STORAGE_TIMEOUT_S  seconds without a byte after which a request is tried again, for S3; 20
-    RAYPIPE_STORAGE_RETRY_S    seconds for a request with all its attempts, for Google; 120
+RAYPIPE_STORAGE_ATTEMPTS is the number of attempts at a request, for S3; 8.
 """
 
 from __future__ import annotations
@@ -39,12 +36,10 @@ _AZURE_FORMS = "az://container/path, or abfs://container@account.dfs.core.window
 
 # A throttled request waits half a second before its second attempt, and up to 20 s before a later one: the eighth
 # comes after half a minute on average.
-_DEFAULTS = {
-    "RAYPIPE_STORAGE_ATTEMPTS": 8,
-    "RAYPIPE_STORAGE_CONNECT_S": 5,
-    "RAYPIPE_STORAGE_TIMEOUT_S": 20,
-    "RAYPIPE_STORAGE_RETRY_S": 120,
-}
+_ATTEMPTS = 8
+_CONNECT_S = 5
+_SILENT_S = 20  # without a byte, after which a request is tried again
+_GOOGLE_RETRY = timedelta(minutes=2)  # for a request with all its attempts
 # Scheme → its kind of file system.
 _KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 # Where credentials stand, instead of in an address.
@@ -196,12 +191,7 @@ def _filesystem(
 
 
 class S3FileSystem(pyarrow.fs.S3FileSystem):
-    """pyarrow's, which keeps its retries when it is pickled: pyarrow's own forgets them, and Ray Train pickles it.
-
-    Args:
-        options: of pyarrow's, without `retry_strategy`.
-        attempts: at each request.
-    """
+    """pyarrow's own forgets its retries when it is pickled, as Ray Train does; this one keeps them."""
 
     def __init__(self, options: dict[str, Any], attempts: int) -> None:
         strategy = pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
@@ -214,8 +204,8 @@ class S3FileSystem(pyarrow.fs.S3FileSystem):
 
 def _s3(bucket: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
     options: dict[str, Any] = {
-        "connect_timeout": _setting("RAYPIPE_STORAGE_CONNECT_S"),
-        "request_timeout": _setting("RAYPIPE_STORAGE_TIMEOUT_S"),
+        "connect_timeout": _CONNECT_S,
+        "request_timeout": _SILENT_S,
         "allow_delayed_open": True,  # a small object is then one request, not three
     }
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
@@ -232,44 +222,31 @@ def _s3(bucket: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
         # A server of one's own has no regions, and AWS must be asked which one the bucket is in.
         own = "endpoint_override" in options
         options["region"] = region or ("us-east-1" if own else pyarrow.fs.resolve_s3_region(bucket))
-    return S3FileSystem(options, int(_setting("RAYPIPE_STORAGE_ATTEMPTS")))
+    attempts = os.environ.get("RAYPIPE_STORAGE_ATTEMPTS") or str(_ATTEMPTS)
+    if not attempts.isdecimal() or int(attempts) < 1:
+        raise ConfigError(f"RAYPIPE_STORAGE_ATTEMPTS must be a number of at least 1, got {attempts!r}")
+    return S3FileSystem(options, int(attempts))
 
 
 def _gcs(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
-    retry = timedelta(seconds=_setting("RAYPIPE_STORAGE_RETRY_S"))
     options: dict[str, Any] = given
-    return pyarrow.fs.GcsFileSystem(anonymous=host.startswith("anonymous@"), retry_time_limit=retry, **options)
+    anonymous = host.startswith("anonymous@")
+    return pyarrow.fs.GcsFileSystem(anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY, **options)
 
 
 def _azure(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
-    environment = os.environ.get
     container, at, server = host.partition("@")
-    account = environment("AZURE_STORAGE_ACCOUNT") or environment("AZURE_STORAGE_ACCOUNT_NAME") or ""
-    if at:
-        account = server.partition(".")[0]
+    account = server.partition(".")[0] if at else os.environ.get("AZURE_STORAGE_ACCOUNT")
     if not account:
         raise ConfigError(f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are {_AZURE_FORMS}")
     options: dict[str, Any] = dict(given)
     if "scheme" in options:
         options["blob_storage_scheme"] = options["dfs_storage_scheme"] = options.pop("scheme")
-    key = environment("AZURE_STORAGE_KEY") or environment("AZURE_STORAGE_ACCOUNT_KEY")
-    if key:
+    if key := os.environ.get("AZURE_STORAGE_KEY"):
         options["account_key"] = key
-    elif environment("AZURE_STORAGE_SAS_TOKEN"):
-        options["sas_token"] = environment("AZURE_STORAGE_SAS_TOKEN")
-    if not hasattr(pyarrow.fs, "AzureFileSystem"):
-        raise ConfigError("this pyarrow is built without Azure: install the one of PyPI or conda-forge")
+    elif token := os.environ.get("AZURE_STORAGE_SAS_TOKEN"):
+        options["sas_token"] = token
     return pyarrow.fs.AzureFileSystem(account, **options)
-
-
-def _setting(name: str) -> float:
-    text = os.environ.get(name) or _DEFAULTS[name]
-    value = 0.0
-    with contextlib.suppress(ValueError):
-        value = float(text)
-    if not value > 0:
-        raise ConfigError(f"{name} must be a positive number, got {text!r}")
-    return value
 
 
 @contextlib.contextmanager

@@ -93,14 +93,12 @@ def test_s3_options_of_the_address_come_before_the_environments(monkeypatch: pyt
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", "3")
-    monkeypatch.setenv("RAYPIPE_STORAGE_CONNECT_S", "1.5")
-    monkeypatch.setenv("RAYPIPE_STORAGE_TIMEOUT_S", "7")
     address = "s3://bucket/a?endpoint_override=localhost:1&scheme=https"
     filesystem, path = open_filesystem(address)
     made = pyarrow.fs.S3FileSystem.__reduce__(filesystem)[1][0]
     assert path == "bucket/a"
     assert (made["endpoint_override"], made["scheme"], made["region"]) == ("localhost:1", "https", "eu-west-1")
-    assert (made["connect_timeout"], made["request_timeout"], filesystem.attempts) == (1.5, 7, 3)
+    assert filesystem.attempts == 3
 
 
 def test_s3_keeps_its_retries_through_pickling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +117,12 @@ def test_another_environment_makes_another_filesystem(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("scheme", ["gs", "gcs"])
-def test_gs_is_google_with_a_limit_for_retries(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYPIPE_STORAGE_RETRY_S", "45")
+def test_gs_is_google_with_a_limit_for_retries(scheme: str) -> None:
     address = f"{scheme}://anonymous@bucket/a/b?endpoint_override=localhost:1&scheme=http&project_id=mine"
     filesystem, path = open_filesystem(address)
     assert type(filesystem) is pyarrow.fs.GcsFileSystem and path == "bucket/a/b"
     made = filesystem.__reduce__()[1][0]
-    assert made["retry_time_limit"] == timedelta(seconds=45) and made["anonymous"]
+    assert made["retry_time_limit"] == timedelta(minutes=2) and made["anonymous"]
     assert (made["endpoint_override"], made["scheme"], made["project_id"]) == ("localhost:1", "http", "mine")
 
 
@@ -218,10 +215,10 @@ def test_errors_show_addresses_without_credentials_as_they_are(text: str) -> Non
     assert str(StoreError(text)) == text
 
 
-@pytest.mark.parametrize("value", ["x", "0", "-1", "nan"])
+@pytest.mark.parametrize("value", ["x", "0", "-1", "1.5"])
 def test_a_wrong_setting(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", value)
-    with pytest.raises(ConfigError, match=rf"RAYPIPE_STORAGE_ATTEMPTS must be a positive number, got '{value}'"):
+    with pytest.raises(ConfigError, match=rf"STORAGE_ATTEMPTS must be a number of at least 1, got '{value}'"):
         open_filesystem("s3://bucket?region=us-east-1")
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
@@ -93,30 +91,22 @@ def opened(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
 
 
 def download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
-    """Yield an object's bytes from `start` to its end, in order, while those that follow are being read.
+    """Yield an object's bytes from `start` to its end, in order, several parts read at a time.
 
     Raises:
         StoreError: it is gone, is another one now, or cannot be read.
     """
-    ranges = ((at, min(PART_BYTES, wanted.num_bytes - at)) for at in range(start, wanted.num_bytes, PART_BYTES))
-    under_way: deque[tuple[int, Future[bytes]]] = deque()
-    with opened(wanted.address) as (source, found):
+    at_once = _NUM_AHEAD * PART_BYTES
+    with opened(wanted.address) as (source, found), ThreadPoolExecutor(_NUM_AHEAD) as pool:
         wanted.check_same(found)
-        pool = ThreadPoolExecutor(_NUM_AHEAD)
-        try:
-            while True:
-                for at, num_bytes in itertools.islice(ranges, _NUM_AHEAD - len(under_way)):
-                    under_way.append((num_bytes, pool.submit(source.read_at, num_bytes, at)))
-                if not under_way:
-                    break
-                num_bytes, part = under_way.popleft()
-                data = part.result()
+        for first in range(start, wanted.num_bytes, at_once):
+            starts = range(first, min(first + at_once, wanted.num_bytes), PART_BYTES)
+            sizes = [min(PART_BYTES, wanted.num_bytes - at) for at in starts]
+            for num_bytes, data in zip(sizes, pool.map(source.read_at, sizes, starts), strict=True):
                 if len(data) != num_bytes:
                     raise OSError("it has become shorter while it was read")
                 yield data
                 progress()
-        finally:
-            pool.shutdown(cancel_futures=True)
     wanted.check_same(look_up(wanted.address))  # ranges of two objects would make a third
 
 

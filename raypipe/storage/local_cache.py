@@ -148,13 +148,16 @@ class LocalCache:
         data, lock = folder / "data", folder / "lock"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            with locked(lock):
+                if not _is_whole(data, file):
+                    self._make_room(file, lock)
+                    _fetch(file, folder)
+                return _Open(opener(data), data.stat().st_ino, lock)
         except OSError as error:
-            raise StoreError(f"{folder} cannot be made: {error}; set RAYPIPE_CACHE to another folder") from error
-        with locked(lock):
-            if not _is_whole(data, file):
-                self._make_room(file, lock)
-                _fetch(file, folder)
-            return _Open(opener(data), data.stat().st_ino, lock)
+            raise StoreError(
+                f"{folder} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
+                "RAYPIPE_CACHE to another disk"
+            ) from error
 
     def _make_room(self, file: RemoteFile, lock: Path) -> None:
         """Evict shards until this one fits, and reserve its room."""
@@ -223,36 +226,30 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
     It is written in order, so that its length tells how far it came, and hashed as it arrives.
 
     Raises:
-        StoreError: it is gone, is another one now, cannot be read, or does not have the digest that was recorded;
-            or the disk is full. What has arrived stays, for the next one who tries.
+        StoreError: it is gone, is another one now, cannot be read, or does not have the digest that was recorded.
+        OSError: the disk is full. What has arrived stays, for the next one who tries.
     """
     # By the machine's start: what was written before its power failed may be missing, in whatever place.
     partial = folder / f"partial-{boot_id()}"
     logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
-    try:
-        for old in {folder / "data", *folder.glob("partial-*")} - {partial}:
-            old.unlink(missing_ok=True)
-        with partial.open("ab+") as target:
-            target.seek(0)
-            digest = hash_of(target)
-            for part in download(file, target.tell()):
-                target.write(part)
-                target.flush()
-                digest.update(part)
-            os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
-            os.fsync(target.fileno())
-        if file.digest and digest.hexdigest() != file.digest:
-            partial.unlink()
-            raise StoreError(
-                f"{file.address} has the checksum {digest.hexdigest()}, and was written with {file.digest}: "
-                "it is damaged; ingest it again"
-            )
-        partial.replace(folder / "data")
-    except OSError as error:
+    for old in {folder / "data", *folder.glob("partial-*")} - {partial}:
+        old.unlink(missing_ok=True)
+    with partial.open("ab+") as target:
+        target.seek(0)
+        digest = hash_of(target)
+        for part in download(file, target.tell()):
+            target.write(part)
+            target.flush()
+            digest.update(part)
+        os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
+        os.fsync(target.fileno())
+    if file.digest and digest.hexdigest() != file.digest:
+        partial.unlink()
         raise StoreError(
-            f"{folder} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set RAYPIPE_CACHE "
-            "to another disk"
-        ) from error
+            f"{file.address} has the checksum {digest.hexdigest()}, and was written with {file.digest}: it is "
+            "damaged; ingest it again"
+        )
+    partial.replace(folder / "data")
 
 
 def _close_evicted(cache: weakref.ref[LocalCache]) -> None:

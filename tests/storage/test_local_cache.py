@@ -332,7 +332,7 @@ def test_settings_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_folder_that_cannot_be_made_is_one_error(put: Put, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"cannot be made: .*set RAYPIPE_CACHE to another folder"):
+    with pytest.raises(StoreError, match=r"cannot be written to: .*or set RAYPIPE_CACHE to another disk"):
         content_of(LocalCache(tmp_path / "file" / "shards"), put())
 
 

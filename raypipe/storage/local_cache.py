@@ -161,6 +161,7 @@ class LocalCache:
 
     def _make_room(self, file: RemoteFile, lock: Path) -> None:
         """Evict shards until this one fits, and reserve its room."""
+        os.truncate(lock, 0)  # two that were broken off and want the room of each other would wait for ever
         while True:
             with locked(self._folder / ".lock"):
                 others = set(self._folder.glob("*/lock")) - {lock}

@@ -44,27 +44,22 @@ if TYPE_CHECKING:
     from raypipe.streaming.source import read_lmdb as read_lmdb
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
-_HOME = {
-    "AugmentConfig": "config",
-    "Cursor": "plan.schedule",
-    "Plan": "plan.schedule",
-    "PlanConfig": "config",
-    "PoolConfig": "config",
-    "RaypipeError": "errors",
-    "StrengthConfig": "config",
-    "StreamSpec": "streaming.spec",
-    "TransformConfig": "config",
-    "connect": "rayext.cluster",
-    "describe": "commands.inspection",
-    "feed": "streaming.handover",
-    "ingest": "commands.ingest",
-    "open_store": "stores",
-    "prefetch": "device.prefetcher",
-    "preview": "commands.preview",
-    "read_lmdb": "streaming.source",
-    "stream": "streaming.pipeline",
-    "verify": "commands.inspection",
+_NAMES = {
+    "commands.ingest": ["ingest"],
+    "commands.inspection": ["describe", "verify"],
+    "commands.preview": ["preview"],
+    "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "StrengthConfig", "TransformConfig"],
+    "device.prefetcher": ["prefetch"],
+    "errors": ["RaypipeError"],
+    "plan.schedule": ["Cursor", "Plan"],
+    "rayext.cluster": ["connect"],
+    "stores": ["open_store"],
+    "streaming.handover": ["feed"],
+    "streaming.pipeline": ["stream"],
+    "streaming.source": ["read_lmdb"],
+    "streaming.spec": ["StreamSpec"],
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

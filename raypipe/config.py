@@ -21,7 +21,6 @@ _AT_LEAST_0 = ("at least 0", lambda value: value >= 0)
 AtLeast1 = Annotated[int, ("at least 1", lambda value: value >= 1)]
 AtLeastMinus1 = Annotated[int, ("at least -1", lambda value: value >= -1)]
 Positive = Annotated[float, ("positive", lambda value: value > 0)]
-MoreThan1 = Annotated[float, ("more than 1", lambda value: value > 1)]
 Share = Annotated[float, ("in [0, 1]", lambda value: 0 <= value <= 1)]
 BelowOne = Annotated[float, ("in [0, 1)", lambda value: 0 <= value < 1)]
 
@@ -106,9 +105,8 @@ class TransformConfig:
 
     Attributes:
         train: preset (none, light, heavy, center, resize, flip-crop, small, tv-light, autoaugment, randaugment,
-            trivialaugment, augmix); or `module:function`; or a list of Albumentations transforms,
-            `[{NAME: {argument: value, …}}, …]`; or a file of such a list (*.yaml, *.json), or of what
-            albumentations.save writes, a local path or a URI. docs/transforms.md has more.
+            trivialaugment, augmix); `module:function`; a list of Albumentations transforms,
+            `[{NAME: {argument: value, …}}, …]`; or a file or URI of such a list. docs/transforms.md has more.
         val: the same, for validation.
         size: side of the images that the presets make, pixels.
         decode: "cpu": actors decode and transform. "gpu": they cut nothing, encoded bytes go to the training
@@ -182,7 +180,6 @@ class PoolConfig:
         grow_wait: share of the time for which ranks may wait for the stream before the pool, and with it the
             cluster, grows; it does so only while its actors are busy.
         grow_after_s: seconds over which that is measured, and the least between two growths.
-        grow_factor: the pool grows to so many times its size at once.
         shrink_after_s: seconds without waiting after which actors that have nothing to do are given back.
         prefer_nodes: `label=value` of the Ray nodes that actors take first; where those have no room, or there are
             none, they take any other with free CPUs. Empty = any node.
@@ -206,7 +203,6 @@ class PoolConfig:
     cpus_per_actor: Positive = 1.0
     grow_wait: Share = 0.5
     grow_after_s: Positive = 5.0
-    grow_factor: MoreThan1 = 2.0
     shrink_after_s: Positive = 60.0
     prefer_nodes: str = "raypipe=transform"
     in_flight: int = 0
@@ -327,7 +323,6 @@ class TrainConfig:
             plan.per_step, 1 without GPUs.
         min_workers: elastic training, with as many workers as the cluster has room for, from this number up to
             `workers`, and that divide plan.per_step; 0 = always `workers`.
-        resize_every_s: seconds between two looks for room, where training is elastic.
         gpu: train on GPUs; "auto" = when the cluster has any.
         cpus_per_worker: CPUs that Ray reserves for each; 0 = 1, or less where CPUs are short.
         amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 there, off on CPU.
@@ -357,7 +352,6 @@ class TrainConfig:
     label_smoothing: BelowOne = 0.1
     workers: int = 0
     min_workers: int = 0
-    resize_every_s: Positive = 60.0
     gpu: Literal["auto", "yes", "no"] = "auto"
     cpus_per_worker: float = 0.0
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"

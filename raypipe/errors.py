@@ -18,13 +18,12 @@ import re
 
 # What stands before a host: a login, whose password may hold slashes, but for anonymous@ and Azure's container@.
 _LOGIN = re.compile(r"://[^\s@/:]*:\S*@|(?<!abfs)(?<!abfss)://(?!anonymous@)[^\s@/]+@")
-# The value of an option that raypipe does not know, such as a token's `sig`, or that holds a login.
-_KNOWN = "endpoint_override|scheme|region|anonymous|project_id|blob_storage_authority|dfs_storage_authority"
-_OPTION = re.compile(rf"(?<=[?&])(?!(?:{_KNOWN})=[^\s&@]*(?:[\s&]|$))([\w.-]+=)[^\s&'\"]+")
+# The value of an option, such as a token's `sig`.
+_OPTION = re.compile(r"(?<=[?&])([\w.-]+=)[^\s&'\"]+")
 
 
 def without_credentials(text: str) -> str:
-    """A text with … in place of the logins and the unknown options of addresses in it."""
+    """A text with … in place of the logins and the options of addresses in it."""
     return _OPTION.sub(r"\1…", _LOGIN.sub("://…@", text))
 
 

@@ -23,8 +23,6 @@ STAGES = ("wait", "transfer", "decode", "augment", "compute")
 _ROOT = logging.getLogger("raypipe")
 # They write to standard error by handlers of their own.
 _RAYS_OWN = ("ray.data", "ray.train")
-# (logger, handler of ours, handler of theirs that it stands in for)
-_replaced: list[tuple[logging.Logger, logging.Handler, logging.Handler]] = []
 # Of this process: it is at one place of one run.
 _place: dict[str, Any] = {}
 
@@ -63,7 +61,7 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
     """Set the format of this process's lines, and what is known of where it is: run, rank.
 
     Text lines are left to the handlers of whoever owns the process, and have no place. With JSON, lines that Ray
-    Data and Ray Train write to this process's standard error are the same.
+    Data and Ray Train write to this process's standard error are the same, from then on.
     """
     ours = _json_handler()
     if log == "json" and ours is None:
@@ -74,10 +72,6 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
         _ROOT.removeHandler(ours)
         _ROOT.setLevel(logging.NOTSET)
         _ROOT.propagate = True
-        while _replaced:
-            owner, stand_in, theirs = _replaced.pop()
-            owner.removeHandler(stand_in)
-            owner.addHandler(theirs)
     if log == "json":
         _take_over_rays()
     log_place(**place)
@@ -95,7 +89,6 @@ def _take_over_rays() -> None:
                 ours.filters = theirs.filters
                 owner.removeHandler(theirs)
                 owner.addHandler(ours)
-                _replaced.append((owner, ours, theirs))
 
 
 def log_place(**place: Any) -> None:

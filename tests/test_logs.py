@@ -120,13 +120,10 @@ def test_lines_that_ray_data_writes_by_a_handler_of_its_own_are_json_too(
         theirs.error("it ended")
         theirs.error("not shown", extra={"hide": True})
         shown = lines(capsys.readouterr().err)
-        configure_logs("text")
-        assert set(theirs.handlers) == {*before, handler}
-        theirs.error("as before")
     finally:
         theirs.handlers = before
     assert {(line["run"], line["logger"]) for line in shown} == {("mine", "ray.data")}
-    assert "it ended" in {line["message"] for line in shown} and stream.getvalue() == "as before\n"
+    assert "it ended" in {line["message"] for line in shown} and not stream.getvalue()
 
 
 def test_a_value_that_json_does_not_know_is_written_as_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def _instrument(name: str) -> Any:
 
 
 class _Recorder:
-    """Records metrics of a run, under further labels that do not change."""
+    """Records metrics of a run, by their names without raypipe_, under labels that partly do not change."""
 
     def __init__(self, run: str, **labels: str) -> None:
         self._labels = {"run": run, **labels}
@@ -101,20 +101,23 @@ class _Recorder:
         values = {**self._labels, **labels}
         return {label: values[label] for label in METRICS[name].labels}
 
-    def _add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+    def _add(self, amounts: Mapping[str, float], **labels: str) -> None:
         """Count up; by nothing, if there is nothing to count."""
-        if amount > 0:
-            _instrument(name).inc(amount, self._tags(name, labels))
+        for name, amount in amounts.items():
+            if amount > 0:
+                _instrument(f"raypipe_{name}").inc(amount, self._tags(f"raypipe_{name}", labels))
 
-    def _reach(self, name: str, total: float, **labels: str) -> None:
-        """Count up to a running total of the caller's, which starts at 0."""
-        key = (name, *labels.values())
-        before = self._totals.get(key, 0.0)
-        self._add(name, total - before, **labels)
-        self._totals[key] = max(total, before)
+    def _reach(self, totals: Mapping[str, float], **labels: str) -> None:
+        """Count up to running totals of the caller's, which start at 0."""
+        for name, total in totals.items():
+            key = (name, *labels.values())
+            before = self._totals.get(key, 0.0)
+            self._add({name: total - before}, **labels)
+            self._totals[key] = max(total, before)
 
-    def _set(self, name: str, value: float, **labels: str) -> None:
-        _instrument(name).set(value, self._tags(name, labels))
+    def _set(self, values: Mapping[str, float], **labels: str) -> None:
+        for name, value in values.items():
+            _instrument(f"raypipe_{name}").set(value, self._tags(f"raypipe_{name}", labels))
 
 
 class TrainerMetrics(_Recorder):
@@ -131,18 +134,11 @@ class TrainerMetrics(_Recorder):
         return time.monotonic() - self._recorded_at >= _PERIOD_S
 
     def learnt(self, **values: float) -> None:
-        """What to show from now on, by names of metrics without raypipe_: trainer_loss, validation_accuracy, …"""
+        """What to show from now on: trainer_loss, validation_accuracy, …"""
         self._learnt |= values
 
     def record(
-        self,
-        times: Mapping[Split, StageTimes],
-        *,
-        first_batch_s: float,
-        steps: int,
-        step: int,
-        epoch: int,
-        strength: float,
+        self, times: Mapping[Split, StageTimes], *, first_batch_s: float, steps: int, **of_run: float
     ) -> None:
         """Record where this rank stands.
 
@@ -150,20 +146,16 @@ class TrainerMetrics(_Recorder):
             times: of each split, since the rank started.
             first_batch_s: from the building of the feed to its first batch.
             steps: since the rank started.
-            step, epoch: of the cursor; step through all epochs.
-            strength: of the augmentation.
+            of_run: what is the same for all ranks, as of `learnt`.
         """
         self._recorded_at = time.monotonic()
         for split, of in times.items():
-            self._reach("raypipe_trainer_images_total", of.images, split=split)
-            for stage in STAGES:
-                self._reach(f"raypipe_trainer_{stage}_seconds_total", getattr(of, f"{stage}_s"), split=split)
-        self._reach("raypipe_trainer_steps_total", steps)
-        self._set("raypipe_trainer_first_batch_seconds", first_batch_s)
+            seconds = {f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s") for stage in STAGES}
+            self._reach(seconds | {"trainer_images_total": of.images}, split=split)
+        self._reach({"trainer_steps_total": steps})
+        self._set({"trainer_first_batch_seconds": first_batch_s})
         if self._rank == 0:
-            of_run = {"trainer_step": step, "trainer_epoch": epoch, "trainer_augment_strength": strength}
-            for name, value in (of_run | self._learnt).items():
-                self._set(f"raypipe_{name}", value)
+            self._set(of_run | self._learnt)
 
 
 class ActorMetrics(_Recorder):
@@ -171,17 +163,18 @@ class ActorMetrics(_Recorder):
 
     def made(self, split: Split, *, read_s: float, work_s: float, bad: list[dict[str, Any]]) -> None:
         """A micro-batch is made: how long reading took, and all of it; a record per bad sample of it."""
-        substituted = sum(record["substitute"] is not None for record in bad)
-        self._add("raypipe_actor_micro_batches_total", split=split)
-        self._add("raypipe_actor_read_seconds_total", read_s, split=split)
-        self._add("raypipe_actor_work_seconds_total", work_s, split=split)
-        self._add("raypipe_bad_samples_total", len(bad), split=split)
-        self._add("raypipe_substituted_samples_total", substituted, split=split)
+        amounts = {
+            "actor_micro_batches_total": 1,
+            "actor_read_seconds_total": read_s,
+            "actor_work_seconds_total": work_s,
+            "bad_samples_total": len(bad),
+            "substituted_samples_total": sum(record["substitute"] is not None for record in bad),
+        }
+        self._add(amounts, split=split)
 
     def looked_up(self, split: Split, *, hits: int, misses: int) -> None:
         """A micro-batch was looked up in the node's cache: so many samples were there, and were not."""
-        self._add("raypipe_cache_hits_total", hits, split=split)
-        self._add("raypipe_cache_misses_total", misses, split=split)
+        self._add({"cache_hits_total": hits, "cache_misses_total": misses}, split=split)
 
 
 class FaultMetrics(_Recorder):
@@ -189,7 +182,7 @@ class FaultMetrics(_Recorder):
 
     def happened(self, kind: Fault) -> None:
         """Something went wrong."""
-        self._add("raypipe_stream_faults_total", kind=kind)
+        self._add({"stream_faults_total": 1}, kind=kind)
 
 
 def configure(context: DataContext, run: str, log: LogFormat) -> None:
@@ -228,11 +221,10 @@ class StreamMetrics(_Recorder):
             self._show(pool, pool.num_active_tasks() + waiting, waiting, actors)
 
     def _show(self, pool: Any, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
-        self._reach("raypipe_stream_micro_batches_total", pool.metrics.num_task_outputs_generated)
-        self._set("raypipe_stream_in_flight", in_flight)
-        self._set("raypipe_stream_waiting", waiting)
+        self._reach({"stream_micro_batches_total": pool.metrics.num_task_outputs_generated})
+        self._set({"stream_in_flight": in_flight, "stream_waiting": waiting})
         for state in ("running", "restarting", "pending"):
-            self._set("raypipe_stream_actors", getattr(actors, state, 0), state=state)
+            self._set({"stream_actors": getattr(actors, state, 0)}, state=state)
 
     def after_execution_succeeds(self, executor: Any) -> None:
         for pool in self._pools:

@@ -137,29 +137,26 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
 
 
 def _about_input(times: StageTimes, can_keep_up: bool, name: str) -> str:
-    share = f"{times.wait_fraction:.0%} of the {name}'s time goes by waiting"
-    if times.decode_s > times.augment_s + times.compute_s:
-        return (
-            f"Decoding on the {name} limits the run, {share}: ingest with --short-side, so that there is less to "
-            "decode, or set transform.decode=cpu if the cluster has CPUs to spare."
+    busy_s = times.augment_s + times.compute_s
+    if times.decode_s > busy_s:
+        what = f"Decoding on the {name} limits the run"
+        advice = (
+            "ingest with --short-side, so that there is less to decode, or set transform.decode=cpu if the "
+            "cluster has CPUs to spare"
         )
-    if times.transfer_s > times.augment_s + times.compute_s:
-        return (
-            f"The copy to the device limits the run, {share}: send fewer bytes (a smaller transform.size), or "
-            "have fewer ranks per host."
+    elif times.transfer_s > busy_s:
+        what = "The copy to the device limits the run"
+        advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
+    elif times.work_s and can_keep_up:
+        what = "The stream brings micro-batches late although its actors could make them in time"
+        advice = "raise pool.in_flight, or plan.micro_batch if micro-batches take under 20 ms to make"
+    elif times.read_s > 0.5 * times.work_s:
+        what = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
+        advice = "ingest into LMDB or keep the store on a local disk, or raise pool.max_actors"
+    else:
+        what = "Decoding and transforming on CPUs limits the run"
+        advice = (
+            "raise pool.max_actors and give the cluster the CPUs, ingest with --short-side, set "
+            "transform.crop_decode=scaled or transform.decode_min_side, or choose a lighter transform"
         )
-    if times.work_s and can_keep_up:
-        return (
-            f"The stream brings micro-batches late although its actors could make them in time, {share}: raise "
-            "pool.in_flight, or plan.micro_batch if micro-batches take under 20 ms to make."
-        )
-    if times.work_s and times.read_s > 0.5 * times.work_s:
-        return (
-            f"Reading the store limits the run, {share}, and {times.read_s / times.work_s:.0%} of an actor's "
-            "time is reading: ingest into LMDB or keep the store on a local disk, or raise pool.max_actors."
-        )
-    return (
-        f"Decoding and transforming on CPUs limits the run, {share}: raise pool.max_actors and give the cluster "
-        "the CPUs, ingest with --short-side, set transform.crop_decode=scaled or transform.decode_min_side, or "
-        "choose a lighter transform."
-    )
+    return f"{what}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."

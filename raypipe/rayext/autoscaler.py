@@ -43,6 +43,8 @@ _RESERVE_S = 10.0
 
 # Share of the actors that must be at work for more of them to help.
 _BUSY = 0.8
+# The pool grows to so many times its size at once.
+_GROW_FACTOR = 2
 # Share of the time for which ranks may wait, and still be said not to.
 _CALM = 0.05
 # Actors that are left beside the busy ones when the pool shrinks. Busy ones are λ·t by Little's law; how many are
@@ -83,7 +85,7 @@ class PoolSizer:
                 self._calm = np.zeros(4)
                 if not pending and worked > _BUSY * ran and size < rules.max_actors:
                     return Decision(
-                        min(rules.max_actors, max(size + 1, math.floor(size * rules.grow_factor))),
+                        min(rules.max_actors, _GROW_FACTOR * size),
                         f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, and "
                         f"{worked / ran:.0%} of the actors were busy",
                     )

@@ -4,17 +4,15 @@ The file systems are pyarrow's own, with retries and time-outs. Their settings, 
 environment of each process, so on a cluster every node has them:
 
     s3://bucket/key            AWS_ACCESS_KEY_ID and all else that AWS knows; AWS_REGION, or the bucket's own;
-                               AWS_ENDPOINT_URL, or ?endpoint_override=host:port&scheme=http for another server
+                               AWS_ENDPOINT_URL for another server; s3://anonymous@bucket/key
     gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS, or the machine's own; gs://anonymous@bucket/key
     az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's
     abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
 
-An address holds no credentials: it is printed, logged and kept with the run. One that does is refused.
+An address holds no credentials, and no options: it is printed, logged and kept with the run. One that does is
+refused.
 
-    RAYPIPE_STORAGE_ATTEMPTS   attempts at a request, for S3; 8
-    RAYPIPE_STORAGE_CONNECT_S  seconds for a connection, for S3; 5
-    RAYPIPE_STORAGE_TIMEOUT_S  seconds without a byte after which a request is tried again, for S3; 20
-    RAYPIPE_STORAGE_RETRY_S    seconds for a request with all its attempts, for Google; 120
+RAYPIPE_STORAGE_ATTEMPTS is the number of attempts at a request, for S3; 8.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.fs
@@ -39,12 +37,10 @@ _AZURE_FORMS = "az://container/path, or abfs://container@account.dfs.core.window
 
 # A throttled request waits half a second before its second attempt, and up to 20 s before a later one: the eighth
 # comes after half a minute on average.
-_DEFAULTS = {
-    "RAYPIPE_STORAGE_ATTEMPTS": 8,
-    "RAYPIPE_STORAGE_CONNECT_S": 5,
-    "RAYPIPE_STORAGE_TIMEOUT_S": 20,
-    "RAYPIPE_STORAGE_RETRY_S": 120,
-}
+_ATTEMPTS = 8
+_CONNECT_S = 5
+_SILENT_S = 20  # without a byte, after which a request is tried again
+_GOOGLE_RETRY = timedelta(minutes=2)  # for a request with all its attempts
 # Scheme → its kind of file system.
 _KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 # Where credentials stand, instead of in an address.
@@ -57,12 +53,6 @@ _CREDENTIALS = {
 }
 # What a file system is made of beside its address begins with one of these: another value makes another one.
 _ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
-# Options of an address of each scheme.
-_OPTIONS = {
-    "s3": ("endpoint_override", "scheme", "region", "anonymous"),
-    "gs": ("endpoint_override", "scheme", "project_id"),
-    "az": ("blob_storage_authority", "dfs_storage_authority", "scheme"),
-}
 # In the path of Ray's copies of working directories (ray._private.runtime_env).
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 # Part of an error's text → what to do about it.
@@ -99,32 +89,24 @@ def absolute(address: str) -> str:
 
 
 def join(address: str, *names: str) -> str:
-    """The address of something in the folder at an address; what follows a `?` stays at the end."""
-    if "://" not in address:
-        return "/".join((address.rstrip("/"), *names))
-    base, mark, options = address.partition("?")
-    return "/".join((base.rstrip("/"), *map(quote, names))) + mark + options
+    """The address of something in the folder at an address."""
+    return "/".join((address.rstrip("/"), *(map(quote, names) if "://" in address else names)))
 
 
 def split(address: str) -> tuple[str, str]:
     """The address of the folder that something is in, "" for a bare name, and its name; the reverse of `join`."""
-    if "://" not in address:
-        folder, _, name = address.rstrip("/").rpartition("/")
-        return folder, name
-    base, mark, options = address.partition("?")
-    folder, _, name = base.rstrip("/").rpartition("/")
-    return folder + mark + options, unquote(name)
+    folder, _, name = address.rstrip("/").rpartition("/")
+    return folder, unquote(name) if "://" in address else name
 
 
 def refuse_credentials(address: str | Path) -> None:
-    """Raise ConfigError, which does not show them, where an address holds a login."""
-    base, _, query = str(address).partition("?")
-    if without_credentials(base) != base or "@" in query:
-        scheme = base.partition("://")[0]
+    """Raise ConfigError, which does not show them, where an address holds a login or options."""
+    scheme, mark, rest = str(address).partition("://")
+    if mark and (without_credentials(str(address)) != str(address) or "?" in rest):
         names = _CREDENTIALS.get(_KINDS.get(scheme, scheme), "variables")
         raise ConfigError(
-            f"{address} holds credentials, which would be printed, logged and kept with the run: take them out of "
-            f"the address, and set {names} in the environment of every node"
+            f"{address} holds credentials or options, which would be printed, logged and kept with the run: take "
+            f"them out of the address, and set {names} in the environment of every node; a ? in a name is %3F"
         )
 
 
@@ -132,8 +114,7 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     """The file system of an address, and the path on it, without a slash at its end.
 
     Raises:
-        ConfigError: the address is malformed, holds credentials, or is of a scheme or an option that is not
-            understood.
+        ConfigError: the address is malformed, holds credentials, or is of a scheme that is not understood.
         OSError: the file system cannot be reached; see `explained`.
     """
     uri = str(address)
@@ -146,14 +127,13 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
         return filesystem, path
     if scheme not in _KINDS:
         raise ConfigError(f"{uri} is of an unknown scheme; understood are {_UNDERSTOOD}")
-    rest, _, query = rest.partition("?")
     host, _, path = rest.partition("/")
     bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
     if not bucket:
         raise ConfigError(f"{uri} names no bucket")
     settings = frozenset((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
     try:
-        filesystem = _filesystem(_KINDS[scheme], host, query, settings, os.getpid())
+        filesystem = _filesystem(_KINDS[scheme], host, settings, os.getpid())
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{uri}: {one_line(error)}") from error
     return filesystem, f"{bucket}/{unquote(path)}".rstrip("/")
@@ -181,27 +161,16 @@ def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _filesystem(
-    kind: str, host: str, query: str, settings: frozenset[tuple[str, str]], pid: int
-) -> pyarrow.fs.FileSystem:
+def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int) -> pyarrow.fs.FileSystem:
     """One per process, so that connections are used again; never one that a parent process made."""
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    for name in options:
-        if name not in _OPTIONS[kind]:
-            raise ConfigError(
-                f"{kind}://{host}: unknown option {name!r}; there are {', '.join(_OPTIONS[kind])}; credentials "
-                f"stand in the environment: {_CREDENTIALS[kind]}"
-            )
-    return {"s3": _s3, "gs": _gcs, "az": _azure}[kind](host, options)
+    if kind == "gs":
+        anonymous = host.startswith("anonymous@")
+        return pyarrow.fs.GcsFileSystem(anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY)
+    return _s3(host) if kind == "s3" else _azure(host)
 
 
 class S3FileSystem(pyarrow.fs.S3FileSystem):
-    """pyarrow's, which keeps its retries when it is pickled: pyarrow's own forgets them, and Ray Train pickles it.
-
-    Args:
-        options: of pyarrow's, without `retry_strategy`.
-        attempts: at each request.
-    """
+    """pyarrow's own forgets its retries when it is pickled, as Ray Train does; this one keeps them."""
 
     def __init__(self, options: dict[str, Any], attempts: int) -> None:
         strategy = pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
@@ -212,64 +181,38 @@ class S3FileSystem(pyarrow.fs.S3FileSystem):
         return type(self), (self.options, self.attempts)
 
 
-def _s3(bucket: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
+def _s3(host: str) -> pyarrow.fs.FileSystem:
+    environment = os.environ.get
     options: dict[str, Any] = {
-        "connect_timeout": _setting("RAYPIPE_STORAGE_CONNECT_S"),
-        "request_timeout": _setting("RAYPIPE_STORAGE_TIMEOUT_S"),
+        "anonymous": host.startswith("anonymous@"),
+        "region": environment("AWS_REGION") or environment("AWS_DEFAULT_REGION"),
+        "connect_timeout": _CONNECT_S,
+        "request_timeout": _SILENT_S,
         "allow_delayed_open": True,  # a small object is then one request, not three
     }
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL")
     if endpoint:
         if "@" in endpoint:
             raise ConfigError(f"AWS_ENDPOINT_URL holds a login, and may not: set {_CREDENTIALS['s3']}")
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         options |= {"endpoint_override": parts.netloc, "scheme": parts.scheme}
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ""
-    options |= given
-    if "anonymous" in options:
-        options["anonymous"] = options["anonymous"].lower() == "true"
-    if "region" not in options:
+    if not options["region"]:
         # A server of one's own has no regions, and AWS must be asked which one the bucket is in.
-        own = "endpoint_override" in options
-        options["region"] = region or ("us-east-1" if own else pyarrow.fs.resolve_s3_region(bucket))
-    return S3FileSystem(options, int(_setting("RAYPIPE_STORAGE_ATTEMPTS")))
+        bucket = host.rpartition("@")[2]
+        options["region"] = "us-east-1" if endpoint else pyarrow.fs.resolve_s3_region(bucket)
+    attempts = environment("RAYPIPE_STORAGE_ATTEMPTS") or str(_ATTEMPTS)
+    if not attempts.isdecimal() or int(attempts) < 1:
+        raise ConfigError(f"RAYPIPE_STORAGE_ATTEMPTS must be a number of at least 1, got {attempts!r}")
+    return S3FileSystem(options, int(attempts))
 
 
-def _gcs(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
-    retry = timedelta(seconds=_setting("RAYPIPE_STORAGE_RETRY_S"))
-    options: dict[str, Any] = given
-    return pyarrow.fs.GcsFileSystem(anonymous=host.startswith("anonymous@"), retry_time_limit=retry, **options)
-
-
-def _azure(host: str, given: dict[str, str]) -> pyarrow.fs.FileSystem:
-    environment = os.environ.get
+def _azure(host: str) -> pyarrow.fs.FileSystem:
     container, at, server = host.partition("@")
-    account = environment("AZURE_STORAGE_ACCOUNT") or environment("AZURE_STORAGE_ACCOUNT_NAME") or ""
-    if at:
-        account = server.partition(".")[0]
+    account = server.partition(".")[0] if at else os.environ.get("AZURE_STORAGE_ACCOUNT")
     if not account:
         raise ConfigError(f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are {_AZURE_FORMS}")
-    options: dict[str, Any] = dict(given)
-    if "scheme" in options:
-        options["blob_storage_scheme"] = options["dfs_storage_scheme"] = options.pop("scheme")
-    key = environment("AZURE_STORAGE_KEY") or environment("AZURE_STORAGE_ACCOUNT_KEY")
-    if key:
-        options["account_key"] = key
-    elif environment("AZURE_STORAGE_SAS_TOKEN"):
-        options["sas_token"] = environment("AZURE_STORAGE_SAS_TOKEN")
-    if not hasattr(pyarrow.fs, "AzureFileSystem"):
-        raise ConfigError("this pyarrow is built without Azure: install the one of PyPI or conda-forge")
-    return pyarrow.fs.AzureFileSystem(account, **options)
-
-
-def _setting(name: str) -> float:
-    text = os.environ.get(name) or _DEFAULTS[name]
-    value = 0.0
-    with contextlib.suppress(ValueError):
-        value = float(text)
-    if not value > 0:
-        raise ConfigError(f"{name} must be a positive number, got {text!r}")
-    return value
+    key, token = os.environ.get("AZURE_STORAGE_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+    return pyarrow.fs.AzureFileSystem(account, account_key=key or None, sas_token=(not key and token) or None)
 
 
 @contextlib.contextmanager

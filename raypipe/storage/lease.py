@@ -1,19 +1,19 @@
 """Whose the folder of a run is, and which process has it: one at a time, on a disk and in object storage.
 
 RUN/lease/TOKEN.json says who: machine, process, since when. Its process renews it every 10 s. Once that process is
-dead, another one of the same machine sees so and takes the folder at once; one of another machine waits a minute.
+dead, another one of the same machine sees so and takes the folder at once, and one of another machine after a
+minute.
 
 Two processes that start at one time each write such a claim, then look for others. Since both write first, at
-least one of them sees the other, and a process that sees another live claim gives up its own. So two never have
-it, on any storage that shows a file to all as soon as it is written. No clock is compared with that of another
-machine: ages are differences between times that the storage gave.
+least one of them sees the other, and the later one gives up its own. So two never have the folder, on any storage
+that shows a file to all as soon as it is written. No clock is compared with that of another machine: ages are
+differences between times that the storage gave.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import getpass
 import json
 import logging
 import os
@@ -23,14 +23,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.logs import progress
 from raypipe.storage.filesystem import as_uri, exists, explained, join, open_filesystem, open_input
 from raypipe.storage.local_file import boot_id
 from raypipe.storage.whole_file import synced_output
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "lease"
 _RENEW_S = 10.0
-_EXPIRES_S = 60.0  # six renewals: a store that is slow for half a minute takes nobody's run away
+_EXPIRES = datetime.timedelta(minutes=1)  # six renewals: a store that is slow for half a minute loses nobody's run
 _LOOK_S = 1.0
 _RACE_S = 3.0  # in which who started at the same time gives up
 _ROOT = 0  # who needs no planted file to run code here
@@ -79,46 +78,36 @@ class RunExistsError(ConfigError):
     """A run's folder is another run's."""
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """A process, such that no other process of any machine is taken for it."""
+def _claim() -> dict[str, Any]:
+    """What tells this process from any other one of any machine."""
+    now, pid = datetime.datetime.now(datetime.UTC), os.getpid()
+    user, host = _user_name(os.getuid()), socket.gethostname()
+    return {
+        "who": f"process {pid} of {user} on {host}, since {now:%Y-%m-%d %H:%M:%S} UTC",
+        "since": now.timestamp(),
+        "machine": _machine(),
+        "pid": pid,
+        "started": _started(pid),
+    }
 
-    host: str
-    user: str
-    since: float  # seconds since 1970, by the machine's clock
-    pid: int
-    started: int  # clock ticks from the machine's start to the process's
-    machine: str  # this start of the machine, and the process's container on it; empty where that is not known
 
-    def __str__(self) -> str:
-        since = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
-        return f"process {self.pid} of {self.user} on {self.host}, since {since:%Y-%m-%d %H:%M:%S} UTC"
-
-    @staticmethod
-    def here() -> _Owner:
-        """This process."""
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):
-            user = str(os.getuid())
-        return _Owner(socket.gethostname(), user, time.time(), os.getpid(), _started(os.getpid()) or 0, _machine())
-
-    @property
-    def alive(self) -> bool | None:
-        """Whether it lives; None where that cannot be seen from here."""
-        if not self.machine or self.machine != _machine():
-            return None
-        return _started(self.pid) == self.started
+def _is_dead(claim: dict[str, Any], age: datetime.timedelta) -> bool:
+    """Whether a claim's process is, as far as can be seen; age is that of its last renewal."""
+    if claim.get("machine") and claim["machine"] == _machine():
+        return _started(claim.get("pid")) != claim.get("started")
+    return age > _EXPIRES
 
 
 def _machine() -> str:
+    """This start of the machine, and this process's container on it; empty where that is not known."""
     try:
         return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return ""
 
 
-def _started(pid: int) -> int | None:
+def _started(pid: Any) -> int | None:
+    """When a process of this machine was started, in clock ticks since the machine was; None where it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -126,28 +115,11 @@ def _started(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-@dataclass(frozen=True)
-class _Claim:
-    name: str
-    renewed: float  # by the storage's clock, seconds
-    owner: _Owner | None  # None: the file is damaged
-
-    @property
-    def rank(self) -> tuple[float, str]:
-        """Of two that start at one time, the first stays."""
-        return (self.owner.since if self.owner else 0.0, self.name)
-
-    def is_dead(self, now: float) -> bool:
-        """Whether its process is, as far as can be seen; `now` by the storage's clock."""
-        alive = self.owner.alive if self.owner else None
-        return now - self.renewed > _EXPIRES_S if alive is None else not alive
-
-
 class Lease:
     """A claim on a run's folder that this process renews until `give_back`. Made by `taken`."""
 
     def __init__(self, run_uri: str) -> None:
-        self.run_uri, self.token, self._owner = run_uri, secrets.token_hex(8), _Owner.here()
+        self.run_uri, self.token, self._claim = run_uri, secrets.token_hex(8), _claim()
         self._filesystem, self._folder = open_filesystem(join(run_uri, _FOLDER))
         self._path = f"{self._folder}/{self.token}.json"
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
@@ -158,68 +130,62 @@ class Lease:
         self._ended, self._one_by_one = threading.Event(), threading.Lock()
         self._renewing = threading.Thread(target=self._renew_until_ended, daemon=True, name="raypipe-lease")
 
-    def claims(self) -> list[_Claim]:
-        """Of all who want the folder."""
-        selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
-        found = []
-        for info in self._filesystem.get_file_info(selector):
-            if info.type == pyarrow.fs.FileType.File and info.extension == "json":
-                with contextlib.suppress(FileNotFoundError):  # given back in this moment
-                    found.append(_Claim(info.base_name, (info.mtime_ns or 0) / 1e9, self._owner_in(info.path)))
-        return found
+    def win(self) -> None:
+        """Come to be the only one that claims the folder, then renew the claim; or raise RunExistsError."""
+        self._filesystem.create_dir(self._folder, recursive=True)
+        self._write()
+        begun, own = time.monotonic(), (self._claim["since"], self.token)
+        while rivals := self._rivals():
+            # Of several that start at one time, the first stays and waits until the others have given up.
+            since, token, who = min(rivals)
+            if (since, token) < own or time.monotonic() - begun > _RACE_S:
+                raise RunExistsError(
+                    f"{self.run_uri} is in use by {who}: wait for that run, end it with `raypipe stop`, or choose "
+                    "another --name; if it died on another machine, try again in a minute"
+                )
+            time.sleep(_LOOK_S)
+            self._renew()
+        self._renewing.start()
 
-    def _owner_in(self, path: str) -> _Owner | None:
+    def _rivals(self) -> list[tuple[float, str, str]]:
+        """Who else claims the folder and may live: since when, token, name. The claims of the dead are removed."""
+        renewed, claims = {}, {}
+        for info in self._filesystem.get_file_info(pyarrow.fs.FileSelector(self._folder)):
+            if info.type == pyarrow.fs.FileType.File and info.extension == "json":
+                token = info.base_name.removesuffix(".json")
+                with contextlib.suppress(FileNotFoundError):  # given back in this moment
+                    claims[token] = self._read(info.path)
+                    renewed[token] = info.mtime
+        if self.token not in claims:
+            raise RunExistsError(f"{self.run_uri} was taken by another process at this moment")
+        rivals = []
+        for token, claim in claims.items():
+            if token != self.token and _is_dead(claim, renewed[self.token] - renewed[token]):
+                with contextlib.suppress(pa.ArrowException, OSError):
+                    self._filesystem.delete_file(f"{self._folder}/{token}.json")
+            elif token != self.token:
+                rivals.append((claim["since"], token, claim["who"]))
+        return rivals
+
+    def _read(self, path: str) -> dict[str, Any]:
+        """Another's claim, or that of a process that nothing is known of."""
         with open_input(self._filesystem, path) as file:
             content = file.read(1 << 16)
         try:
-            return _Owner(**json.loads(content))
-        except (ValueError, TypeError):
-            return None
+            claim = json.loads(content)
+            return claim | {"since": float(claim["since"]), "who": str(claim["who"])}
+        except (ValueError, TypeError, KeyError):
+            return {"since": 0.0, "who": path}
 
-    def write(self) -> None:
-        self._filesystem.create_dir(self._folder, recursive=True)
+    def _write(self) -> None:
         with synced_output(self._filesystem, self._path) as file:
-            file.write(json.dumps(asdict(self._owner)).encode())
+            file.write(json.dumps(self._claim).encode())
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         if self._is_local:
             os.utime(self._path)  # a full disk does not matter to it
         elif is_held(self.run_uri, self.token):
-            self.write()
-
-    def win(self) -> None:
-        """Come to be the only one that claims the folder, then renew the claim; or raise RunExistsError."""
-        begun, told = time.monotonic(), False
-        first_seen: dict[str, float] = {}
-        while True:
-            claims = {claim.name: claim for claim in self.claims()}
-            own = claims.pop(f"{self.token}.json", None)
-            if own is None:
-                raise RunExistsError(f"{self.run_uri} was taken by another process at this moment")
-            dead = [claim for claim in claims.values() if claim.is_dead(own.renewed)]
-            for claim in dead:
-                with contextlib.suppress(pa.ArrowException, OSError):
-                    self._filesystem.delete_file(f"{self._folder}/{claim.name}")
-            rivals = [claim for claim in claims.values() if claim not in dead]
-            if not rivals:
-                self._renewing.start()
-                return
-            waited = time.monotonic() - begun
-            for rival in rivals:
-                lives = rival.renewed > first_seen.setdefault(rival.name, rival.renewed)
-                lives = lives or bool(rival.owner and rival.owner.alive)
-                if lives and (rival.rank < own.rank or waited > _RACE_S):
-                    raise RunExistsError(
-                        f"{self.run_uri} is in use by {rival.owner or rival.name}: wait for that run, end it with "
-                        "`raypipe stop`, or choose another --name"
-                    )
-            if waited > _RACE_S and not told:
-                told = True
-                who = rivals[0].owner or rivals[0].name
-                wait = f"waiting up to {_EXPIRES_S:g} s for a sign of life"
-                progress(logger, f"{self.run_uri} is held by {who}: {wait}")
-            time.sleep(_LOOK_S)
-            self.renew()
+            self._write()
 
     def _renew_until_ended(self) -> None:
         while not self._ended.wait(_RENEW_S):
@@ -227,7 +193,7 @@ class Lease:
                 # In object storage it writes the claim; behind `give_back` nobody would take that back.
                 with self._one_by_one:
                     if not self._ended.is_set():
-                        self.renew()
+                        self._renew()
             except FileNotFoundError:
                 return  # taken away; the trainers find out at their next checkpoint
             except (pa.ArrowException, OSError) as error:
@@ -253,7 +219,6 @@ def taken(run_uri: str) -> Iterator[Lease]:
     lease = Lease(run_uri)
     try:
         with explained(ConfigError, f"{run_uri} cannot be written to"):
-            lease.write()
             lease.win()
         yield lease
     finally:

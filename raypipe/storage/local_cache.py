@@ -1,17 +1,15 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
     CACHE/shards/KEY/        one folder per version of an object
-        data, data.json      the whole object; what it is, its digest, and since which start of the machine
-        partial, partial.json    its first bytes, while it is being downloaded; what it will be
-        use.lock             shared lock: somebody has it open, or is about to; exclusive: it is being evicted.
-                             Its time of change is when it was last opened
-        fetch.lock           exclusive lock: somebody is downloading or checking it
+        data                 the whole object
+        partial-BOOT         its first bytes, while it is being downloaded, since this start of the machine
+        lock                 exclusive lock: somebody is downloading, opening or evicting it. Its length is the
+                             room that the object has or will have, its time of change that of the last use
     CACHE/shards/.lock       exclusive lock: somebody is making room
-    CACHE/shards/.wanted     is touched by who waits for room: all others close what they do not use at the moment
 
-All processes of a node share it. A shard is downloaded once, by whoever comes first, while others wait. It is
-evicted, least recently opened first, when another needs its room, and never while any process has it open. Its
-content is hashed on the way, and again when the machine was started anew or its file was touched since.
+All processes of a node share it. A shard is downloaded once, by whoever comes first, while others wait. When
+another needs its room it is evicted, least recently used first: who has it open reads on in the file that has no
+name any more, and closes it within half a second if it is idle.
 
     RAYPIPE_CACHE          the folder; raypipe's in the user's cache by default
     RAYPIPE_CACHE_BYTES    limit of all shards together; nine tenths of what the disk has free by default
@@ -29,24 +27,25 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.file_lock import POLL_S, locked, open_lock, progress, try_lock, wait_for_lock
-from raypipe.storage.local_file import cache_folder, make_cache_folder
-from raypipe.storage.remote_file import LocalCopy, RemoteFile
+from raypipe.storage.file_lock import POLL_S, locked, open_lock, progress, try_lock
+from raypipe.storage.local_file import boot_id, cache_folder, make_cache_folder
+from raypipe.storage.remote_file import RemoteFile, download, hash_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _DISK_SHARE = 0.9
-# Each open shard takes two of the process's file descriptors.
+# Each open shard takes a file descriptor of the process.
 _MAX_OPEN = 256
-# Seconds that one who needs room waits for others to close a shard: they look twice a second whether any does.
-_WAIT_S = 60.0
 _LOOK_S = 0.5
+# The time of change of what nobody has touched since it was downloaded.
+_UNTOUCHED_NS = 0
 
 
 def shared_cache() -> LocalCache:
@@ -65,7 +64,8 @@ def shared_cache() -> LocalCache:
             make_cache_folder("shards")
         except OSError as error:
             raise StoreError(f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder") from error
-    return _caches.setdefault(key, LocalCache(*key))  # another thread may have been faster
+        _caches.setdefault(key, LocalCache(*key))  # another thread may have been faster
+    return _caches[key]
 
 
 class LocalCache:
@@ -74,41 +74,39 @@ class LocalCache:
     Args:
         folder: shared by all processes of the node.
         limit_bytes: of all shards; 0 = nine tenths of what the disk has free, and what the cache holds.
-        wait_s: seconds to wait for room that other processes hold.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int = 0, wait_s: float = _WAIT_S) -> None:
-        self._folder, self._limit_bytes, self._wait_s = folder, limit_bytes, wait_s
-        self._open: OrderedDict[RemoteFile, _Open] = OrderedDict()
+    def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
+        self._folder, self._limit_bytes = folder, limit_bytes
+        self._open: OrderedDict[tuple[RemoteFile, str], _Open] = OrderedDict()
         self._mutex = threading.Lock()
-        self._watched = False
+        threading.Thread(target=_close_evicted, args=(weakref.ref(self),), daemon=True).start()
 
     @contextlib.contextmanager
-    def use(self, file: RemoteFile, opener: Callable[[Path], T]) -> Iterator[T]:
+    def use(self, file: RemoteFile, opener: Callable[[Path], T], kind: str = "") -> Iterator[T]:
         """A shard, opened; it stays open afterwards, until its place is needed.
 
         Args:
             file: the shard.
-            opener: makes of the path of the local file what is wanted, always the same for one shard. What it
-                makes closes its files when it is freed.
+            opener: opens the local file at a path, which may be gone afterwards. What it makes closes the file
+                when it is freed.
+            kind: of opener, where there are several.
 
         Raises:
-            StoreError: it is gone or has changed, cannot be read, is larger than the cache, or the cache is full
-                of shards that are open.
+            StoreError: it is gone or has changed, cannot be read, or is larger than the cache.
         """
         with self._mutex:
-            held = self._take(file)
+            held = self._take(file, kind)
         if held is None:
-            descriptor, content = self._enter(file, opener)
+            opened = self._enter(file, opener)
             with self._mutex:
-                held = self._take(file)  # another thread may have been faster
-                if held is None:
-                    held = self._open[file] = _Open(descriptor, content)
-                else:
-                    os.close(descriptor)
-            del content
-            self._watch()
-            self.close_idle(_MAX_OPEN)
+                self._open.setdefault((file, kind), opened)  # another thread may have been faster
+                held = self._take(file, kind)
+            assert held is not None
+            del opened
+            self._close_idle(_MAX_OPEN)
+        with contextlib.suppress(OSError):  # somebody may have emptied the cache
+            os.utime(held.lock)
         try:
             yield held.content
         finally:
@@ -117,87 +115,57 @@ class LocalCache:
 
     def folder_of(self, file: RemoteFile) -> Path:
         """The folder of a shard, where small files that were made of it may be kept: they are never evicted."""
-        key = hashlib.blake2b(f"{file.address} {file.num_bytes} {file.version}".encode(), digest_size=16)
-        return self._folder / key.hexdigest()
+        text = f"{file.address} {file.num_bytes} {file.version} {file.digest}"
+        return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def close(self, files: list[RemoteFile]) -> None:
         """Close those of these shards that nobody is using now; they stay in the cache."""
         with self._mutex:
-            for file in files:
-                held = self._open.get(file)
-                if held is not None and not held.users:
-                    del self._open[file]
-                    held.content = None
-                    os.close(held.descriptor)
+            for key, held in [*self._open.items()]:
+                if key[0] in files and not held.users:
+                    del self._open[key]
 
-    def close_idle(self, num_left: int = 0) -> None:
-        """Close the shards that nobody is using now, but for the last ones."""
+    def close_evicted(self) -> None:
+        """Close the shards that the cache has no more, and that nobody is using now: their room is wanted."""
         with self._mutex:
-            files = list(self._open)
+            held = [(file, open_.inode) for (file, _), open_ in self._open.items()]
+        self.close([file for file, inode in held if _inode(self.folder_of(file) / "data") != inode])
+
+    def _close_idle(self, num_left: int) -> None:
+        with self._mutex:
+            files = [file for file, _ in self._open]
         self.close(files[: max(0, len(files) - num_left)])
 
-    def abandon(self) -> None:
-        """Called in a forked child: it has copies of the descriptors, which would keep the parent's locks."""
-        for held in self._open.values():
-            os.close(held.descriptor)
-        self._open.clear()
-
-    def _take(self, file: RemoteFile) -> _Open | None:
-        held = self._open.get(file)
+    def _take(self, file: RemoteFile, kind: str) -> _Open | None:
+        held = self._open.get((file, kind))
         if held is not None:
             held.users += 1
-            self._open.move_to_end(file)
+            self._open.move_to_end((file, kind))
         return held
 
-    def _watch(self) -> None:
-        """Start the thread that closes what is idle when others want its room: an idle process never would."""
-        with self._mutex:
-            started, self._watched = self._watched, True
-        if not started:
-            arguments = (weakref.ref(self), self._folder / ".wanted")
-            threading.Thread(target=_close_when_wanted, args=arguments, daemon=True).start()
-
-    def _enter(self, file: RemoteFile, opener: Callable[[Path], T]) -> tuple[int, T]:
-        """The descriptor whose lock keeps a shard in the cache, and the opened shard."""
-        folder = LocalCopy(self.folder_of(file))
+    def _enter(self, file: RemoteFile, opener: Callable[[Path], Any]) -> _Open:
+        folder = self.folder_of(file)
+        data, lock = folder / "data", folder / "lock"
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(lock):
+                if not _is_whole(data, file):
+                    self._make_room(file, lock)
+                    _fetch(file, folder)
+                return _Open(opener(data), data.stat().st_ino, lock)
         except OSError as error:
             raise StoreError(
-                f"{folder.path} cannot be made: {error}; set RAYPIPE_CACHE to another folder"
+                f"{folder} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
+                "RAYPIPE_CACHE to another disk"
             ) from error
-        descriptor = open_lock(folder.use_lock)
-        try:
-            wait_for_lock(descriptor, exclusive=False)
-            if not folder.holds(file):
-                with locked(folder.path / "fetch.lock"):
-                    self._complete(file, folder)
-            os.utime(descriptor)
-            return descriptor, opener(folder.data)
-        except BaseException:
-            os.close(descriptor)
-            raise
 
-    def _complete(self, file: RemoteFile, folder: LocalCopy) -> None:
-        """Make `folder.data` the whole shard. The caller holds its use.lock and its fetch.lock."""
-        if folder.holds(file):
-            return  # another process has done it
-        if folder.data.exists():
-            if folder.check(file):
-                return
-            logger.warning("%s is damaged in the cache, and fetched again", file.address)
-            folder.clear()
-        self._make_room(file, folder)
-        logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
-        folder.fetch(file)
-
-    def _make_room(self, file: RemoteFile, folder: LocalCopy) -> None:
+    def _make_room(self, file: RemoteFile, lock: Path) -> None:
         """Evict shards until this one fits, and reserve its room."""
-        deadline = time.monotonic() + self._wait_s
+        os.truncate(lock, 0)  # two that were broken off and want the room of each other would wait for ever
         while True:
             with locked(self._folder / ".lock"):
-                others = (path for path in self._folder.iterdir() if path.name[0] != "." and path != folder.path)
-                sizes = {path: LocalCopy(path).num_bytes() for path in others}
+                others = set(self._folder.glob("*/lock")) - {lock}
+                sizes = {path: path.stat().st_size for path in others}
                 free_bytes = shutil.disk_usage(self._folder).free
                 limit = self._limit_bytes or int(_DISK_SHARE * (free_bytes + sum(sizes.values())))
                 if file.num_bytes > limit:
@@ -207,67 +175,99 @@ class LocalCache:
                         "into smaller shards (--shards)"
                     )
                 if _evict(sizes, limit - file.num_bytes):
-                    folder.reserve(file)
+                    os.truncate(lock, file.num_bytes)
                     return
-                (self._folder / ".wanted").touch()
-            self.close_idle()
-            if time.monotonic() > deadline:
-                raise StoreError(
-                    f"{file.address}: the cache in {self._folder} is full, {limit:,} bytes, and all that is in it "
-                    "is in use: raise RAYPIPE_CACHE_BYTES, or ingest into more and smaller shards (--shards)"
-                )
-            progress()
+            progress()  # the others are being downloaded: once they are here, they may be evicted
             time.sleep(POLL_S)
 
 
+@dataclass
 class _Open:
-    """A shard that this process has open: the descriptor of its lock, and how many are using it now."""
+    """A shard that this process has open, of which file, its lock, and how many are using it now."""
 
-    def __init__(self, descriptor: int, content: Any) -> None:
-        self.descriptor, self.content, self.users = descriptor, content, 1
+    content: Any
+    inode: int
+    lock: Path
+    users: int = 0
 
 
 def _evict(sizes: dict[Path, int], wanted: int) -> bool:
-    """Evict, least recently opened first, until at most `wanted` bytes are left; whether that could be."""
+    """Evict, least recently used first, until at most `wanted` bytes are left; whether that could be.
+
+    Args:
+        sizes: bytes of all shards, by their locks.
+        wanted: bytes that may be left.
+    """
     left = sum(sizes.values())
-    folders = [LocalCopy(path) for path, num_bytes in sizes.items() if num_bytes]
-    for folder in sorted(folders, key=lambda folder: _changed(folder.use_lock)):
+    for path in sorted(filter(sizes.get, sizes), key=lambda path: path.stat().st_mtime_ns):
         if left <= wanted:
             break
-        descriptor = open_lock(folder.use_lock)
-        if try_lock(descriptor, exclusive=True):  # nobody has it open
-            folder.clear()
-            left -= sizes[folder.path]
-        os.close(descriptor)
+        lock = open_lock(path)
+        if try_lock(lock, exclusive=True):
+            for file in (path.with_name("data"), *path.parent.glob("partial-*")):
+                file.unlink(missing_ok=True)
+            os.ftruncate(lock, 0)
+            left -= sizes[path]
+        os.close(lock)
     return left <= wanted
 
 
-def _close_when_wanted(cache: weakref.ref[LocalCache], wanted: Path) -> None:
-    seen = _changed(wanted)
+def _is_whole(data: Path, file: RemoteFile) -> bool:
+    """Whether an object is there as it was downloaded."""
+    try:
+        found = data.stat()
+    except FileNotFoundError:
+        return False
+    return (found.st_size, found.st_mtime_ns) == (file.num_bytes, _UNTOUCHED_NS)
+
+
+def _fetch(file: RemoteFile, folder: Path) -> None:
+    """Download an object to `folder`/data; what is there of it is not asked for again.
+
+    It is written in order, so that its length tells how far it came, and hashed as it arrives.
+
+    Raises:
+        StoreError: it is gone, is another one now, cannot be read, or does not have the digest that was recorded.
+        OSError: the disk is full. What has arrived stays, for the next one who tries.
+    """
+    # By the machine's start: what was written before its power failed may be missing, in whatever place.
+    partial = folder / f"partial-{boot_id()}"
+    logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
+    for old in {folder / "data", *folder.glob("partial-*")} - {partial}:
+        old.unlink(missing_ok=True)
+    with partial.open("ab+") as target:
+        target.seek(0)
+        digest = hash_of(target)
+        for part in download(file, target.tell()):
+            target.write(part)
+            target.flush()
+            digest.update(part)
+        os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
+        os.fsync(target.fileno())
+    if file.digest and digest.hexdigest() != file.digest:
+        partial.unlink()
+        raise StoreError(
+            f"{file.address} has the checksum {digest.hexdigest()}, and was written with {file.digest}: it is "
+            "damaged; ingest it again"
+        )
+    partial.replace(folder / "data")
+
+
+def _close_evicted(cache: weakref.ref[LocalCache]) -> None:
+    """Look twice a second: an idle process would never come to it otherwise."""
     while (found := cache()) is not None:
-        now = _changed(wanted)
-        if now != seen:
-            found.close_idle()
-            seen = now
+        found.close_evicted()
         del found
         time.sleep(_LOOK_S)
 
 
-def _changed(path: Path) -> int:
+def _inode(path: Path) -> int:
     try:
-        return path.stat().st_mtime_ns
+        return path.stat().st_ino
     except OSError:
         return 0
 
 
 _caches: dict[tuple[Path, int], LocalCache] = {}
-
-
-def _forget() -> None:
-    """In a forked child, whose locks are its parent's: it takes its own."""
-    for cache in _caches.values():
-        cache.abandon()
-    _caches.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+# A forked child has no thread that closes what is evicted: it takes a view of its own.
+os.register_at_fork(after_in_child=_caches.clear)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
@@ -55,7 +54,7 @@ def read_text(address: str | Path, max_bytes: int) -> str:
 
 def _read(address: str | Path, max_bytes: int) -> bytes:
     with explained(ConfigError, f"{address} cannot be read"):
-        filesystem, path = _place(address, "read")
+        filesystem, path = open_filesystem(address)
         with open_input(filesystem, path) as file:
             if file.size() <= max_bytes:
                 return file.read()
@@ -74,22 +73,19 @@ def write_text(address: str | Path, text: str) -> None:
         ConfigError: it cannot be written.
     """
     with explained(ConfigError, f"{address} cannot be written"):
-        filesystem, path = _place(address, "written")
+        filesystem, path = open_filesystem(address)
         if is_remote(address):  # an object is there once it is written whole
             with synced_output(filesystem, path) as file:
                 file.write(text.encode())
             return
-        folder, _, name = path.rpartition("/")
-        partial = f"{folder}/.{name}.partial-{secrets.token_hex(4)}"
+        partial = Path(path).with_name(f".{Path(path).name}.partial-{secrets.token_hex(4)}")
         try:
-            with synced_output(filesystem, partial) as file:
+            with synced_output(filesystem, str(partial)) as file:
                 file.write(text.encode())
-            filesystem.move(partial, path)
-            sync_folder(filesystem, folder)
-        except (pa.ArrowException, OSError):
-            with contextlib.suppress(pa.ArrowException, OSError):
-                filesystem.delete_file(partial)
-            raise
+            partial.replace(path)
+            sync_folder(filesystem, str(partial.parent))
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -118,18 +114,11 @@ def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 def check_place(address: str | Path) -> None:
     """Raise ConfigError where no file can be written, before the work of making its content."""
     with explained(ConfigError, f"{address} cannot be written"):
-        _, path = _place(address, "written")
+        _, path = open_filesystem(address)
         check_lasting(str(address), "the file to write")
     if is_remote(address):
         check_bucket(str(address))
         return
-    folder = path.rpartition("/")[0]
-    if not Path(folder).is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
+    folder = Path(path).parent
+    if not folder.is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{address} cannot be written: expected is a file in a folder that can be written to")
-
-
-def _place(address: str | Path, wanted: str) -> tuple[pyarrow.fs.FileSystem, str]:
-    try:
-        return open_filesystem(address)
-    except ConfigError as error:
-        raise ConfigError(f"{address} cannot be {wanted}: {error}") from error

@@ -65,7 +65,8 @@ class OpenFile:
     """An archive, open for reading; it closes with the object."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.descriptor = path, open_regular(path)
+        self.descriptor = open_regular(path)
+        self.path = Path(f"/dev/fd/{self.descriptor}")  # the cache may have removed the other by now
         weakref.finalize(self, os.close, self.descriptor)
 
 

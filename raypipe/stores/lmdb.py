@@ -5,8 +5,9 @@ Shards in an object store are opened by ranged reads of their metadata; records 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,8 +142,8 @@ class RemoteShard:
 
     def key(self, number: int) -> str:
         """See `Shard.key`."""
-        with shared_cache().use(self.file, _Cached) as cached:
-            return self._checked(cached).key(number)
+        with self._opened() as shard:
+            return shard.key(number)
 
     def read_into(
         self, rows: list[dict[str, Any]], positions: list[int], keys: list[int], columns: tuple[str, ...]
@@ -152,33 +153,31 @@ class RemoteShard:
         Raises:
             StoreError: it cannot be fetched or read, or is another one by now.
         """
-        with shared_cache().use(self.file, _Cached) as cached:
-            self._checked(cached).read_into(rows, positions, keys, columns)
+        with self._opened() as shard:
+            shard.read_into(rows, positions, keys, columns)
 
-    def _checked(self, cached: _Cached) -> Shard | ForeignShard:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Shard | ForeignShard]:
+        with _cached(self.file, self.layout) as shard:
+            # Of a file that is not raypipe's own, the cache knows whether it is the same.
+            if shard.count != self.count or (not self.layout and shard.fingerprint != self.fingerprint):
+                raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
+            yield shard
+
+
+def _cached(file: RemoteFile, layout: str) -> contextlib.AbstractContextManager[Shard | ForeignShard]:
+    """A file in the node's cache, open in the layout in which it is read; see `RemoteShard.layout`."""
+
+    def open_cached(path: Path) -> Shard | ForeignShard:
         try:
-            shard = cached[self.layout]
+            shard = ForeignShard(path, layout) if layout else open_shard(path)
         except StoreError as error:
-            raise StoreError(f"{self.path}, in the cache: {error}") from error
-        # Of a file that is not raypipe's own, the cache knows whether it is the same.
-        if shard.count != self.count or (not self.layout and shard.fingerprint != self.fingerprint):
-            raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
-        return shard
-
-
-class _Cached(dict[str, Shard | ForeignShard]):
-    """A file in the node's cache, open in the layouts in which one process reads it; see `RemoteShard.layout`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def __missing__(self, layout: str) -> Shard | ForeignShard:
-        shard = ForeignShard(self._path, layout) if layout else open_shard(self._path)
+            raise StoreError(f"{file.address}, in the cache: {error}") from error
         if shard is None:
-            raise StoreError(f"{self._path} is not raypipe's own any more")
-        self[layout] = shard
+            raise StoreError(f"{file.address} is not raypipe's own any more")
         return shard
+
+    return shared_cache().use(file, open_cached, layout)
 
 
 def _open_remote(address: str, layout: str) -> list[RemoteShard]:
@@ -202,6 +201,5 @@ def _open_shard(listed: RemoteFile, layout: str) -> RemoteShard:
     if own is not None:
         return RemoteShard(file, "", own.count, own.types, own.classes, own.fingerprint)
     # Ranged reads would take a round trip for every page of the index.
-    with shared_cache().use(file, _Cached) as cached:
-        shard = cached[layout]
+    with _cached(file, layout) as shard:
         return RemoteShard(file, layout, shard.count, shard.types, None, shard.fingerprint)

@@ -172,9 +172,9 @@ class Feed:
             {split: self.times(split) for split in self._counts},
             first_batch_s=self.first_batch_s,
             steps=self.global_step - self._start.epoch * self.plan.steps_per_epoch - self._start.step,
-            step=self.global_step,
-            epoch=epoch,
-            strength=self.strength(epoch, step),
+            trainer_step=self.global_step,
+            trainer_epoch=epoch,
+            trainer_augment_strength=self.strength(epoch, step),
         )
 
     def follow(self, tell: Callable[[str, str], None]) -> Callable[[], None]:

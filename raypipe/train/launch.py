@@ -25,6 +25,8 @@ from raypipe.transform.decode import missing_extension
 
 logger = logging.getLogger(__name__)
 
+_RESIZE_EVERY_S = 60.0  # between two looks for room, where training is elastic
+
 
 def train(run: RunConfig) -> dict[str, Any]:
     """Train by a configuration, on the connected cluster or on a new local one.
@@ -170,7 +172,7 @@ def _fit(
         },
         scaling_config=ray_config.ScalingConfig(
             num_workers=allowed if allocation.min_workers else allocation.workers,
-            elastic_resize_monitor_interval_s=run.train.resize_every_s,
+            elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
             use_gpu=allocation.gpu,
             resources_per_worker={"CPU": allocation.cpus_per_worker},  # and a GPU, with `use_gpu`
         ),

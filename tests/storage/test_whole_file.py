@@ -26,7 +26,7 @@ def test_a_relative_path_is_of_this_folder(tmp_path: Path, monkeypatch: pytest.M
     assert read_json("x.json") == {"a": 1} and (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize("place", ["nowhere/x.json", ".", "x://y"])
+@pytest.mark.parametrize("place", ["nowhere/x.json", "."])
 def test_a_place_where_no_file_can_be(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"{place} cannot be written"):
@@ -51,7 +51,13 @@ def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
         read_json(tmp_path / "x.json")
 
 
-@pytest.mark.parametrize("place", ["nowhere/x.json", ".", "x://y"])
+def test_an_address_that_is_not_understood() -> None:
+    for use in (check_place, read_json, lambda address: write_json(address, {})):
+        with pytest.raises(ConfigError, match="x://y is of an unknown scheme"):
+            use("x://y")
+
+
+@pytest.mark.parametrize("place", ["nowhere/x.json", "."])
 def test_what_is_not_there(place: str) -> None:
     with pytest.raises(ConfigError, match=f"{place} cannot be read"):
         read_json(place)

@@ -12,26 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import cv2
 import numpy as np
 
 from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
-from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores import open_source, open_store, open_writer
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
-from raypipe.stores.destination import WRITTEN_SUFFIXES, new_path, new_remote
+from raypipe.stores.destination import WRITTEN_SUFFIXES, kept_samples, new_path, new_remote
+from raypipe.stores.memory import Sample, column_types, plain
 from raypipe.stores.record import Fingerprint, RecordLayout
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 
@@ -43,7 +38,6 @@ _SHARD_BYTES = 1 << 30
 # Samples per read: a few MB of JPEGs.
 CHUNK = 64
 
-Sample = Mapping[str, Any]
 Part = tuple[int, int, list[tuple[int, str]]]
 """What a task has written: how many samples, bytes of images; and the indices skipped, each with its reason."""
 
@@ -100,8 +94,9 @@ def ingest(
         )
     check_lasting(dst, "the destination")
     with contextlib.ExitStack() as stack:
-        source = open_source(src) if isinstance(src, str | Path) else src
-        store = source if isinstance(source, Store) else stack.enter_context(_kept(source, classes, short_side))
+        store = open_source(src) if isinstance(src, str | Path) else src
+        if not isinstance(store, Store):
+            store = open_store(stack.enter_context(kept_samples(_rows_of(store), classes, short_side)))
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
@@ -140,30 +135,6 @@ def ingest(
         return {"samples": num_samples, "classes": num_classes, "bytes": num_bytes, "skipped": len(skipped)}
 
 
-@contextlib.contextmanager
-def _kept(
-    src: ray.data.Dataset | Iterable[Sample], classes: Sequence[str] | None, short_side: int
-) -> Iterator[Store]:
-    """A store of samples, in their order, as long as it is needed."""
-    folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
-    try:
-        with ThreadPoolExecutor() as pool:  # pixels are encoded, a chunk at a time
-            samples = _rows_of(src)
-            chunks = iter(lambda: list(pool.map(_encoded, itertools.islice(samples, CHUNK))), [])
-            first = next(chunks, [])
-            if not first:
-                raise StoreError("there are no samples")
-            values = {name: [sample.get(name) for sample in first] for name in first[0]}
-            columns = column_types(values, "the samples", short_side)
-            file = folder / "samples.lmdb"
-            with open_writer(file, columns, classes) as writer:
-                for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
-                    writer.append(_plain(sample))
-        yield open_store(file)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
     import ray.data
 
@@ -178,68 +149,11 @@ def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
         options.preserve_order = before
 
 
-def _encoded(sample: Sample) -> dict[str, Any]:
-    """A sample whose image is bytes, or None."""
-    if not isinstance(sample, Mapping) or "image" not in sample:
-        raise StoreError(f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}")
-    image = sample["image"]
-    if image is None or isinstance(image, bytes | bytearray | memoryview):
-        return {**sample, "image": None if image is None else bytes(image)}
-    pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3))):
-        raise StoreError(
-            f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
-            "(H, W, 1) or (H, W)"
-        )
-    # OpenCV has blue first.
-    ok, png = cv2.imencode(".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels)
-    assert ok
-    return {**sample, "image": png.tobytes()}
-
-
 def _num_shards(store: Store, num_cpus: int) -> int:
     sample = np.linspace(0, len(store) - 1, min(64, len(store))).astype(int)
     images = store.read(sample, ("image",))["image"]
     total = sum(len(image or b"") for image in images) / len(sample) * len(store)
     return max(1, int(np.ceil(total / _SHARD_BYTES)), min(num_cpus, len(store) // 1000))
-
-
-def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int = 0) -> dict[str, str]:
-    """The columns of a source with the types that writers know, found by its first samples.
-
-    Args:
-        first: column → some of its values.
-        where: they are from, for errors.
-        short_side: see `ingest`.
-
-    Raises:
-        StoreError: there are no images, or a column holds something that writers do not know.
-        ConfigError: images are to change their size, and lists, which may be boxes in their pixels, are not.
-    """
-    if "image" not in first:
-        raise StoreError(f"{where} has no column 'image'; its columns are: {', '.join(first)}")
-    types: dict[str, str] = {}
-    for name, values in first.items():
-        value = next((value for value in values if value is not None), None)
-        if name == "image" or isinstance(value, bytes):
-            types[name] = "binary"
-        elif isinstance(value, bool | int | np.integer | np.bool_):
-            types[name] = "float64" if any(isinstance(each, float | np.floating) for each in values) else "int64"
-        elif isinstance(value, float | np.floating):
-            types[name] = "float64"
-        elif _is_json(value) and short_side:
-            raise ConfigError(
-                f"{where}: column {name!r} holds lists. If they are boxes, in pixels, they would no longer fit "
-                "the images that --short-side makes smaller: leave it out"
-            )
-        elif isinstance(value, str) or _is_json(value):
-            types[name] = "string"  # lists as JSON, which loses nothing: writers have no type for them
-        else:
-            raise StoreError(
-                f"{where}: column {name!r} holds {type(value).__name__}; "
-                "int, float, bytes and str columns, and lists of them but of bytes, can be copied"
-            )
-    return types
 
 
 def write_shard(
@@ -302,31 +216,7 @@ def _chunks(
     for first in range(start, stop, CHUNK):
         check_wanted(wanted)
         rows = store.read(np.arange(first, min(stop, first + CHUNK)), tuple(columns))
-        yield first, [_plain(dict(zip(rows, values, strict=True))) for values in zip(*rows.values(), strict=True)]
-
-
-def _plain(sample: Sample) -> dict[str, Any]:
-    """A sample with values of their columns' types."""
-    plain = dict(sample)
-    for name, value in sample.items():
-        if isinstance(value, bool | np.bool_):
-            plain[name] = int(value)
-        elif isinstance(value, list | np.ndarray):
-            plain[name] = _as_json(value)
-    return plain
-
-
-def _as_json(values: Any) -> str:
-    return json.dumps(values, default=np.ndarray.tolist)
-
-
-def _is_json(value: Any) -> bool:
-    if not isinstance(value, list | np.ndarray):
-        return False
-    try:
-        return bool(_as_json(value))
-    except TypeError:  # bytes, dates and the like
-        return False
+        yield first, [plain(dict(zip(rows, values, strict=True))) for values in zip(*rows.values(), strict=True)]
 
 
 def _checked(image: bytes | None, short_side: int, quality: int) -> bytes:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 # Entries that tell of the others: what folder2lmdb, the scene-text tools, StyleGAN2's and BasicSR's write.
 _ABOUT_ALL = (b"__keys__", b"__len__", b"__meta__", b"length", b"meta_info.txt", b"num-samples")
-# Bounds of the keys that are samples', see `Entries`: the next key after k is k and a zero. None fills a page.
+# Bounds of the keys of samples, see `Entries`: the next key after k is k and a zero; no key is a page long.
 _SAMPLES = (b"", *(bound for key in _ABOUT_ALL for bound in (key, key + b"\0")), b"\xff" * 32_768)
 _PICTURES = (b"image-", b"image.")
 _MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
@@ -66,9 +66,7 @@ class ForeignShard:
         with explained(StoreError, f"{path} cannot be read"):
             self._entries = Entries(self._file, _SAMPLES)
             if not len(self._entries):
-                raise StoreError(
-                    f"{path} holds no samples: {self._file.num_entries} keys, none of them a sample's"
-                )
+                raise StoreError(f"{path} holds no samples: {self._file.num_entries} keys, none a sample's")
             self._layout = self._recognized() if layout == "auto" else layout
             types: dict[str, str] | None = {"image": "binary"}
             if self._layout == "image":

@@ -355,22 +355,25 @@ def test_a_second_writer_is_told_of_the_first(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     dst = tmp_path / "a[1].lmdb"
-    mine = [".a[1].lmdb.partial-0123abcd.lmdb", ".a[1].lmdb.partial-old-0123abcd.lmdb"]
-    others = [
-        ".a[1].parquet.partial-0123abcd.parquet",
-        ".a[1].lmdb.partial-0123abcd.lmdb.partial-0123abcd.lmdb",
-        ".a1.lmdb.partial-0123abcd.lmdb",
-        ".xa[1].lmdb.partial-0123abcd.lmdb",
-        "a[1].lmdb.partial-0123abcd.lmdb",
-    ]
+    dst.touch()
+    mine = [".a[1].lmdb.partial.lmdb", ".a[1].lmdb.old.lmdb"]
+    others = [".a[1].parquet.partial.parquet", ".a1.lmdb.partial.lmdb", "a[1].lmdb.partial.lmdb"]
     for name in [*mine, *others]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "00000.lmdb").write_text("x")
     (tmp_path / ".a[1].lmdb.lock").touch()  # left as well, but held by nobody
-    with new_path(dst, overwrite=False) as partial:
-        assert re.fullmatch(r"\.a\[1\]\.lmdb\.partial-[0-9a-f]{8}\.lmdb", partial.name)
+    with new_path(dst, overwrite=True) as partial:
         partial.write_text("new")
-    assert names(tmp_path) == sorted([dst.name, *others])
+    assert names(tmp_path) == sorted([dst.name, *others]) and dst.read_text() == "new"
+
+
+def test_an_old_store_of_a_writer_that_was_killed_between_the_renames_comes_back(tmp_path: Path) -> None:
+    old = tmp_path / ".a.lmdb.old.lmdb"
+    old.mkdir()
+    (old / "00000.lmdb").write_text("old")
+    with pytest.raises(StoreError, match=r"a\.lmdb exists"), new_path(tmp_path / "a.lmdb", overwrite=False):
+        pytest.fail("written")
+    assert names(tmp_path) == ["a.lmdb"] and names(tmp_path / "a.lmdb") == ["00000.lmdb"]
 
 
 @pytest.mark.parametrize("error", [StoreError, KeyboardInterrupt])
@@ -488,7 +491,7 @@ class Command:
             time.sleep(0.02)
 
     def written_bytes(self) -> int:
-        files = self.dst.parent.glob(f".{self.dst.name}.partial-*/*")
+        files = self.dst.parent.glob(f".{self.dst.name}.partial*/*")
         return sum(file.stat().st_size for file in files)
 
     def signal(self, number: int) -> tuple[int, str]:

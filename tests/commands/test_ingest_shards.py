@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from raypipe.commands import ingest as ingest_module
-from raypipe.commands.ingest import column_types, digest_of, ingest, write_shard
+from raypipe.commands.ingest import digest_of, ingest, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.memory import MemoryStore, column_types
 from raypipe.stores.record import Fingerprint, RecordLayout
 
 TYPES = {"image": "binary", "label": "int64", "name": "string", "score": "float64", "mask": "binary"}

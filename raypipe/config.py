@@ -52,8 +52,7 @@ class StoreConfig:
         train: address of the training store (LMDB, Parquet, tar, zip, class folders), a local path or a URI (s3://,
             gs://, az://, abfs://); empty = the handwritten digits that scikit-learn ships.
         val: address of the validation store; empty = no validation (for the digits: their own).
-        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
-            the feature; of HDF5, the dataset.
+        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images.
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
         layout: of LMDB that raypipe did not write: "auto" = found out; "image", "scene-text" or `module:function`;
             "pickle" = unpickle values, plain data alone.

@@ -33,7 +33,7 @@ def inspect(
     Example: raypipe inspect train.lmdb --verify --output bad.json
 
     Args:
-        store: LMDB, Parquet, tar, zip, a folder of class folders, TFRecord or HDF5.
+        store: LMDB, Parquet, tar, zip, or a folder of class folders.
         verify: read and decode every sample, in parallel on Ray.
         output: with --verify: where to write the list of bad samples, for --store.leave_out, a local path or
             a URI; empty = NAME.bad.json in this folder, if any are bad.

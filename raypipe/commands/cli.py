@@ -26,7 +26,7 @@ from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.logs import printable
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
 from raypipe.storage.lease import check_owner
-from raypipe.stores import open_store, store_options
+from raypipe.stores import open_source, open_store, store_options
 
 set_parsing_settings(add_print_completion_argument=True)
 
@@ -56,12 +56,15 @@ def ingest(
         overwrite: replace a store at dst.
     """
     from raypipe.commands import ingest as ingest_module
-    from raypipe.commands.ingest import Reencode
 
-    reencode = Reencode(short_side, quality)
-    store = open_store(src, **store_options(**columns))
     return ingest_module.ingest(
-        store, dst, reencode=reencode, shards=shards, on_bad_sample=on_bad_sample, overwrite=overwrite
+        open_source(src, **store_options(**columns)),
+        dst,
+        short_side=short_side,
+        quality=quality,
+        shards=shards,
+        on_bad_sample=on_bad_sample,
+        overwrite=overwrite,
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.commands.tasks import Tasks, check_wanted
+from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.whole_file import check_place
@@ -251,13 +251,14 @@ def verify(
     started = time.perf_counter()
     bad: list[dict[str, Any]] = []
     num_bytes = 0
-    with Tasks("the verification", here="://" not in store.address) as tasks:
-        reader = store.forwards() if isinstance(store, ParquetStore) else store
-        bounds = _bounds(store, tasks.num_cpus() * _TASKS_PER_CPU).tolist()
-        calls = [(reader, num_samples, start, stop, targets) for start, stop in itertools.pairwise(bounds)]
-        for _, part_bytes, found in tasks.stream(check_range, calls, num_samples, lambda part: part[0], progress):
-            num_bytes += part_bytes
-            bad += found
+    what, here = "the verification", "://" not in store.address
+    reader = store.forwards() if isinstance(store, ParquetStore) else store
+    bounds = _bounds(store, count_cpus(what, here) * _TASKS_PER_CPU).tolist()
+    calls = [(reader, num_samples, start, stop, targets) for start, stop in itertools.pairwise(bounds)]
+    parts = run_tasks(what, here, check_range, calls, num_samples, lambda part: part[0], progress)
+    for _, part_bytes, found in parts:
+        num_bytes += part_bytes
+        bad += found
     seconds = time.perf_counter() - started
     bad.sort(key=lambda entry: entry["index"])
     address = output or (default if bad else None)

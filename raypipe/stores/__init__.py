@@ -1,12 +1,13 @@
 """Stores: indexed, read-only collections of encoded samples, and the writers that make them.
 
-`open_store` finds out which store an address is. A store's module, and the library behind it, is
-imported when the first such store is opened; each other public name when it is first used.
+`open_store` finds out which store an address is, `open_source` what else `raypipe ingest` copies. A store's
+module, and the library behind it, is imported when the first such store is opened; each other public name when it
+is first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -28,14 +29,14 @@ _HOME = {
     "digits_stores": "digits",
     "open_writer": "destination",
 }
-# Kind → its module and class.
+# Kind → its module, and its class, or the function that yields the samples of what is read once, in order.
 _STORES = {
     "folder": ("folder", "FolderStore"),
-    "hdf5": ("hdf5", "HDF5Store"),
+    "hdf5": ("hdf5", "hdf5_samples"),
     "lmdb": ("lmdb", "LMDBStore"),
     "parquet": ("parquet", "ParquetStore"),
     "tar": ("tar", "TarStore"),
-    "tfrecord": ("tfrecord", "TFRecordStore"),
+    "tfrecord": ("tfrecord", "tfrecord_samples"),
     "zip": ("zip", "ZipStore"),
 }
 # End of a file's name → kind; TFRecord has names of its own. The first four are read from object stores too.
@@ -52,6 +53,7 @@ __all__ = [
     "check_columns",
     "check_indices",
     "digits_stores",
+    "open_source",
     "open_store",
     "open_writer",
     "store_options",
@@ -63,8 +65,8 @@ _LAYOUTS = """understood are:
   tar      an uncompressed *.tar of class/image.jpg, or of WebDataset's key.jpg beside key.cls; a folder of *.tar
   zip      a *.zip of class/image.jpg
   folder   a folder of class/image.jpg
-  TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them
-  HDF5     a *.h5 or *.hdf5 file
+  TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe ingest` copies them
+  HDF5     a *.h5 or *.hdf5 file; likewise
 several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and the first four at s3://, gs://, az://
 or abfs:// too"""
 
@@ -92,9 +94,19 @@ def open_store(address: str | Path, **options: Any) -> Store:
         options: arguments of the store's class, such as `image_column` of `ParquetStore`, `layout` of `LMDBStore`.
 
     Raises:
-        StoreError: there is nothing at the address, or nothing that is understood.
+        StoreError: there is nothing at the address, nothing that is understood, or what must be ingested first.
         ConfigError: the store has no such option, or the address holds credentials.
     """
+    found = open_source(address, **options)
+    if isinstance(found, Iterator):
+        raise StoreError(
+            f"{address} is read once, in order: copy it by `raypipe ingest {address} NEW.lmdb`, and open that"
+        )
+    return found
+
+
+def open_source(address: str | Path, **options: Any) -> Store | Iterator[dict[str, Any]]:
+    """What `raypipe.ingest` copies from an address: a store, see `open_store`, or samples of TFRecord or HDF5."""
     from raypipe.storage.filesystem import refuse_credentials
 
     refuse_credentials(address)
@@ -105,14 +117,14 @@ def open_store(address: str | Path, **options: Any) -> Store:
         address = Path(text)
     kind = _kind_of_path(address) if isinstance(address, Path) else _kind_of_uri(address)
     module, name = _STORES[kind]
-    store_class: Callable[..., Store] = getattr(import_module(f"raypipe.stores.{module}"), name)
-    known = list(signature(store_class).parameters)
+    found = getattr(import_module(f"raypipe.stores.{module}"), name)
+    known = list(signature(found).parameters)
     for name in options:
         if name not in known:
             raise ConfigError(
                 f"{address} is {kind}, which has no option {name!r}, as {options[name]!r} was given for"
             )
-    return store_class(address, **options)
+    return found(address, **options)
 
 
 def store_options(

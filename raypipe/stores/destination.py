@@ -1,4 +1,4 @@
-"""A new store exists at its address whole or not at all, here and in an object store.
+"""A new store exists at its address whole or not at all, here and in an object store; and how samples are kept.
 
 here     write beside it → rename
 remote   write here → upload every shard under a name that none has had before → manifest → remove what was there
@@ -7,17 +7,19 @@ remote   write here → upload every shard under a name that none has had before
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.fs
 
 from raypipe.errors import StoreError
@@ -26,6 +28,7 @@ from raypipe.storage.filesystem import check_bucket, explained, join, open_files
 from raypipe.storage.local_file import cache_folder, make_cache_folder
 from raypipe.storage.remote_file import RemoteFile, digest_of_file
 from raypipe.stores.addresses import MANIFEST, is_complete, names_in, write_manifest
+from raypipe.stores.memory import Sample, column_types, plain
 from raypipe.stores.record import FileWriter
 
 logger = logging.getLogger(__name__)
@@ -38,7 +41,7 @@ _WRITERS = {
 }
 WRITTEN_SUFFIXES = tuple(_WRITERS)
 """Of the files that `open_writer` makes."""
-_PART_BYTES = 8 << 20
+_CHUNK = 64  # samples that are encoded at a time
 
 
 def open_writer(
@@ -75,21 +78,24 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
     if not dst.parent.is_dir():
         raise StoreError(f"{dst.parent} is not a folder: make it first")
     lock = dst.parent / f".{dst.name}.lock"
+    partial, old = (dst.parent / f".{dst.name}.{kind}{dst.suffix}" for kind in ("partial", "old"))
     held = open_lock(lock)
     try:
-        if not try_lock(held, exclusive=True):
+        # A lock that was opened before, and taken after, another process finished is on a file that is gone.
+        if not try_lock(held, exclusive=True) or not os.fstat(held).st_nlink:
             raise StoreError(f"another process is writing {dst} at the moment")
-        if not os.fstat(held).st_nlink:
-            # Opened before, and locked after, another process finished and removed the file.
-            raise StoreError(f"another process has written {dst} at this moment")
         try:
+            if old.exists() and not dst.exists():  # a process was killed between the renames below
+                old.rename(dst)
             if dst.exists() and not overwrite:
                 raise StoreError(_exists(dst))
-            _remove_partials(dst)  # of a process that was killed
-            partial = dst.parent / f".{dst.name}.partial-{secrets.token_hex(4)}{dst.suffix}"
+            _remove(partial, old)
             try:
                 yield partial
-                _move(partial, dst)
+                if dst.is_dir() or (dst.exists() and partial.is_dir()):  # which no rename replaces
+                    dst.rename(old)
+                partial.replace(dst)
+                _remove(old)
             finally:
                 _remove(partial)
         finally:
@@ -102,29 +108,12 @@ def _exists(dst: Path | str) -> str:
     return f"{dst} exists: choose another destination, or overwrite it with --overwrite"
 
 
-def _move(partial: Path, dst: Path) -> None:
-    if dst.exists() and (dst.is_dir() or partial.is_dir()):  # which no rename replaces
-        old = partial.with_name(partial.name.replace(".partial-", ".partial-old-"))
-        dst.rename(old)
-        partial.rename(dst)
-        _remove(old)
-    else:
-        partial.replace(dst)
-
-
-def _remove_partials(dst: Path) -> None:
-    # The whole name counts: train.parquet, written beside train.lmdb, has partials of its own.
-    name = re.compile(re.escape(f".{dst.name}.partial-") + "(old-)?[0-9a-f]{8}" + re.escape(dst.suffix))
-    for path in dst.parent.iterdir():
-        if name.fullmatch(path.name):
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_atomically(
@@ -136,6 +125,57 @@ def write_atomically(
     with new_path(path, overwrite) as partial, open_writer(partial, classes=classes) as writer:
         for sample in samples:
             writer.append(sample)
+
+
+# Of samples that can be read once
+
+
+@contextlib.contextmanager
+def kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
+    """Within, the file of a store in the cache folder that has the samples, in their order.
+
+    Args:
+        samples: see `raypipe.ingest`; each is taken once.
+        classes: names, position = label.
+        short_side: see `column_types`.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
+    try:
+        with ThreadPoolExecutor() as pool:  # pixels are encoded, a chunk at a time
+            chunks = iter(lambda: list(pool.map(_encoded, itertools.islice(samples, _CHUNK))), [])
+            first = next(chunks, [])
+            if not first:
+                raise StoreError("there are no samples")
+            values = {name: [sample.get(name) for sample in first] for name in first[0]}
+            columns = column_types(values, "the samples", short_side)
+            file = folder / "samples.lmdb"
+            with open_writer(file, columns, classes) as writer:
+                for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
+                    writer.append(plain(sample))
+        yield file
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _encoded(sample: Sample) -> dict[str, Any]:
+    """A sample whose image is bytes, or None."""
+    import cv2
+
+    if not isinstance(sample, Mapping) or "image" not in sample:
+        raise StoreError(f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}")
+    image = sample["image"]
+    if image is None or isinstance(image, bytes | bytearray | memoryview):
+        return {**sample, "image": None if image is None else bytes(image)}
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3))):
+        raise StoreError(
+            f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
+            "(H, W, 1) or (H, W)"
+        )
+    # OpenCV has blue first.
+    ok, png = cv2.imencode(".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels)
+    assert ok
+    return {**sample, "image": png.tobytes()}
 
 
 # In an object store
@@ -207,8 +247,7 @@ def _upload(files: list[Path], dst: str, old: set[str]) -> None:
 
 def _copy(file: Path, shard: RemoteFile) -> None:
     filesystem, path = open_filesystem(shard.address)
-    with file.open("rb") as source, filesystem.open_output_stream(path) as target:
-        shutil.copyfileobj(source, target, _PART_BYTES)
+    pyarrow.fs.copy_files(str(file), path, destination_filesystem=filesystem)
     num_bytes = filesystem.get_file_info(path).size
     if num_bytes != shard.num_bytes:
         raise OSError(f"{shard.address} has {num_bytes} bytes, {shard.num_bytes} were written")

@@ -1,6 +1,6 @@
-"""HDF5 files, as a source for `raypipe ingest`: one dataset of images, and one of labels, row by row.
+"""HDF5 files, a source of `raypipe ingest`, which reads them once: a dataset of images and one of labels, by rows.
 
-    images   uint8 (N, H, W, 3), (N, H, W, 1) or (N, H, W): pixels, which are read as PNG, so as they are
+    images   uint8 (N, H, W, 3), (N, H, W, 1) or (N, H, W): pixels
              a list of uint8 of any length (vlen): encoded images
     labels   integers of shape (N,), or of as many axes more as they have one element in
 
@@ -13,8 +13,6 @@ StoreError.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import importlib.util
 import math
 import os
@@ -22,7 +20,6 @@ import resource
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -33,165 +30,61 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import regular_path
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore
+from raypipe.stores.base import MAX_SAMPLE_BYTES
 
 _USUAL = {"image": ("images", "image", "x", "X"), "label": ("labels", "label", "y", "Y")}
-_MAX_BYTES = 64 << 20  # of neighbouring rows that are read at a time: a chunk of them is decompressed once
+_MAX_BYTES = 64 << 20  # of rows that are read at a time: a chunk of them is decompressed once
 _READER_BYTES, _READER_CPU_S = 1 << 30, 10.0
-_NUM_HASHED = 64
 
 
-class HDF5Store(FileStore["_Reader"]):
-    """A store in one local HDF5 file.
+def hdf5_samples(address: str | Path, image_column: str = "", label_column: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the rows of one local HDF5 file: `image`, encoded bytes or pixels, and `label`.
 
     Args:
-        address: the file; a relative path is made absolute, since other processes have other folders.
+        address: the file.
         image_column: path of the dataset of images in the file; empty = `images`, `image`, `x` or `X`.
-        label_column: that of the labels; empty = `labels`, `label`, `y` or `Y`, or, where there is none, a store
-            without labels.
+        label_column: that of the labels; empty = `labels`, `label`, `y` or `Y`; there may be none of these.
+
+    Raises:
+        StoreError: the file cannot be read, holds no such datasets, or ends the process that reads it; or h5py is
+            missing.
     """
-
-    def __init__(self, address: str | Path, image_column: str = "", label_column: str = "") -> None:
-        super().__init__(address, image_column, label_column)
-
-    def _open(self) -> _Reader:
-        return _Reader(self.address, *self._options)
-
-    @property
-    def _contents(self) -> _Reader:
-        # A forked child opens it anew, and so does the next read after one that the reader has died of.
-        if self._opened is not None and (self._opened.pid != os.getpid() or self._opened.connection.closed):
-            self._opened = None
-        return super()._contents
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.end()
-        super().close()
-
-
-class _Reader:
-    """A file that a process of its own reads.
-
-    Attributes:
-        pid: of the process that opened it, this one.
-        process, connection: the one that reads, and the way to it; closed where it has ended.
-    """
-
-    classes = groups = None
-
-    def __init__(self, address: str, image_name: str, label_name: str) -> None:
-        if importlib.util.find_spec("h5py") is None:
-            raise StoreError("HDF5 needs h5py: pip install 'raypipe[hdf5]'")
-        self.address, self.pid = address, os.getpid()
-        self.connection, other = Pipe()
-        program = "import sys; from raypipe.stores import hdf5; hdf5.serve(*sys.argv[1:])"
-        try:
-            with other, regular_path(address) as path:
-                limits = (str(_READER_BYTES), str(_READER_CPU_S))
-                arguments = [str(other.fileno()), address, path, image_name, label_name, *limits]
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", program, *arguments],
-                    pass_fds=[other.fileno(), int(Path(path).name)],
-                    stderr=subprocess.DEVNULL,
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
-                )
-        except OSError as error:
-            raise StoreError(f"{address} cannot be opened as HDF5: {error}") from error
-        self.end = weakref.finalize(self, _end, self.process, self.connection)
-        try:
-            self._shape, self._dtype, self._labels = self._answer("while it was opened")
-            self._is_list = len(self._shape) == 1
-            self._row_bytes = 1 << 20 if self._is_list else math.prod(self._shape[1:])
-            if self._row_bytes > MAX_SAMPLE_BYTES:
-                raise StoreError(f"{address}: images of {self._shape[1:]} are too large")
-        except BaseException:
-            self.end()
-            raise
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("image",) if self._labels is None else ("image", "label")
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash over the shape and type of the images, all labels, and the images of 64 samples."""
-        digest = hashlib.blake2b(repr((self._shape, self._dtype)).encode(), digest_size=16)
-        digest.update(b"" if self._labels is None else self._labels.tobytes())
-        for row in np.unique(np.linspace(0, len(self) - 1, _NUM_HASHED).astype(int)).tolist():
-            for _, pixels in self._rows([row]):
-                digest.update(len(pixels).to_bytes(8, "little") + pixels.tobytes())
-        return digest.hexdigest()
-
-    def __len__(self) -> int:
-        return self._shape[0]
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        result: Columns = {}
-        for name in columns:
-            if name == "label":
-                assert self._labels is not None
-                result[name] = self._labels[indices]
-            else:
-                encode = np.ndarray.tobytes if self._is_list else encode_png
-                encoded = {row: encode(value) for row, value in self._rows(np.unique(indices).tolist())}
-                result[name] = [encoded[row] for row in indices.tolist()]
-        return result
-
-    def sample_name(self, index: int) -> str:
-        """The file, and a sample's row in it."""
-        return f"{self.address}, row {index}"
-
-    def _rows(self, rows: list[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield rows, which ascend: pixels, or uint8 of shape (num_bytes,)."""
-        most = max(1, _MAX_BYTES // self._row_bytes)
-        start = 0
-        while start < len(rows):
-            stop = start + 1
-            while stop < len(rows) and rows[stop] == rows[stop - 1] + 1 and stop - start < most:
-                stop += 1
-            with contextlib.suppress(OSError):  # it has died; what of, the answer says
-                self.connection.send((rows[start], rows[stop - 1] + 1))
-            found = self._answer(f"at row {rows[start]}")
-            sizes = {self._row_bytes} if self._is_list else {row.size for row in found}
-            if len(found) != stop - start or sizes != {self._row_bytes}:
-                raise StoreError(
-                    f"{self.address} cannot be read at row {rows[start]}: it has changed; open it again"
-                )
-            yield from zip(rows[start:stop], found, strict=True)
-            start = stop
-
-    def _answer(self, where: str) -> Any:
-        try:
-            found = self.connection.recv()
-        except (EOFError, OSError):
-            self.connection.close()
-            self.process.kill()
-            code = self.process.wait()
-            took = f"took more than {_READER_CPU_S:g} s of CPU" if code == -signal.SIGPROF else f"died ({code})"
-            raise StoreError(
-                f"{self.address} cannot be read as HDF5: libhdf5 {took} {where}. The file is damaged, or made "
-                "to do that: copy it again"
-            ) from None
-        if isinstance(found, str):
-            raise StoreError(found)
-        return found
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    process.kill()
-    process.wait()
-    connection.close()
-
-
-def encode_png(pixels: np.ndarray) -> bytes:
-    """Encode uint8 of shape (H, W, 3), (H, W, 1) or (H, W)."""
-    import cv2  # not in the process that reads
-
-    # OpenCV has blue first.
-    ok, png = cv2.imencode(".png", pixels[..., ::-1] if pixels.ndim == 3 and pixels.shape[2] == 3 else pixels)
-    assert ok
-    return png.tobytes()
+    if importlib.util.find_spec("h5py") is None:
+        raise StoreError("HDF5 needs h5py: pip install 'raypipe[hdf5]'")
+    connection, other = Pipe()
+    program = "import sys; from raypipe.stores import hdf5; hdf5.serve(*sys.argv[1:])"
+    try:
+        with other, regular_path(address) as path:
+            limits = (str(_READER_BYTES), str(_READER_CPU_S))
+            arguments = [str(other.fileno()), str(address), path, image_column, label_column, *limits]
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program, *arguments],
+                pass_fds=[other.fileno(), int(Path(path).name)],
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+            )
+    except OSError as error:
+        raise StoreError(f"{address} cannot be opened as HDF5: {error}") from error
+    num_rows = 0
+    try:
+        while rows := connection.recv():
+            if isinstance(rows, str):
+                raise StoreError(rows)
+            num_rows += len(rows)
+            yield from rows
+    except (EOFError, OSError):
+        process.kill()
+        code = process.wait()
+        took = f"took more than {_READER_CPU_S:g} s of CPU" if code == -signal.SIGPROF else f"died ({code})"
+        where = f"at row {num_rows}" if num_rows else "at its start"
+        raise StoreError(
+            f"{address} cannot be read as HDF5: libhdf5 {took} {where}. The file is damaged, or made to do that: "
+            "copy it again"
+        ) from None
+    finally:
+        process.kill()
+        process.wait()
+        connection.close()
 
 
 def serve(
@@ -200,8 +93,7 @@ def serve(
     """The process that reads. It may use max_bytes more than at its start, and max_cpu_s for each answer; SIGPROF
     ends it.
 
-    It sends (shape, dtype, labels) of the file first, then for each (start, stop) those rows; and an error's text
-    in place of any.
+    It sends lists of samples, and an empty one last; or what is wrong, as text.
     """
     import h5py
 
@@ -211,29 +103,30 @@ def serve(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = Connection(int(number))
     signal.setitimer(signal.ITIMER_PROF, float(max_cpu_s))
+    where = f"{address} cannot be opened as HDF5"
     try:
-        file = h5py.File(path, "r", locking=False)
-    except Exception as error:
-        return connection.send(f"{address} cannot be opened as HDF5: {error}")
-    try:
-        images = _dataset(file, address, image_name, "image")
-        labels = _dataset(file, address, label_name, "label")
-        _check_images(address, images)
-        numbers = None if labels is None else _checked_labels(address, labels, images.shape[0])
-        connection.send((tuple(map(int, images.shape)), str(images.dtype), numbers))
+        with h5py.File(path, "r", locking=False) as file:
+            where = f"{address} cannot be read as HDF5"
+            images = _dataset(file, address, image_name, "image")
+            labels = _dataset(file, address, label_name, "label")
+            num_at_once = _num_at_once(address, images)
+            numbers = None if labels is None else _checked_labels(address, labels, len(images))
+            for start in range(0, len(images), num_at_once):
+                where = f"{address} cannot be read at row {start}"
+                signal.setitimer(signal.ITIMER_PROF, float(max_cpu_s))
+                rows = images[start : start + num_at_once]
+                found: list[dict[str, Any]] = [{"image": row.tobytes() if row.ndim == 1 else row} for row in rows]
+                if numbers is not None:
+                    for sample, label in zip(found, numbers[start : start + len(found)], strict=True):
+                        sample["label"] = int(label)
+                connection.send(found)
+        connection.send([])
     except StoreError as error:
-        return connection.send(str(error))
+        connection.send(str(error))
+    except BrokenPipeError:
+        pass  # nobody wants the rest
     except Exception as error:
-        return connection.send(f"{address} cannot be read as HDF5: {error}; copy it again")
-    with contextlib.suppress(EOFError):
-        while True:
-            start, stop = connection.recv()
-            signal.setitimer(signal.ITIMER_PROF, float(max_cpu_s))
-            try:
-                connection.send([np.ascontiguousarray(row, np.uint8) for row in images[start:stop]])
-            except Exception as error:
-                reason = str(error) or type(error).__name__
-                connection.send(f"{address} cannot be read at row {start}: {reason}; copy it again")
+        connection.send(f"{where}: {str(error) or type(error).__name__}; copy it again")
 
 
 def _dataset(file: Any, address: str, given: str, column: str) -> Any:
@@ -258,7 +151,8 @@ def _dataset(file: Any, address: str, given: str, column: str) -> Any:
     raise StoreError(f"{address} has no dataset {names!r} for {column}, only: {there}; set {column}_column")
 
 
-def _check_images(address: str, images: Any) -> None:
+def _num_at_once(address: str, images: Any) -> int:
+    """How many rows are read at a time; raises StoreError unless they are images."""
     import h5py
 
     shape = images.shape
@@ -271,6 +165,10 @@ def _check_images(address: str, images: Any) -> None:
         )
     if not all(shape):
         raise StoreError(f"{address}, {images.name} has no samples: {shape}")
+    row_bytes = 1 << 20 if is_list else math.prod(shape[1:])
+    if row_bytes > MAX_SAMPLE_BYTES:
+        raise StoreError(f"{address}: images of {shape[1:]} are too large")
+    return max(1, _MAX_BYTES // row_bytes)
 
 
 def _checked_labels(address: str, labels: Any, num_samples: int) -> np.ndarray:

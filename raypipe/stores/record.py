@@ -210,6 +210,11 @@ class FileWriter(ABC):
         self._classes = None if classes is None else tuple(classes)
         self._fingerprint = Fingerprint(self._layout.types, self._classes)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of what has been written so far."""
+        return self._fingerprint.hexdigest()
+
     def __enter__(self) -> Self:
         try:
             self._path.open("xb").close()

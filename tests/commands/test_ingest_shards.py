@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.commands.ingest import Reencode, column_types, digest_of, write_shard
+from raypipe.commands import ingest as ingest_module
+from raypipe.commands.ingest import digest_of, ingest, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.memory import MemoryStore, column_types
 from raypipe.stores.record import Fingerprint, RecordLayout
 
 TYPES = {"image": "binary", "label": "int64", "name": "string", "score": "float64", "mask": "binary"}
@@ -82,10 +83,11 @@ def test_the_digest_of_a_file_is_that_of_its_samples(suffix: str, tmp_path: Path
 
 def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
     columns = {"name": [None, "b"], "good": [True, False], "score": [0.5, 1.0], "mask": [b"", None]}
-    found = column_types(MemoryStore([b"a", b"b"], [0, 1], columns=columns))
+    found = column_types({"image": [b"a", b"b"], "label": [0, 1], "weight": [1, 0.5], **columns}, "x")
     assert found == {
         "image": "binary",
         "label": "int64",
+        "weight": "float64",
         "name": "string",
         "good": "int64",
         "score": "float64",
@@ -96,46 +98,63 @@ def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
 @pytest.mark.parametrize(("values", "kind"), [([[b"1"], [b"2"]], "list"), ([None, None], "NoneType")])
 def test_a_column_that_cannot_be_copied_is_named(values: list[Any], kind: str) -> None:
     with pytest.raises(StoreError, match=f"column 'boxes' holds {kind}"):
-        column_types(MemoryStore([b"a", b"b"], [0, 1], columns={"boxes": values}))
+        column_types({"image": [b"a", b"b"], "boxes": values}, "x")
 
 
 def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
     boxes = [[[0.1, 2, 3.5, 4, 1]], [], np.array([[1, 2, 3, 4, 5]], np.float32)]
     store, file = MemoryStore([b"x"] * 3, [0] * 3, columns={"boxes": boxes}), tmp_path / "copy.lmdb"
-    types = column_types(store)
+    types = column_types(store.read(np.arange(3), store.columns), "x")
     assert types["boxes"] == "string"
-    *_, last = write_shard(tmp_path, store, file, 0, 3, types, None, "raise")
-    assert last["digest"] == digest_of(tmp_path, file, types)
+    assert list(write_shard(tmp_path, store, file, 0, 3, types, 0, 90, "raise")) == [(3, 3, [])]
     copied = open_store(file).read(np.arange(3), ("boxes",))["boxes"]
     assert [json.loads(text) for text in copied] == [np.asarray(each).tolist() for each in boxes]
 
 
 def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
-    store = MemoryStore([b"x"], [0], columns={"boxes": [[1, 2, 3, 4, 5]]})
-    assert column_types(store, Reencode(0))["boxes"] == "string"
+    first = {"image": [b"x"], "boxes": [[1, 2, 3, 4, 5]]}
+    assert column_types(first, "x")["boxes"] == "string"
     with pytest.raises(ConfigError, match=r"column 'boxes' holds lists.*--short-side"):
-        column_types(store, Reencode(256))
+        column_types(first, "x", short_side=256)
 
 
-def test_a_source_without_images(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "x.lmdb", {"label": "int64"}) as writer:
-        writer.append({"label": 1})
-    with pytest.raises(StoreError, match="has no column 'image'; its columns are: label"):
-        column_types(open_store(tmp_path / "x.lmdb"))
+def test_a_source_without_images() -> None:
+    with pytest.raises(StoreError, match=r"x\.lmdb has no column 'image'; its columns are: label"):
+        column_types({"label": [1]}, "x.lmdb")
 
 
 @pytest.mark.parametrize("values", [(-1, 90), (0, 0), (0, 101)])
-def test_reencode_rejects_what_cannot_be(values: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=f"got {values[0]} and {values[1]}"):
-        Reencode(*values)
+def test_sizes_and_qualities_that_cannot_be(values: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=f"got 0, {values[0]} and {values[1]}"):
+        ingest(MemoryStore([b"x"], [0]), "x.lmdb", short_side=values[0], quality=values[1])
+
+
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+def test_one_byte_that_changes_on_the_disk_is_found(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [bytes([i]) * (500 + i) for i in range(100)]
+
+    def damaged(wanted: Path, file: Path, columns: dict[str, str]) -> str:
+        content = bytearray(file.read_bytes())
+        content[content.index(images[90]) + 10] ^= 1
+        file.write_bytes(content)
+        return digest_of(wanted, file, columns)
+
+    monkeypatch.setattr(ingest_module, "digest_of", damaged)
+    copy = write_shard(
+        tmp_path, MemoryStore(images, None), tmp_path / f"a{suffix}", 0, 100, {"image": "binary"}, 0, 90, "raise"
+    )
+    with pytest.raises(StoreError, match=f"a{suffix} does not read back as it was written"):
+        list(copy)
 
 
 def test_a_copy_that_is_no_longer_wanted_ends_at_the_next_chunk(tmp_path: Path) -> None:
     wanted, file = tmp_path / "wanted", tmp_path / "copy.lmdb"
     wanted.touch()
     store = MemoryStore([b"x"] * 200, [0] * 200)
-    copy = write_shard(wanted, store, file, 0, 200, {"image": "binary", "label": "int64"}, None, "raise")
-    assert next(copy)["samples"] == 64
+    copy = write_shard(wanted, store, file, 0, 200, {"image": "binary", "label": "int64"}, 0, 90, "raise")
+    assert next(copy)[0] == 64
     wanted.unlink()
     with pytest.raises(InterruptedError, match="given up"):
         next(copy)
@@ -145,7 +164,5 @@ def test_a_copy_that_is_no_longer_wanted_ends_at_the_next_chunk(tmp_path: Path) 
 def test_work_that_is_not_wanted_never_starts(tmp_path: Path) -> None:
     nothing, file = tmp_path / "wanted", tmp_path / "copy.lmdb"
     with pytest.raises(InterruptedError):
-        next(write_shard(nothing, MemoryStore([b"x"], [0]), file, 0, 1, {"image": "binary"}, None, "raise"))
-    with pytest.raises(InterruptedError):
-        digest_of(nothing, file, {"image": "binary"})
+        next(write_shard(nothing, MemoryStore([b"x"], [0]), file, 0, 1, {"image": "binary"}, 0, 90, "raise"))
     assert not file.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -100,8 +101,25 @@ def test_tfrecord(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(2):
         shutil.copy(DATA / "tensorflow-train.tfrecord", tmp_path / f"train-{number:05d}-of-00002")
     store = ingested(capsys, f"{tmp_path}/train-*", tmp_path / "train.lmdb")
-    assert contents(store) == contents(open_store(tmp_path / "train-*-of-00002"))
-    assert contents(store)["label"] == [1, 2, 3, 4] * 4
+    found = contents(store)
+    expected = json.loads((DATA / "tensorflow-train.json").read_text()) * 2
+    assert [hashlib.sha256(image).hexdigest() for image in found["image"]] == [one["sha256"] for one in expected]
+    assert found["label"] == [1, 2, 3, 4] * 4
+
+
+def test_a_damaged_record_is_skipped_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = bytearray((DATA / "tensorflow-train.tfrecord").read_bytes())
+    data[-30] ^= 1
+    (tmp_path / "a.tfrecord").write_bytes(data)
+    command = ["ingest", f"{tmp_path}/a.tfrecord", f"{tmp_path}/a.lmdb"]
+    with pytest.raises(SystemExit):
+        cli.main(command)
+    assert "sample 7: it has no bytes" in capsys.readouterr().err
+    cli.main([*command, "--on-bad-sample=skip"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["samples"], found["skipped"]) == (7, 1)
 
 
 def test_a_split_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from raypipe.commands import tasks
-from raypipe.commands.tasks import Tasks, check_wanted
+from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
 from raypipe.errors import ConfigError, ResourceError
 
 
@@ -37,27 +38,26 @@ def counting() -> Any:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 class TestTasks:
-    @pytest.mark.parametrize("here", [True, False])
-    def test_tasks_run_here_or_anywhere(self, here: bool) -> None:
-        assert Tasks("the count", here).num_cpus() == 4
-        with Tasks("the count", here) as started:
-            found = list(started.stream(counting(), [([1, 2],), ([],), ([3],)], 6, int, progress=False))
-            assert sorted(found) == [1, 2, 3]
-            assert started.results(lambda wanted, number: number + 1, [(1,), (2,)]) == [2, 3]
-        assert not started._wanted.exists()
+    @pytest.fixture(autouse=True)
+    def own_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def test_an_error_of_a_task_is_the_error(self) -> None:
-        with pytest.raises(ConfigError, match="negative"), Tasks("the count", here=True) as started:
-            list(started.stream(counting(), [([1, -1, 2],)], 6, int, progress=False))
-        assert not started._wanted.exists()
+    @pytest.mark.parametrize("here", [True, False])
+    def test_tasks_run_here_or_anywhere(self, here: bool, tmp_path: Path) -> None:
+        assert count_cpus("the count", here) == 4
+        calls = [([1, 2],), ([],), ([3],)]
+        assert sorted(run_tasks("the count", here, counting(), calls, 6, int, progress=False)) == [1, 2, 3]
+        assert not list(tmp_path.glob("raypipe-tasks-*"))
+
+    def test_an_error_of_a_task_is_the_error(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="negative"):
+            list(run_tasks("the count", True, counting(), [([1, -1, 2],)], 6, int, progress=False))
+        assert not list(tmp_path.glob("raypipe-tasks-*"))
 
     @pytest.mark.parametrize(("here", "where"), [(True, "this node"), (False, "the cluster")])
     def test_a_busy_cluster_is_an_error_not_a_wait(
         self, here: bool, where: str, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 0.5)
-        with (
-            pytest.raises(ResourceError, match=f"the count needs 1 CPU, other jobs hold all 4 of {where}"),
-            Tasks("the count", here),
-        ):
-            pass
+        with pytest.raises(ResourceError, match=f"the count needs 1 CPU, other jobs hold all 4 of {where}"):
+            list(run_tasks("the count", here, counting(), [([1],)], 1, int, progress=False))

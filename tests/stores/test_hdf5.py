@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import os
-import pickle
 import signal
+import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -15,19 +13,22 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from PIL import Image
 
 from raypipe.errors import StoreError
-from raypipe.stores import open_store
-from raypipe.stores.base import name_of
-from raypipe.stores.hdf5 import HDF5Store
-from raypipe.transform.decode import decode
+from raypipe.stores import hdf5, open_source, open_store
 
 NUM = 30
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (NUM, 9, 7, 3), np.uint8)
 LABELS = RNG.integers(0, 5, NUM)
 ENCODED = [b"\xff\xd8\xff" + bytes([i]) * (i * 40 + 1) for i in range(NUM)]
+
+
+def read(address: str | Path, **options: str) -> dict[str, Any]:
+    """The columns of a source, numbers as arrays."""
+    samples = list(open_source(address, **options))
+    found = {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {name: values if isinstance(values[0], bytes) else np.array(values) for name, values in found.items()}
 
 
 def write(path: Path, options: dict[str, Any] | None = None, **datasets: Any) -> Path:
@@ -51,32 +52,42 @@ def test_pixels_come_out_equal(tmp_path: Path, options: dict[str, Any]) -> None:
     path = write(tmp_path / "a.h5", options, images=PIXELS)
     with h5py.File(path, "a") as file:
         file["labels"] = LABELS
-    store = open_store(path)
-    assert (len(store), store.columns, store.classes, store.groups) == (NUM, ("image", "label"), None, None)
-    order = np.concatenate([RNG.permutation(NUM), [3, 3, 4, 5, 0]])
-    batch = store.read(order)
-    assert all(image.startswith(b"\x89PNG") for image in batch["image"])
-    assert np.array_equal([decode(image) for image in batch["image"]], PIXELS[order])
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(batch["image"][0]))), PIXELS[order[0]])
-    assert batch["label"].tolist() == LABELS[order].tolist()
+    found = read(path)
+    assert list(found) == ["image", "label"]
+    assert np.array_equal(found["image"], PIXELS) and np.array_equal(found["label"], LABELS)
 
 
 @pytest.mark.parametrize("shape", [(NUM, 9, 7), (NUM, 9, 7, 1)])
 def test_grey_pixels(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    grey = PIXELS[..., 0]
-    images = open_store(write(tmp_path / "a.h5", images=grey.reshape(shape))).read(np.arange(NUM), ("image",))
-    assert np.array_equal([decode(image)[..., 1] for image in images["image"]], grey)
+    grey = PIXELS[..., 0].reshape(shape)
+    assert np.array_equal(read(write(tmp_path / "a.h5", images=grey))["image"], grey)
+
+
+def test_more_rows_than_are_read_at_a_time_are_in_order(tmp_path: Path) -> None:
+    path, images = tmp_path / "a.h5", [bytes([i]) * (i + 1) for i in range(150)]
+    with h5py.File(path, "w") as file:
+        rows = file.create_dataset("images", (150,), h5py.vlen_dtype(np.uint8))
+        for i, image in enumerate(images):
+            rows[i] = np.frombuffer(image, np.uint8)
+        file["labels"] = np.arange(150)
+    found = read(path)
+    assert found["image"] == images and found["label"].tolist() == list(range(150))
 
 
 def test_as_pcam_has_them(tmp_path: Path) -> None:
     """camelyonpatch_level_2_split_valid_x.h5 and …_y.h5 put together: y is (N, 1, 1, 1)."""
-    store = open_store(write(tmp_path / "a.h5", x=PIXELS, y=LABELS.astype(np.uint8).reshape(NUM, 1, 1, 1)))
-    assert store.read(np.arange(NUM))["label"].tolist() == LABELS.tolist()
+    path = write(tmp_path / "a.h5", x=PIXELS, y=LABELS.astype(np.uint8).reshape(NUM, 1, 1, 1))
+    assert np.array_equal(read(path)["label"], LABELS)
 
 
 def test_encoded_images_of_any_length(tmp_path: Path) -> None:
-    batch = open_store(write_encoded(tmp_path / "a.hdf5")).read(np.arange(NUM)[::-1])
-    assert batch["image"] == ENCODED[::-1] and batch["label"].tolist() == LABELS[::-1].tolist()
+    found = read(write_encoded(tmp_path / "a.hdf5"))
+    assert found["image"] == ENCODED and np.array_equal(found["label"], LABELS)
+
+
+def test_it_is_no_store_and_the_error_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"is read once, in order: copy it by `raypipe ingest .*a\.h5 NEW"):
+        open_store(write_encoded(tmp_path / "a.h5"))
 
 
 def test_other_names_and_groups(tmp_path: Path) -> None:
@@ -84,13 +95,13 @@ def test_other_names_and_groups(tmp_path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["train/pictures"], file["train/target"], file["label"] = PIXELS, LABELS, np.zeros(3)
     with pytest.raises(StoreError, match=r"a\.h5 has no dataset 'images or .* for image, only: label, train"):
-        len(open_store(path))
-    store = open_store(path, image_column="train/pictures", label_column="train/target")
-    assert store.read(np.array([5]))["label"].tolist() == [LABELS[5]]
+        read(path)
+    found = read(path, image_column="train/pictures", label_column="train/target")
+    assert np.array_equal(found["label"], LABELS)
     with pytest.raises(StoreError, match="labels are one integer for each of the 30 images; set label_column"):
-        len(open_store(path, image_column="train/pictures"))
+        read(path, image_column="train/pictures")
     with pytest.raises(StoreError, match="no dataset 'train' for image"):
-        len(open_store(path, image_column="train"))
+        read(path, image_column="train")
 
 
 def test_links_and_foreign_data_are_never_followed(tmp_path: Path) -> None:
@@ -118,9 +129,10 @@ def test_links_and_foreign_data_are_never_followed(tmp_path: Path) -> None:
         ("text", r"object of \(2,\); images are uint8"),
     ]:
         with pytest.raises(StoreError, match=message):
-            len(open_store(path, image_column=name))
-        with pytest.raises(StoreError):
-            len(open_store(write_label(tmp_path / "b.h5", path), image_column="own", label_column=name))
+            read(path, image_column=name)
+    for name in ("folder/images", "raw"):  # the same for labels
+        with pytest.raises(StoreError, match=r"is a link|are in other files"):
+            read(write_label(tmp_path / "b.h5", path), image_column="own", label_column=name)
 
 
 def write_label(path: Path, other: Path) -> Path:
@@ -137,7 +149,7 @@ def write_label(path: Path, other: Path) -> Path:
 )
 def test_what_are_no_images(tmp_path: Path, images: Any) -> None:
     with pytest.raises(StoreError, match=r"a\.h5, /images: .*(images are uint8|has no samples)|has no samples"):
-        len(open_store(write(tmp_path / "a.h5", images=images)))
+        read(write(tmp_path / "a.h5", images=images))
 
 
 def test_a_file_that_is_none_or_truncated(tmp_path: Path) -> None:
@@ -146,22 +158,7 @@ def test_a_file_that_is_none_or_truncated(tmp_path: Path) -> None:
     for content in (b"", b"no HDF5" * 200, data[: len(data) // 2]):
         path.write_bytes(content)
         with pytest.raises(StoreError, match=r"a\.h5 cannot be opened as HDF5"):
-            len(open_store(path))
-
-
-def test_a_sample_is_named_by_its_row(tmp_path: Path) -> None:
-    assert name_of(open_store(write_encoded(tmp_path / "x.h5")), 2) == f"{tmp_path}/x.h5, row 2"
-
-
-def test_it_is_a_store(tmp_path: Path) -> None:
-    store = HDF5Store(write_encoded(tmp_path / "a.h5"))
-    copy = pickle.loads(pickle.dumps(store))
-    assert store.fingerprint == copy.fingerprint == HDF5Store(write_encoded(tmp_path / "b.h5")).fingerprint
-    assert HDF5Store(write(tmp_path / "c.h5", images=PIXELS, labels=LABELS)).fingerprint != store.fingerprint
-    store.close()
-    assert store.read(np.array([2, 2, 1]))["image"] == [ENCODED[2], ENCODED[2], ENCODED[1]]
-    with pytest.raises(IndexError, match="30 is outside"):
-        store.read(np.array([30]))
+            read(path)
 
 
 def test_without_its_library_the_error_says_what_to_install(
@@ -170,7 +167,7 @@ def test_without_its_library_the_error_says_what_to_install(
     path = write(tmp_path / "a.h5", images=PIXELS)
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(StoreError, match=r"pip install 'raypipe\[hdf5\]'"):
-        len(HDF5Store(path))
+        read(path)
 
 
 def test_a_chunk_that_unpacks_to_more_than_it_should_is_one_error(tmp_path: Path) -> None:
@@ -179,33 +176,52 @@ def test_a_chunk_that_unpacks_to_more_than_it_should_is_one_error(tmp_path: Path
     bomb = b"".join(squeeze.compress(zeros) for _ in range(100)) + squeeze.flush()
     with h5py.File(path, "a") as file:
         file["images"].id.write_direct_chunk((3, 0, 0, 0), bomb)
-    store = open_store(path)
-    with pytest.raises(StoreError, match=r"a\.h5 cannot be read (at row 3|as HDF5: .* at row 3)"):
-        store.read(np.array([3]), ("image",))
-    assert np.array_equal(decode(store.read(np.array([4]), ("image",))["image"][0]), PIXELS[4])
+    samples = iter(open_source(path))
+    with pytest.raises(StoreError, match=r"a\.h5 cannot be read (at row|as HDF5: libhdf5 died)"):
+        list(samples)
+
+
+class Reader:
+    """Keeps the process that reads, or ends it by a signal as soon as it has started."""
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.process = POPEN(*args, **options)
+        if self.number is not None:
+            os.kill(self.process.pid, self.number)
+        return self.process
+
+
+POPEN = subprocess.Popen
 
 
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGSEGV, "died"), (signal.SIGPROF, "more than 10 s of CPU")]
 )
-def test_a_reader_that_dies_is_one_error_and_the_next_read_goes_on(
-    tmp_path: Path, number: int, reason: str
+def test_a_reader_that_dies_is_one_error(
+    tmp_path: Path, number: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = HDF5Store(write(tmp_path / "a.h5", images=PIXELS))
-    before = store.read(np.array([4]), ("image",))
-    os.kill(store._opened.process.pid, number)
-    with pytest.raises(StoreError, match=rf"a\.h5 cannot be read as HDF5: libhdf5 .*{reason}.* at row 4"):
-        store.read(np.array([4]), ("image",))
-    assert store.read(np.array([4]), ("image",)) == before
+    monkeypatch.setattr(hdf5.subprocess, "Popen", Reader(number))
+    with pytest.raises(StoreError, match=rf"a\.h5 cannot be read as HDF5: libhdf5 .*{reason}.* at its start"):
+        read(write(tmp_path / "a.h5", images=PIXELS))
 
 
-def test_no_reader_is_left_behind(tmp_path: Path) -> None:
-    store = HDF5Store(write(tmp_path / "a.h5", images=PIXELS))
-    assert len(store) == NUM
-    readers = [store._opened.process]
-    store.close()
-    assert store.fingerprint
-    readers.append(store._opened.process)
-    del store
-    gc.collect()
-    assert all(reader.poll() is not None for reader in readers)
+def test_a_file_that_takes_for_ever_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5, "_READER_CPU_S", 0.01)
+    zeros = np.zeros((9, 2000, 2000, 3), np.uint8)
+    path = write(tmp_path / "a.h5", {"chunks": (1, 2000, 2000, 3), "compression": "gzip"}, images=zeros)
+    with pytest.raises(StoreError, match=r"libhdf5 took more than 0\.01 s of CPU"):
+        read(path)
+
+
+def test_no_reader_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5.subprocess, "Popen", reader := Reader())
+    path = write(tmp_path / "a.h5", images=PIXELS)
+    read(path)
+    assert reader.process.poll() is not None
+    samples = open_source(path)
+    next(samples)
+    samples.close()
+    assert reader.process.poll() is not None

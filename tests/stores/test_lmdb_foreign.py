@@ -20,7 +20,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import name_of
 from raypipe.stores.lmdb import LMDBStore
-from raypipe.stores.lmdb_entries import Entries
+from raypipe.stores.lmdb_foreign import Entries
 from raypipe.stores.lmdb_pages import LMDBFile
 
 NUM = 300
@@ -281,15 +281,18 @@ def test_entries_are_those_of_liblmdb(tmp_path: Path) -> None:
     keys |= {b"image-", b"image.", b"image", b"image-\xff"}
     path = write(tmp_path / "a.lmdb", {key: key[::-1] * 20 for key in keys})
     file = LMDBFile(path)
-    for prefix, without in [
-        (b"", ()),
-        (b"", (b"image-", b"absent", min(keys), max(keys))),
-        (b"image-", ()),
-        (b"image-", (b"image-0000", b"image-0499", b"image", b"image-\xff")),
-        (b"nothing begins so", ()),
+    end = b"\xff" * 600
+    for bounds in [
+        (b"", end),
+        (b"image-", b"image."),
+        (b"", b"absent", b"absent\0", b"image-0000", b"image-0000\0", b"image-\xff", b"image-\xff\0", end),
+        (min(keys) + b"\0", b"image", b"image\0", max(keys)),
+        (b"image-0005", b"image-0005\0", b"image-0007", b"image-0007"),
+        (b"nothing begins so", b"nothing begins sp"),
     ]:
-        expected = sorted(key for key in keys if key.startswith(prefix) and key not in without)
-        entries = Entries(file, prefix, without)
+        parts = list(zip(bounds[::2], bounds[1::2], strict=True))
+        expected = [key for key in sorted(keys) if any(start <= key < stop for start, stop in parts)]
+        entries = Entries(file, bounds)
         assert len(entries) == len(expected)
         found = [entries.at(index) for index in range(len(entries))]
         assert [key for key, _ in found] == expected

@@ -106,7 +106,7 @@ def spec_of(store: str, min_actors: int = 1) -> StreamSpec:
 def digest_of(batch: Batch) -> bytes:
     host = HostBatch(
         at=batch.at,
-        image=batch.image.numpy(),
+        image=batch.image.permute(0, 2, 3, 1).numpy(),
         encoded=None,
         label=batch.label,
         weight=batch.weight.numpy(),

@@ -108,8 +108,8 @@ def spec_of(
 
 
 def row_of(batch: Batch | HostBatch) -> tuple[Any, ...]:
-    pixels = np.asarray(batch.image).tobytes()
-    return str(batch.at), batch.index.tolist(), batch.label.tolist(), pixels, batch.num_bad
+    image = batch.image if isinstance(batch, HostBatch) else batch.image.permute(0, 2, 3, 1).numpy()
+    return str(batch.at), batch.index.tolist(), batch.label.tolist(), image.tobytes(), batch.num_bad
 
 
 def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:

@@ -89,8 +89,8 @@ def in_host_memory(batch: Batch) -> HostBatch:
     assert batch.mask is not None and batch.boxes is not None
     return HostBatch(
         at=batch.at,
-        image=batch.image.numpy(),
-        label=batch.label.numpy(),
+        image=batch.image.permute(0, 2, 3, 1).numpy(),
+        label=batch.label,
         weight=batch.weight.numpy(),
         index=batch.index,
         num_bad=batch.num_bad,

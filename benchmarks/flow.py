@@ -1,6 +1,6 @@
 """Memory of a stream whose trainer, transform or store is slow, and of one of ten times the object store.
 
-    python benchmarks/flow.py
+    python benchmarks/flow.py [--cases 2]
 
 Prints, per case, the largest use of the object store, what was spilled and the growth of this process. Beside
 what is in flight (8 micro-batches before the pool, 8 in and behind it), the object store holds what was let go in
@@ -9,6 +9,7 @@ the last second: Ray frees objects once a second.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
@@ -92,14 +93,18 @@ def case(name: str, micro_batches: int, store_s: float = 0, transform_s: float =
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=4, help="how many of the four, from the first")
+    num_cases = parser.parse_args().cases
     connect(num_cpus=2, object_store_bytes=STORE_BYTES)
     whole = -(-10 * STORE_BYTES // ENCODED)
-    found = [
-        case("ten times the object store", whole),
-        case("slow trainer", 60, trainer_s=0.05),
-        case("slow transform", 60, transform_s=0.05),
-        case("slow store", 60, store_s=0.05),
+    cases: list[tuple[str, int, dict[str, float]]] = [
+        ("ten times the object store", whole, {}),
+        ("slow trainer", 60, {"trainer_s": 0.05}),
+        ("slow transform", 60, {"transform_s": 0.05}),
+        ("slow store", 60, {"store_s": 0.05}),
     ]
+    found = [case(name, num, **slow) for name, num, slow in cases[:num_cases]]
     for one in found:
         print(one)
     ray.shutdown()

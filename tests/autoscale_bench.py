@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from local_head import LocalHead
 
-NODE_CPUS, MOST_NODES = 2, 3
+NODE_CPUS = 2
 B, SLEEP_S = 4, 0.05  # an actor makes 5 micro-batches a second
 SLOW_S = 1.0  # a trainer that one actor serves with ease
 
@@ -74,7 +74,7 @@ class Watcher(threading.Thread):
         return False
 
 
-def observe(store: Path, starving_s: float, slow_s: float, streams: list[str]) -> dict[str, Any]:
+def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], max_nodes: int) -> dict[str, Any]:
     """Run the phases of one or both streams on the connected cluster."""
     import ray
 
@@ -87,7 +87,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str]) -
     spec = StreamSpec.of(
         str(store),
         plan=PlanConfig(epochs=1000, micro_batch=B),
-        pool=PoolConfig(max_actors=NODE_CPUS * MOST_NODES, grow_after_s=3.0, shrink_after_s=6.0),
+        pool=PoolConfig(max_actors=NODE_CPUS * max_nodes, grow_after_s=3.0, shrink_after_s=6.0),
         train_transform=sleepy,
     )
     from raypipe.rayext.cluster import preflight
@@ -99,15 +99,17 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str]) -
     reached: dict[str, bool] = {}
 
     def consume(phase: str, seconds: float, pause_s: float, batches: Any) -> None:
-        """For so long; a starving trainer, no longer than until the pool has grown, and some seconds."""
+        """For so long, but no longer than until the pool has grown or shrunk to its end, and some seconds."""
         watcher.phase = phase
-        deadline, grown = time.monotonic() + seconds, False
+        deadline, over = time.monotonic() + seconds, False
+        end = 1 if pause_s else allocation.max_actors
         while time.monotonic() < deadline:
             next(batches)
             watcher.taken += 1
             time.sleep(pause_s)
-            if not pause_s and not grown and watcher.timeline[-1]["actors"] == allocation.max_actors:
-                deadline, grown = min(deadline, time.monotonic() + 8), True
+            seen = watcher.timeline[-1]
+            if not over and seen["phase"] == phase and seen["actors"] == end:
+                deadline, over = min(deadline, time.monotonic() + 8), True
 
     for name, phases in (
         ("fast", (("the trainer takes all", starving_s, 0.0), ("the trainer is slow", slow_s, SLOW_S))),
@@ -172,13 +174,14 @@ def main() -> None:
     parser.add_argument("--starving-s", type=float, default=45.0)
     parser.add_argument("--slow-s", type=float, default=45.0)
     parser.add_argument("--streams", default="fast,slow", help="comma-separated")
+    parser.add_argument("--max-nodes", type=int, default=3)
     parser.add_argument("--output", default="")
     parser.add_argument("--picture", default="")
     options = parser.parse_args()
 
     resources = {"CPU": NODE_CPUS, "object_store_memory": 100 << 20}
     node = {"resources": resources, "node_config": {}, "labels": {"raypipe": "transform"}}
-    node_types = {"cpu": {**node, "min_workers": 0, "max_workers": MOST_NODES}}
+    node_types = {"cpu": {**node, "min_workers": 0, "max_workers": options.max_nodes}}
     with tempfile.TemporaryDirectory() as folder, LocalHead(0, node_types=node_types, idle_timeout_s=5) as head:
         # Ray reads these, the token among them, when it is imported.
         os.environ.update({name: value for name, value in head.environment.items() if name.startswith("RAY")})
@@ -191,7 +194,8 @@ def main() -> None:
         write_atomically(str(store), samples(40), tuple("abcde"))
         ray.init(address=head.gcs_address, log_to_driver=False)
         try:
-            found = observe(store, options.starving_s, options.slow_s, options.streams.split(","))
+            streams = options.streams.split(",")
+            found = observe(store, options.starving_s, options.slow_s, streams, options.max_nodes)
         finally:
             ray.shutdown()  # before the head goes: Ray waits a minute for one that has gone
     for seen in found["timeline"]:

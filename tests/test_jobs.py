@@ -129,6 +129,24 @@ def test_wrong_usage_ends_with_code_2() -> None:
 # On a cluster's job server
 
 
+TRAIN = [sys.executable, "jobs/train.py"]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_a_submitted_run_resumes_what_a_crash_has_left_and_ends_with_the_weights_of_an_unbroken_one(
+    digits_run: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "digits"
+    shutil.copytree(digits_run["run_dir"], folder)
+    for checkpoint in sorted(folder.glob("checkpoint_*"))[3:]:
+        shutil.rmtree(checkpoint)
+    with LocalHead(3, {"RAYPIPE_CACHE": str(tmp_path)}) as head:
+        done = resumed_by_a_job(head, folder)
+        submit_a_folder_of_ones_own(head, tmp_path / "mine")
+    assert_as_unbroken(done, folder, digits_run)
+
+
 @pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
@@ -136,10 +154,9 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
     digits_run: dict[str, Any], tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
-    train = [sys.executable, "jobs/train.py"]
     with LocalHead(3, {"RAYPIPE_CACHE": str(tmp_path)}) as head:
         first = ["--working-dir", str(ROOT), "--submission-id", "first", "--no-wait", "--"]
-        head.run("job", "submit", *first, *train, *DIGITS, "--runs", str(runs))
+        head.run("job", "submit", *first, *TRAIN, *DIGITS, "--runs", str(runs))
         metrics = runs / "digits" / "metrics.jsonl"
         while not metrics.exists() or '"step": 15' not in metrics.read_text():
             assert head.jobs("first")["status"] in ("PENDING", "RUNNING")
@@ -150,18 +167,26 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
         deadline = time.monotonic() + 30  # the cluster hears of their ends one by one
         while left := {actor["class_name"] for actor in head.live_actors() if actor["name"] not in of_rays_own}:
             assert time.monotonic() < deadline, left
-        half_written = runs / "digits" / "checkpoint_0009_0000001_01234567"
-        half_written.mkdir()
-        second = ["--working-dir", str(ROOT), "--", *train, "--resume", f"{runs}/digits"]
-        done = head.run("job", "submit", *second)
-        submit_a_folder_of_ones_own(head, tmp_path / "mine")
+        done = resumed_by_a_job(head, runs / "digits")
+    assert_as_unbroken(done, runs / "digits", digits_run)
 
+
+HALF_WRITTEN = "checkpoint_0009_0000001_01234567"
+
+
+def resumed_by_a_job(head: LocalHead, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a job prints that resumes a run, in whose folder a checkpoint was being written."""
+    (folder / HALF_WRITTEN).mkdir()
+    return head.run("job", "submit", "--working-dir", str(ROOT), "--", *TRAIN, "--resume", str(folder))
+
+
+def assert_as_unbroken(done: subprocess.CompletedProcess[str], folder: Path, digits_run: dict[str, Any]) -> None:
     lines = done.stdout.splitlines()
     result = next(json.loads(line) for line in reversed(lines) if line.startswith('{"val_accuracy"'))
     assert result["val_accuracy"] == digits_run["val_accuracy"] and result["steps"] == 33
-    told = f"not resumed from {half_written.name}: it was cut off while it was written"
-    assert told in lines and half_written.exists()
-    assert_equal_weights(runs / "digits", Path(digits_run["run_dir"]))
+    assert f"not resumed from {HALF_WRITTEN}: it was cut off while it was written" in lines
+    assert (folder / HALF_WRITTEN).exists()
+    assert_equal_weights(folder, Path(digits_run["run_dir"]))
 
 
 def submit_a_folder_of_ones_own(head: LocalHead, folder: Path) -> None:
@@ -175,9 +200,9 @@ def submit_a_folder_of_ones_own(head: LocalHead, folder: Path) -> None:
     )
     carried = json.dumps({"py_modules": [str(ROOT / "raypipe")]})
     program = ["--working-dir", str(folder), "--runtime-env-json", carried, "--", sys.executable, "my_train.py"]
-    shown = head.run("job", "submit", *program, "0").stdout
-    assert "['.rayignore', 'my_train.py', 'part.py']" in shown and "py_modules_files" in shown
-    assert head.run("job", "submit", *program, "1", check=False).returncode == 1
+    done = head.run("job", "submit", *program, "3", check=False)
+    assert "['.rayignore', 'my_train.py', 'part.py']" in done.stdout and "py_modules_files" in done.stdout
+    assert done.returncode == 1 and "exit code 3" in done.stdout + done.stderr
 
 
 def assert_equal_weights(one: Path, other: Path) -> None:

@@ -35,7 +35,9 @@ from raypipe.plan.cursor import CURSOR_FILE
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import feed
+from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.worker import TransformWorker
 from raypipe.train.trainer import RunTrainer
 
 NUM_SAMPLES, SIDE = 320, 16
@@ -103,7 +105,7 @@ def spec_of(store: str, min_actors: int = 1) -> StreamSpec:
 def digest_of(batch: Batch) -> bytes:
     host = HostBatch(
         at=batch.at,
-        image=batch.image.numpy(),
+        image=batch.image.permute(0, 2, 3, 1).numpy(),
         encoded=None,
         label=batch.label,
         weight=batch.weight.numpy(),
@@ -113,6 +115,12 @@ def digest_of(batch: Batch) -> bytes:
         work_s=0.0,
     )
     return batch_digest(host)
+
+
+def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
+    """Places and digests of a stream, made in this process."""
+    worker, places = TransformWorker(spec), spec.plan.micro_batches(spec.plan.start())
+    return [(str(at), batch_digest(host_batch(worker.run(at)))) for at in places]
 
 
 @dataclass
@@ -127,7 +135,7 @@ class Damage:
 _background = ThreadPoolExecutor(1)
 
 
-def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
+def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
     """Places and digests, in the order of arrival; the longest wait; and the number of lines of the supervisor."""
     rows: list[tuple[str, bytes]] = []
     longest, mend_at = 0.0, float("inf")
@@ -142,11 +150,11 @@ def consume(spec: StreamSpec, damage: Damage | None, after: int) -> tuple[list[t
                 if rows:
                     longest = max(longest, time.monotonic() - asked)
                 rows.append((str(batch.at), digest_of(batch)))
-                if damage and len(rows) == after:
+                if len(rows) == after:
                     hurting.append(_background.submit(damage.hurt))
                     if damage.mend:
                         mend_at = time.monotonic() + damage.mend_after_s
-                if damage and damage.mend and time.monotonic() > mend_at:
+                if damage.mend and time.monotonic() > mend_at:
                     damage.mend()  # here, since nodes can be started in the main thread only
                     mend_at = float("inf")
                 time.sleep(CONSUME_S)
@@ -297,7 +305,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as folder, cluster() as nodes:
         stores = make_stores(Path(folder), num_samples, names)
         specs = {name: spec_of(path) for name, path in stores.items()}
-        undisturbed = {name: consume(spec, None, 0)[0] for name, spec in specs.items()}
+        undisturbed = {name: without_ray(spec) for name, spec in specs.items()}
         for kind in kinds:
             store = "parquet" if kind == "reader" else choose.choice(names)
             # A pool that has all CPUs when a node goes has none to be restarted on.

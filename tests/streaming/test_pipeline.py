@@ -4,14 +4,17 @@ import dataclasses
 import json
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.device.prefetcher import Batch, HostBatch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
 from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
@@ -21,9 +24,7 @@ from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.handover import feed
 from raypipe.streaming.pipeline import dataset, splits, stream
 from raypipe.streaming.rank_stream import Feed, host_batches
-from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import TransformWorker
 
 from conftest import CLASSES, picture, samples  # isort: skip
 
@@ -47,22 +48,23 @@ def test_the_digest_is_the_same_for_any_pool_and_any_workers_and_after_a_resume(
     stores: dict[str, Path],
 ) -> None:
     spec = spec_of(stores)
-    alone = digests(spec)
+    alone = without_ray.digests(spec)
     assert len(alone) == len(set(alone)) == spec.plan.num_micro_batches(spec.plan.start()) == 2 * (12 + 4)
     assert combine(digests(spec, actors=3)) == combine(alone)
-    assert combine(digests(spec, actors=2, workers=2)) == combine(alone)
     resumed = digests(spec, actors=2, workers=2, from_step=8)
     assert combine(resumed) == combine(alone[-len(resumed) :]) and len(resumed) == (6 - 2) * 2 + 4
 
 
-def test_each_rank_gets_the_same_from_any_number_of_executions(stores: dict[str, Path]) -> None:
+def test_each_rank_gets_the_same_from_any_number_of_executions(
+    stores: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
     plan = PlanConfig(epochs=1, micro_batch=6, per_step=4, seed=5)
     spec = spec_of(
         stores, plan=plan, train_transform=lambda image: image[:9, :9], val_transform=lambda image: image[:9, :9]
     )
-    worker = TransformWorker(spec)
-    alone = [batch_digest(host_batch(worker.run(at))) for at in spec.plan.micro_batches(spec.plan.start())]
-    for executions, from_step in ((2, 0), (4, 2)):
+    alone = without_ray.digests(spec)
+    cases = [(2, 2), (4, 0)] if request.config.getoption("--soak") else [(2, 2)]
+    for executions, from_step in cases:
         pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
         # It fails where a rank gets what another should.
         found = iterate_digests(
@@ -76,11 +78,23 @@ def test_each_rank_gets_the_same_from_any_number_of_executions(stores: dict[str,
 def test_the_digest_depends_on_the_seed_and_not_on_who_reads(stores: dict[str, Path]) -> None:
     spec = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3))
     read_apart = digests(spec)
-    in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor"))
-    found = iterate_digests(in_actors, spec.plan.start(), max_actors=2, world_size=1)
-    assert [one.digest for one in found] == read_apart
+    assert without_ray.digests(spec) == read_apart  # there it is read by the one that transforms
     other = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3, seed=6))
-    assert not set(digests(other)[:12]) & set(read_apart[:12])
+    assert not set(without_ray.digests(other)[:12]) & set(read_apart[:12])
+
+
+def in_host_memory(batch: Batch) -> HostBatch:
+    assert batch.mask is not None and batch.boxes is not None
+    return HostBatch(
+        at=batch.at,
+        image=batch.image.permute(0, 2, 3, 1).numpy(),
+        label=batch.label,
+        weight=batch.weight.numpy(),
+        index=batch.index,
+        num_bad=batch.num_bad,
+        mask=batch.mask.numpy(),
+        boxes=batch.boxes.numpy(),
+    )
 
 
 def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: Path) -> None:
@@ -94,16 +108,15 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
     settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_boxes=3)
     spec = StreamSpec.of(path, path, plan=dataclasses.replace(PLAN, epochs=1), transform=settings)
-    read_apart = digests(spec)
+    alone = without_ray.digests(spec)
     in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
     found = iterate_digests(in_actors, spec.plan.start(), max_actors=2, world_size=2)
-    assert [one.digest for one in found] == read_apart
-    worker, places = TransformWorker(spec), spec.plan.micro_batches(spec.plan.start())
-    assert [batch_digest(host_batch(worker.run(at))) for at in places] == read_apart
+    assert [one.digest for one in found] == alone
+    # Of Parquet a task of its own reads.
     seen = [batch for segment in feed(spec, max_actors=1) for step in segment for batch in step]
+    assert [batch_digest(in_host_memory(batch)) for batch in seen] == alone
     train, val = ([batch for batch in seen if batch.at.split == split] for split in ("train", "val"))
     for batch in train:
-        assert batch.mask is not None and batch.boxes is not None
         assert batch.mask.shape == (8, 24, 24) and batch.boxes.shape == (8, 3, 5)
         assert set(batch.mask.unique().tolist()) <= {0, 1, 2}
     assert sum(int((batch.weight == 0).sum()) for batch in val) == 1  # the bad one
@@ -116,7 +129,7 @@ def test_every_training_sample_comes_at_most_once_and_every_validation_sample_on
     spec = spec_of(stores)
     labels = open_store(stores["train"]).read(np.arange(100), ("label",))["label"]
     seen: dict[tuple[str, int], list[int]] = {}
-    for batch in host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]):
+    for batch in without_ray.host_batches(spec):
         real = batch.weight > 0
         seen.setdefault((batch.at.split, batch.at.epoch), []).extend(batch.index[real].tolist())
         assert batch.image.dtype == np.uint8 and batch.image.shape == (8, 24, 24, 3)
@@ -199,20 +212,21 @@ ONE_EPOCH = PlanConfig(epochs=1, micro_batch=8)
 
 
 def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(tmp_path: Path) -> None:
-    def run(actors: int, folder: str) -> list[Any]:
-        spec = StreamSpec.of(
-            with_bad(BAD),
-            with_bad(BAD),
-            plan=ONE_EPOCH,
-            transform=SMALL,
-            pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5),
-            quarantine=(tmp_path / folder).as_uri(),
-        )
-        rows = host_batches(splits(spec, spec.plan.start(), max_actors=actors)[0])
-        return [(b.at, b.index.tolist(), b.label.tolist(), b.weight.tolist(), b.num_bad) for b in rows]
+    spec = StreamSpec.of(
+        with_bad(BAD),
+        with_bad(BAD),
+        plan=ONE_EPOCH,
+        transform=SMALL,
+        pool=PoolConfig(min_actors=2, cpus_per_actor=0.5),
+        quarantine=(tmp_path / "one").as_uri(),
+    )
 
-    rows = run(1, "one")
-    assert rows == run(2, "two")
+    def rows_of(batches: Iterable[HostBatch]) -> list[Any]:
+        return [(b.at, b.index.tolist(), b.label.tolist(), b.weight.tolist(), b.num_bad) for b in batches]
+
+    rows = rows_of(host_batches(splits(spec, spec.plan.start(), max_actors=2)[0]))
+    other = dataclasses.replace(spec, quarantine=(tmp_path / "two").as_uri())
+    assert rows_of(without_ray.host_batches(other)) == rows
     assert sum(row[4] for row in rows) == 6
     for at, index, label, weight, _ in rows:
         if at.split == "train":
@@ -231,8 +245,13 @@ def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(t
     ("transform", "error", "message"),
     [
         (dataclasses.replace(SMALL, on_bad_sample="raise"), SampleError, r"memory:\w+ sample \d+: .*"),
-        (dataclasses.replace(SMALL, bad_grace=1), BadSamplesError, "max_bad_fraction"),
-        (dataclasses.replace(SMALL, train="none"), ConfigError, "crop or resize"),
+        # Of another transform the same, by tests without a cluster.
+        pytest.param(
+            dataclasses.replace(SMALL, bad_grace=1), BadSamplesError, "max_bad_fraction", marks=pytest.mark.soak
+        ),
+        pytest.param(
+            dataclasses.replace(SMALL, train="none"), ConfigError, "crop or resize", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
@@ -240,10 +259,9 @@ def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
 ) -> None:
     store = with_bad({**BAD, 5: picture(5, 30, 30)})
     spec = StreamSpec.of(store, plan=ONE_EPOCH, transform=transform)
-    for world_size in (1,):
-        with pytest.raises(error, match=message) as caught:
-            list(host_batches(splits(spec, spec.plan.start(), max_actors=1, world_size=world_size)[0]))
-        assert type(caught.value) is error
+    with pytest.raises(error, match=message) as caught:
+        list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
+    assert type(caught.value) is error
 
 
 def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: dict[str, Path]) -> None:
@@ -254,8 +272,8 @@ def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: 
         plan=PlanConfig(epochs=1, micro_batch=10, per_step=5),
         transform=dataclasses.replace(SMALL, val="none", train="none"),
     )
-    found = list(iterate_digests(spec, spec.plan.start(), max_actors=1, world_size=1))
-    assert len(found) == 15 and sum(one.num_samples for one in found) == 103
+    found = list(without_ray.host_batches(spec))
+    assert len(found) == 15 and sum(int((batch.weight > 0).sum()) for batch in found) == 103
 
 
 def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:

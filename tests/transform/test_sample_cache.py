@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+import without_ray
 from PIL import Image
 
 from raypipe.config import Cache, PlanConfig, PoolConfig, TransformConfig
@@ -481,34 +483,36 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", ["train", "parquet"])
+@pytest.mark.parametrize(("name", "place"), [("train", "memory"), ("parquet", "disk")])
 def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume(
-    name: str, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, place: Cache, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # actors are processes of the cluster, and know nothing of this test's places
     limit = (8 << 20) + os.getpid()  # another cache than the last session's
+    spec = StreamSpec.of(
+        str(stores[name]),
+        str(stores["val"]),
+        plan=PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5),
+        transform=TransformConfig(size=24),
+        pool=PoolConfig(cpus_per_actor=0.5, cache=place, cache_bytes=limit),
+    )
 
-    def digests(place: Cache, actors: int, from_step: int = 0) -> list[bytes]:
-        spec = StreamSpec.of(
-            str(stores[name]),
-            str(stores["val"]),
-            plan=PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5),
-            transform=TransformConfig(size=24),
-            pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, cache=place, cache_bytes=limit),
+    def digests(actors: int, from_step: int = 0) -> list[bytes]:
+        pool = replace(spec.pool, min_actors=actors)
+        found = iterate_digests(
+            replace(spec, pool=pool), spec.plan.cursor_at(from_step), max_actors=actors, world_size=1
         )
-        found = iterate_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=1)
         return [one.digest for one in found]
 
     # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
     caches = open_caches(
-        PoolConfig(cache="memory", cache_bytes=limit),
+        PoolConfig(cache=place, cache_bytes=limit),
         {"train": open_store(stores[name]), "val": open_store(stores["val"])},
         TransformConfig(size=24),
     )
-    alone = digests("off", 1)
-    assert combine(digests("memory", 1)) == combine(alone)
-    assert combine(digests("disk", 2)) == combine(alone)
-    with_another = digests("memory", 2, from_step=4)
+    alone = without_ray.digests(replace(spec, pool=PoolConfig(cache="off")))
+    assert combine(digests(2)) == combine(alone)
+    with_another = digests(1, from_step=4)
     assert combine(with_another) == combine(alone[-len(with_another) :])
     # 96 of 100 in an epoch; which are left out differs.
     assert len(caches["train"].find(np.arange(100))) >= 96 and len(caches["val"].find(np.arange(22))) == 22

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import re
 import secrets
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.storage.filesystem import explained, one_line, open_filesystem, open_input
+from raypipe.storage.filesystem import exists, explained, join, one_line, open_filesystem, read_whole
 from raypipe.storage.whole_file import sync_folder, synced_output
 
 STATE_FILE = "state.pt"
@@ -36,8 +35,6 @@ _DAMAGED = "damaged.json"
 """What the manifest of a checkpoint is called once a resume has found it damaged."""
 _FOLDER = re.compile(r"checkpoint_(\d{4,})_(\d{7,})_[0-9a-f]{8}")
 _CUT_OFF = "it was cut off while it was written"
-_CHUNK = 1 << 22  # bytes read at a time
-_MAX_JSON = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,18 +45,10 @@ class Checkpoint:
     name: str
     cursor: Cursor
 
-    @contextlib.contextmanager
-    def state(self) -> Iterator[Path]:
-        """state.pt as a file of this machine, within."""
-        filesystem, path = open_filesystem(self.run_uri)
-        source = f"{path}/{self.name}/{STATE_FILE}"
-        if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-            yield Path(source)
-            return
-        with tempfile.TemporaryDirectory(prefix="raypipe-checkpoint-") as folder:
-            with explained(ConfigError, f"checkpoint {self.name} of {self.run_uri} cannot be read"):
-                pyarrow.fs.copy_files(source, f"{folder}/{STATE_FILE}", source_filesystem=filesystem)
-            yield Path(folder) / STATE_FILE
+    def state(self) -> io.BytesIO:
+        """What state.pt holds."""
+        with explained(ConfigError, f"checkpoint {self.name} of {self.run_uri} cannot be read"):
+            return io.BytesIO(_content(join(self.run_uri, self.name), STATE_FILE) or b"")
 
 
 @dataclass
@@ -81,15 +70,13 @@ class _DamageError(Exception):
     """Why a checkpoint is not what its manifest says."""
 
 
-def write_checkpoint(
-    run_uri: str, cursor: Cursor, save: Callable[[IO[bytes]], None], metrics: dict[str, Any]
-) -> str:
+def write_checkpoint(run_uri: str, cursor: Cursor, state: bytes | memoryview, metrics: dict[str, Any]) -> str:
     """Write a checkpoint and, once it is on the disk, remove all that are older than the one before it.
 
     Args:
         run_uri: the run's folder.
         cursor: where the run stands.
-        save: writes the state to a file.
+        state: what the trainer keeps.
         metrics: the figures of the run that far.
 
     Returns:
@@ -101,75 +88,37 @@ def write_checkpoint(
     name = f"checkpoint_{cursor.epoch:04d}_{cursor.step:07d}_{secrets.token_hex(4)}"
     filesystem, path = open_filesystem(run_uri)
     folder = f"{path}/{name}"
+    contents = {STATE_FILE: state, CURSOR_FILE: cursor.to_json().encode()}
+    files = {file: {"bytes": len(content), "blake2b": _hash(content)} for file, content in contents.items()}
+    contents[_MANIFEST] = json.dumps({"files": files, "metrics": metrics}).encode()
     with explained(ConfigError, f"checkpoint {name} of {run_uri} cannot be written (mend that, and --resume)"):
         try:
             filesystem.create_dir(folder, recursive=True)
-            writers = {STATE_FILE: save, CURSOR_FILE: lambda file: file.write(cursor.to_json().encode())}
-            files = {file: _written(filesystem, f"{folder}/{file}", write) for file, write in writers.items()}
-            sync_folder(filesystem, folder)
-            with synced_output(filesystem, f"{folder}/{_MANIFEST}") as file:
-                file.write(json.dumps({"files": files, "metrics": metrics}).encode())
-            sync_folder(filesystem, folder)
+            for file, content in contents.items():
+                with synced_output(filesystem, f"{folder}/{file}") as output:
+                    output.write(content)
+                sync_folder(filesystem, folder)
             sync_folder(filesystem, path)
         except BaseException:
             with contextlib.suppress(pa.ArrowException, OSError):
                 filesystem.delete_dir(folder)
             raise
-    _remove_old(filesystem, path, name)
+    with contextlib.suppress(pa.ArrowException, OSError):  # tried again at the next one
+        _remove_old(run_uri, name)
     return name
 
 
-def _written(
-    filesystem: pyarrow.fs.FileSystem, path: str, write: Callable[[IO[bytes]], Any]
-) -> dict[str, int | str]:
-    """Write a file; returns its size and hash."""
-    with synced_output(filesystem, path) as file:
-        hashed = _Hashed(file)
-        try:
-            write(hashed)  # type: ignore[arg-type]
-        except Exception:
-            if hashed.error:  # torch.save tells of its own surprise instead
-                raise hashed.error from None
-            raise
-    return {"bytes": hashed.num_bytes, "blake2b": hashed.hash.hexdigest()}
+def _hash(content: bytes | memoryview) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-class _Hashed:
-    """A file to write to that knows what was written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.hash, self.num_bytes = file, _new_hash(), 0
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.hash.update(data)
-        self.num_bytes += memoryview(data).nbytes
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        pass
-
-
-def _new_hash() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=16)
-
-
-def _remove_old(filesystem: pyarrow.fs.FileSystem, path: str, name: str) -> None:
+def _remove_old(run_uri: str, name: str) -> None:
     """Keep a checkpoint and the whole one before it. One of a later place, passed over by a resume, stays."""
-    with contextlib.suppress(pa.ArrowException, OSError):  # tried again at the next one
-        older = [other for other in _names(filesystem, path) if _place(other) <= _place(name) and other != name]
-        whole = (
-            number
-            for number, other in enumerate(older)
-            if filesystem.get_file_info(f"{path}/{other}/{_MANIFEST}").type == pyarrow.fs.FileType.File
-        )
-        for other in older[next(whole, len(older)) + 1 :]:
-            filesystem.delete_dir(f"{path}/{other}")
+    older = [other for other in _names(run_uri) if _place(other) <= _place(name) and other != name]
+    whole = (number for number, other in enumerate(older) if exists(join(run_uri, other, _MANIFEST)))
+    filesystem, path = open_filesystem(run_uri)
+    for other in older[next(whole, len(older)) + 1 :]:
+        filesystem.delete_dir(f"{path}/{other}")
 
 
 def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> Found:
@@ -184,27 +133,24 @@ def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> Found:
         CursorError: all that are whole are of another plan.
     """
     with explained(ConfigError, f"the checkpoints of {run_uri} cannot be read"):
-        filesystem, path = open_filesystem(run_uri)
-        names = _names(filesystem, path)
+        names = _names(run_uri)
     found, foreign = Found(), None
     for name in names:
+        reason = _CUT_OFF
         try:
-            checkpoint = _read(run_uri, filesystem, path, name)
-            if checkpoint is None:
-                found.passed_over[name] = _CUT_OFF
-                continue
-            check(checkpoint.cursor)
+            cursor = _whole(join(run_uri, name))
+            if cursor is not None:
+                check(cursor)
+                found.checkpoint = Checkpoint(run_uri, name, cursor)
+                return found
         except CursorError as error:
-            foreign = foreign or error
-            found.passed_over[name] = str(error)
+            foreign, reason = foreign or error, str(error)
         except _DamageError as damage:
+            reason = str(damage)
             found.damaged.append(name)
-            found.passed_over[name] = str(damage)
         except (pa.ArrowException, OSError) as error:
-            found.passed_over[name] = one_line(error)
-        else:
-            found.checkpoint = checkpoint
-            return found
+            reason = one_line(error)
+        found.passed_over[name] = reason
     if foreign:
         raise foreign
     if any(reason != _CUT_OFF for reason in found.passed_over.values()):
@@ -225,15 +171,15 @@ def set_aside(run_uri: str, found: Found) -> None:
 
 def has_checkpoints(run_uri: str) -> bool:
     """Whether a folder has checkpoints, be they whole or not."""
-    filesystem, path = open_filesystem(run_uri)
-    return bool(_names(filesystem, path))
+    return bool(_names(run_uri))
 
 
-def _names(filesystem: pyarrow.fs.FileSystem, path: str) -> list[str]:
+def _names(run_uri: str) -> list[str]:
     """Of the checkpoints' folders, the newest first."""
-    selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
-    infos = [info for info in filesystem.get_file_info(selector) if info.type == pyarrow.fs.FileType.Directory]
-    return sorted((i.base_name for i in infos if _FOLDER.fullmatch(i.base_name)), key=_place, reverse=True)
+    filesystem, path = open_filesystem(run_uri)
+    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    names = [info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory]
+    return sorted(filter(_FOLDER.fullmatch, names), key=_place, reverse=True)
 
 
 def _place(name: str) -> tuple[int, int]:
@@ -242,40 +188,31 @@ def _place(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _read(run_uri: str, filesystem: pyarrow.fs.FileSystem, path: str, name: str) -> Checkpoint | None:
-    """One checkpoint, checked byte by byte; None = it has no manifest."""
-    folder = f"{path}/{name}"
-    if filesystem.get_file_info(f"{folder}/{_MANIFEST}").type != pyarrow.fs.FileType.File:
+def _content(folder: str, file: str) -> bytes | None:
+    return read_whole(*open_filesystem(join(folder, file)))
+
+
+def _whole(folder: str) -> Cursor | None:
+    """The cursor of a checkpoint that is as it was written, checked byte by byte; None = it has no manifest."""
+    manifest = _content(folder, _MANIFEST)
+    if manifest is None:
         return None
-    content = _content(filesystem, f"{folder}/{_MANIFEST}")
     try:
-        files = json.loads(content)["files"]
+        files = json.loads(manifest)["files"]
         expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
     except (KeyError, TypeError, ValueError):
-        raise _DamageError(f"its {_MANIFEST} is {'damaged' if content else 'empty'}") from None
+        raise _DamageError(f"its {_MANIFEST} is {'damaged' if manifest else 'empty'}") from None
+    contents: dict[str, bytes] = {}
     for file, (num_bytes, digest) in expected.items():
-        _check_file(filesystem, f"{folder}/{file}", file, num_bytes, digest)
+        content = _content(folder, file)
+        if content is None:
+            raise _DamageError(f"its {file} is missing")
+        if len(content) != num_bytes:
+            raise _DamageError(f"its {file} has {len(content)} bytes instead of {num_bytes}")
+        if _hash(content) != digest:
+            raise _DamageError(f"the content of its {file} has changed since it was written")
+        contents[file] = content
     try:
-        cursor = Cursor.from_json(_content(filesystem, f"{folder}/{CURSOR_FILE}").decode(errors="replace"))
+        return Cursor.from_json(contents[CURSOR_FILE].decode(errors="replace"))
     except CursorError as error:
         raise _DamageError(str(error)) from error
-    return Checkpoint(run_uri, name, cursor)
-
-
-def _content(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
-    with open_input(filesystem, path) as file:
-        return file.read(_MAX_JSON)
-
-
-def _check_file(filesystem: pyarrow.fs.FileSystem, path: str, name: str, num_bytes: int, digest: str) -> None:
-    info = filesystem.get_file_info(path)
-    if info.type != pyarrow.fs.FileType.File:
-        raise _DamageError(f"its {name} is missing")
-    if info.size != num_bytes:
-        raise _DamageError(f"its {name} has {info.size} bytes instead of {num_bytes}")
-    found = _new_hash()
-    with open_input(filesystem, path) as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    if found.hexdigest() != digest:
-        raise _DamageError(f"the content of its {name} has changed since it was written")

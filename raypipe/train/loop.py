@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import time
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import ray.train
 import ray.train.torch
@@ -363,10 +364,10 @@ class Trainer:
         if self.log is not None:
             self.log.sync()
             self._check_lease()
-            write_checkpoint(self._checkpoints, self.feed.cursor, self._save, metrics)
+            write_checkpoint(self._checkpoints, self.feed.cursor, self._state(), metrics)
         ray.train.report(metrics)
 
-    def _save(self, file: IO[bytes]) -> None:
+    def _state(self) -> memoryview:
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -374,7 +375,9 @@ class Trainer:
             "ema": self.ema.model.state_dict() if self.ema else None,
             "metrics": self.metrics,
         }
+        file = io.BytesIO()
         torch.save(state, file)
+        return file.getbuffer()
 
     def _check_lease(self) -> None:
         if self._lease and not is_held(self.run_uri, self._lease):
@@ -393,8 +396,7 @@ class Trainer:
         return broadcast_from_rank_zero(found) if context.get_world_size() > 1 else found
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        with checkpoint.state() as file:
-            state = torch.load(file, map_location=self.device, weights_only=True)
+        state = torch.load(checkpoint.state(), map_location=self.device, weights_only=True)
         try:
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pyarrow.fs
 import pytest
-import torch
 from full_disk import fill, make_room
 
 from raypipe.errors import ConfigError, CursorError
@@ -34,7 +33,7 @@ def content(cursor: Cursor, size: int = 5000) -> bytes:
 
 def write(run_uri: str, epoch: int, step: int, plan: str = PLAN, size: int = 5000) -> str:
     cursor = Cursor(epoch, step, plan)
-    return write_checkpoint(run_uri, cursor, lambda file: file.write(content(cursor, size)), {"steps": step})
+    return write_checkpoint(run_uri, cursor, content(cursor, size), {"steps": step})
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -57,8 +56,7 @@ def step_of(run: Path | str) -> int | None:
     found = find_newest(run if isinstance(run, str) else run.as_uri(), check).checkpoint
     if found is None:
         return None
-    with found.state() as state:
-        assert state.read_bytes() == content(found.cursor)
+    assert found.state().read() == content(found.cursor)
     return found.cursor.step
 
 
@@ -176,9 +174,6 @@ def test_a_full_disk_leaves_what_there_is_and_nothing_half(full_disk: Path) -> N
         before = tree(run)
         with pytest.raises(ConfigError, match=r"checkpoint .* of .* cannot be written .*No space left on device"):
             write(run.as_uri(), 0, 3, size=9000)
-        cursor = Cursor(0, 3, PLAN)
-        with pytest.raises(ConfigError, match="No space left on device"):
-            write_checkpoint(run.as_uri(), cursor, lambda file: torch.save(torch.zeros(5000), file), {})
         assert tree(run) == before and step_of(run) == 2
         make_room(full_disk)
     write(run.as_uri(), 0, 3)

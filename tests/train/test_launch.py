@@ -175,7 +175,7 @@ def test_a_resume_that_is_refused_changes_nothing(stores: dict[str, Path], tmp_p
     plan = spec_of(run, uri).plan
     for step in (1, 2):
         cursor = Cursor(0, step, plan.fingerprint)
-        write_checkpoint(uri, cursor, lambda file: file.write(b"state"), {})
+        write_checkpoint(uri, cursor, b"state", {})
     newest = sorted((tmp_path / "mine").glob("checkpoint_*"))[-1]
     (newest / "state.pt").write_bytes(b"")
     (tmp_path / "mine" / "metrics.jsonl").write_text('{"kind": "train", "step": 3}\n')

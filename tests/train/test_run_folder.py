@@ -61,7 +61,7 @@ def test_a_folder_that_holds_no_run_may_become_one(tmp_path: Path) -> None:
 
 
 def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path.as_uri(), Cursor(0, 1, "f" * 16), lambda file: file.write(b"x"), {})
+    write_checkpoint(tmp_path.as_uri(), Cursor(0, 1, "f" * 16), b"x", {})
     check_run_folder(tmp_path.as_uri(), resume=True)
     with pytest.raises(ConfigError, match=r"a run at .* already"):
         check_run_folder(tmp_path.as_uri(), resume=False)

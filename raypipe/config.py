@@ -336,9 +336,9 @@ class TrainConfig:
         max_failures: restarts of the worker group after something has died, before the run gives up; -1 = no
             limit. An error that would come again ends the run at once.
         checkpoint_every: steps between checkpoints within an epoch; 0 = at epoch ends only.
-        log_every: steps between lines of progress and metrics.
+        log_every: steps between lines of progress and metrics; the first step has one as well.
         log_samples: write the sample indices of every micro-batch, in the order of the stream, to
-            RUN/samples.jsonl, and print them; all ranks meet at every step for it.
+            RUN/samples.jsonl; all ranks meet at every step for it.
     """
 
     model: str = "resnet50"

@@ -1,29 +1,27 @@
-"""What learns: models, their optimizer and averages, and sums that do not depend on W. Knows torch, not Ray.
+"""What learns: models, their optimizer and averages. Knows torch, not Ray.
 
-Floating-point sums depend on their order, and training doubles the difference of two roundings every few
-steps: W=1 and W=2 part at 1e-7 and are 1e-2 apart after 50 steps of AdamW. So a step's M terms are added up in a
-tree that every power of two W cuts at its joints:
-
-    S(r, w) = S(r, 2w) + S(r + w, 2w)     the micro-batches m with m mod w = r, while M / w is even,
-    S(r, w) = x_r + x_{r+w} + …           in order, once it is odd
-
-Rank r of W holds the micro-batches m mod W = r, so its sum is S(r, W), and S(0, 1) is what all ranks need.
+Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
+rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
+it follow the same loss curve to rounding; with the sums of ordered.py, bit by bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig, TrainConfig
+from raypipe.device.mixing import mixed_cross_entropy
+from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.streaming.spec import StreamSpec
+from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 
 
 def build_model(name: str, num_classes: int) -> nn.Module:
@@ -71,75 +69,14 @@ def small_model(num_classes: int, width: int = 32) -> nn.Module:
     )
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, or AdamW; no weight decay on biases and normalisation layers.
-
-    Args:
-        model: on its device.
-        config: the settings.
-        fused: one kernel for all parameters; for CUDA.
-    """
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum, or AdamW; no weight decay on biases and normalisation layers."""
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "sgd":
-        nesterov = config.momentum > 0
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
-    _fit_state(optimizer)
-    return optimizer
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    saved: dict[str, Any],
-    saved_scaler: dict[str, Any],
-) -> None:
-    """Take over what another run's optimizer and scaler have learnt, on whatever kind of device that run was.
-
-    The settings, of the groups and of the kernels, stay those of this run's optimizer.
-
-    Args:
-        optimizer: from `build_optimizer`.
-        scaler: enabled or not.
-        saved, saved_scaler: their `state_dict()` in the other run.
-
-    Raises:
-        ConfigError: the saved state is another kind of optimizer's.
-    """
-    names = {name for state in saved["state"].values() for name in state}
-    if names and ("exp_avg" in names) != isinstance(optimizer, torch.optim.AdamW):
-        raise ConfigError(
-            "the checkpoint has the state of another optimizer: set train.optimizer to what it was "
-            f"({'adamw' if 'exp_avg' in names else 'sgd'})"
-        )
-    optimizer.load_state_dict({**saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    _fit_state(optimizer)
-    if saved_scaler:  # empty where it was not enabled
-        scaler.load_state_dict(saved_scaler)
-
-
-def _fit_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state of an optimizer of this module the form that its kernels rely on and do not check.
-
-    - Each tensor has its parameter's strides: the fused kernels walk through both in the order of memory.
-    - `step` is on the device for the fused kernels and on the host for the others, which else wait for the device.
-    - The fused SGD has its momentum from the start. It would make it of uninitialised memory at the first step,
-      and leave it so where that step's gradients are not finite. Of zeros the first momentum is the gradient, too.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if group["fused"] and group.get("momentum"):
-                state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-            for name, value in state.items():
-                if name == "step":
-                    state[name] = value.to(parameter.device if group["fused"] else "cpu")
-                else:
-                    state[name] = torch.empty_like(parameter).copy_(value)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
@@ -176,129 +113,140 @@ class Ema:
         torch._foreach_lerp_(self._own, self._theirs, 1 - decay)
 
 
-class OrderedSum:
-    """The sum of one flat tensor per micro-batch, over this rank's and over all ranks.
-
-    It holds half as many tensors as the rank has micro-batches in a step.
+class Learner:
+    """A model and all that changes with it, the same on all ranks after each step.
 
     Args:
-        num_local: M / W, micro-batches of this rank in a step.
+        run: the configuration.
+        num_classes: of the classifier.
+        device: where it learns.
         world_size: W.
+
+    Attributes:
+        dtype: of autocast; None = off.
     """
 
-    def __init__(self, num_local: int, world_size: int) -> None:
-        self._world_size = world_size
-        even = num_local & -num_local  # the largest power of two that divides it
-        # Two terms that are added first share a slot.
-        self._num_slots = max(1, even // 2) if even == num_local else even
-        self._slots: list[torch.Tensor] = []
-        self._taken = 0
+    def __init__(self, run: RunConfig, num_classes: int, device: torch.device, world_size: int) -> None:
+        config, on_cuda = run.train, device.type == "cuda"
+        self._num_classes, self._per_step = num_classes, run.plan.per_step
+        self._config, self._device, self.dtype = config, device, amp_dtype(config.amp, device)
+        self._per_rank = self._per_step // world_size
+        torch.manual_seed(run.plan.seed)
+        self._model = build_model(config.model, num_classes).to(device)
+        if on_cuda:
+            self._model = self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+        self._batch_norm = StepBatchNorm(self._model, self._per_rank, world_size)
+        self._optimizer = build_optimizer(self._model, config)
+        self._ema = Ema(self._model, config.ema_decay) if config.ema_decay else None
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16 and on_cuda)
+        if config.compile:
+            self._model.compile()
+        self._parallel: nn.Module = self._model
+        self._gradients: OrderedGradients | None = None
+        if config.ordered_sum == "yes" or (config.ordered_sum == "auto" and not on_cuda):
+            self._gradients = OrderedGradients(self._model, self._per_rank, world_size)
+        elif world_size > 1:
+            # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
+            self._parallel = DistributedDataParallel(
+                self._model, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
 
-    def add(self, term: torch.Tensor) -> None:
-        """The term of the rank's next micro-batch; it is written to."""
-        if self._taken < self._num_slots:
-            self._slots.append(term)
-        else:
-            self._slots[self._taken % self._num_slots] += term
-        self._taken += 1
+    def begin_step(self, lr: float) -> None:
+        """Before a step's first micro-batch."""
+        self._model.train()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._batch_norm.begin()
 
-    def finish(self) -> torch.Tensor:
-        """After the last term of a step: the sum over all ranks, on each."""
-        total = tree_sum(self._slots)
-        self._slots, self._taken = [], 0
-        if self._world_size & (self._world_size - 1) == 0 and self._world_size > 2:
-            gathered = [torch.empty_like(total) for _ in range(self._world_size)]
-            dist.all_gather(gathered, total)
-            total = tree_sum(gathered)
-        elif self._world_size > 1:
-            dist.all_reduce(total)  # of two, a + b is b + a
-        return total
+    def backward(self, batch: Batch, last: bool) -> torch.Tensor:
+        """Accumulate the gradient of one micro-batch, maybe the last of a step; returns its detached loss."""
+        # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.
+        outside = (batch.label < 0) | (batch.label >= self._num_classes)
+        if outside.any():
+            raise ConfigError(
+                f"sample {batch.index[outside][0]} has label {batch.label[outside][0]}, outside "
+                f"[0, {self._num_classes}): set train.num_classes, or mend the store"
+            )
+        torch.manual_seed(batch.seed)  # dropout, too, is a function of the micro-batch
+        synchronise = last or self._parallel is self._model
+        with contextlib.nullcontext() if synchronise else self._parallel.no_sync():  # type: ignore[operator]
+            logits = self._logits(self._parallel, batch)
+            losses = mixed_cross_entropy(logits, batch.target, batch.mixed, self._config.label_smoothing)
+            loss = (losses * batch.weight).sum() / len(losses)
+            # DDP averages over ranks, the ordered sum adds.
+            share = self._per_step if self._gradients else self._per_rank
+            self._scaler.scale(loss / share).backward()
+            if self._gradients:
+                self._gradients.take()
+        self._batch_norm.take()
+        return loss.detach()
 
-
-def tree_sum(sums: list[torch.Tensor]) -> torch.Tensor:
-    """S(0, 1) of S(0, n) … S(n - 1, n), n a power of two; they are written to."""
-    while len(sums) > 1:
-        half = len(sums) // 2
-        sums = [sums[i].add_(sums[i + half]) for i in range(half)]
-    return sums[0]
-
-
-class OrderedGradients:
-    """Takes the gradients of a rank's micro-batches one by one, and leaves the sum over all ranks' in `.grad`.
-
-    Use it instead of DistributedDataParallel, with loss / M as each micro-batch's loss. `OrderedSum` has the
-    arguments.
-    """
-
-    def __init__(self, model: nn.Module, num_local: int, world_size: int) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._sum = OrderedSum(num_local, world_size)
+    def end_step(self, global_step: int) -> None:
+        """After a step's last micro-batch, the run's step `global_step`, from 1: update the weights."""
+        self._batch_norm.end()
+        if self._gradients:
+            self._gradients.finish()
+        if self._config.clip_norm:
+            self._scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._ema:
+            self._ema.update(global_step)
 
     @torch.no_grad()
-    def take(self) -> None:
-        """After each backward: the gradient of the rank's next micro-batch."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        self._sum.add(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-        for parameter in self._parameters:
-            parameter.grad = None
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Logits (B, classes) of the average, or of the model where there is none."""
+        return self._logits(self._ema.model if self._ema else self._model.eval(), batch)
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """After the last of a step: sum over all ranks; every `.grad` then holds the step's."""
-        parts = self._sum.finish().split([p.numel() for p in self._parameters])
-        for parameter, part in zip(self._parameters, parts, strict=True):
-            # The parameter's strides, as backward has them: fused optimizers on CUDA ask for it.
-            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+    def _logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast(self._device.type, self.dtype, enabled=self.dtype is not None):
+            return model(batch.image).float()
 
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "ema": self._ema.model.state_dict() if self._ema else None,
+        }
 
-class StepBatchNorm:
-    """Running statistics of BatchNorm that do not depend on the number of workers.
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over the `state` of another run, of any kind of device; the settings stay those of this run.
 
-    torch updates them once per forward, so their values would depend on which micro-batches a rank has
-    seen. Here the statistics of a step's M micro-batches are averaged, and taken in once per step, with the
-    momentum that M single updates amount to: 1 - (1 - p)^M. `num_batches_tracked` counts all M. `OrderedSum`
-    has the arguments.
-    """
+        Args:
+            state: on the host, where the plain kernels want the optimizer's `step`.
 
-    def __init__(self, model: nn.Module, num_local: int, world_size: int) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        self._per_step = num_local * world_size
-        self._of_others = self._per_step - num_local
-        self._momenta = [
-            1 - (1 - (0.1 if m.momentum is None else m.momentum)) ** self._per_step for m in self._layers
-        ]
-        self._before: list[torch.Tensor] = []
-        self._sum = OrderedSum(num_local, world_size)
-        for layer in self._layers:
-            layer.momentum = 1.0  # a forward leaves its own statistics
-
-    def begin(self) -> None:
-        """Before a step's first forward."""
-        self._before = [_statistics(layer) for layer in self._layers]
-
-    def take(self) -> None:
-        """After the forward of the rank's next micro-batch."""
-        if self._layers:
-            self._sum.add(torch.cat([_statistics(layer) for layer in self._layers]))
-
-    def end(self) -> None:
-        """After a step's last forward."""
-        if not self._layers:
-            return
-        means = self._sum.finish() / self._per_step
-        sizes = [before.numel() for before in self._before]
-        parts = zip(self._layers, self._momenta, self._before, means.split(sizes), strict=True)
-        for layer, momentum, before, mean in parts:
-            blended = torch.lerp(before, mean, momentum)
-            half = blended.numel() // 2
-            layer.running_mean.copy_(blended[:half])  # type: ignore[union-attr]
-            layer.running_var.copy_(blended[half:])  # type: ignore[union-attr]
-            if layer.num_batches_tracked is not None:
-                layer.num_batches_tracked += self._of_others
+        Raises:
+            ConfigError: it is of another model or another optimizer.
+        """
+        try:
+            self._model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ConfigError(f"the checkpoint is of another model: {error}") from error
+        saved = state["optimizer"]["state"]
+        names = {name for each in saved.values() for name in each}
+        if names and ("exp_avg" in names) != (self._config.optimizer == "adamw"):
+            raise ConfigError(
+                "the checkpoint has the state of another optimizer: set train.optimizer to what it was "
+                f"({'adamw' if 'exp_avg' in names else 'sgd'})"
+            )
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
+        if state["scaler"]:  # empty where it was not enabled
+            self._scaler.load_state_dict(state["scaler"])
+        if self._ema:
+            self._ema.model.load_state_dict(state["ema"] or state["model"])
 
 
-def _statistics(layer: _BatchNorm) -> torch.Tensor:
-    return torch.cat([layer.running_mean, layer.running_var])  # type: ignore[list-item]
+def amp_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast by `train.amp`; None = off."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else None
+    return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:

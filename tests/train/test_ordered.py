@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from raypipe.train import ordered
+from raypipe.train.ordered import OrderedGradients, StepBatchNorm, tree_sum
+
+# The ordered sum: one result, to the bit, for every number of workers
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+def backward(net: nn.Module, micro: int) -> None:
+    image = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(micro))
+    net(image).logsumexp(1).sum().backward()
+
+
+def local_sum(per_step: int, rank: int, world_size: int) -> torch.Tensor:
+    """The flat sum of one rank's micro-batches."""
+    net = model()
+    summed = OrderedGradients(net, per_step // world_size, 1)
+    for micro in range(rank, per_step, world_size):
+        backward(net, micro)
+        summed.take()
+    summed.finish()
+    return torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_every_power_of_two_of_workers_gives_the_same_bits(per_step: int) -> None:
+    alone = local_sum(per_step, 0, 1)
+    world_size = 2
+    while per_step % world_size == 0:
+        ranks = [local_sum(per_step, rank, world_size) for rank in range(world_size)]
+        assert torch.equal(tree_sum(ranks), alone), world_size
+        world_size *= 2
+
+
+def test_the_plain_order_would_differ() -> None:
+    net = model()
+    for micro in range(8):
+        backward(net, micro)
+    plain = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
+    ordered = local_sum(8, 0, 1)
+    assert not torch.equal(plain, ordered)
+    torch.testing.assert_close(plain, ordered, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_do_not_add_up() -> None:
+    net = model()
+    summed = OrderedGradients(net, 4, 1)
+    results = []
+    for _ in range(2):
+        for micro in range(4):
+            backward(net, micro)
+            summed.take()
+        summed.finish()
+        results.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+        net.zero_grad(set_to_none=True)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_parameter_without_a_gradient_has_zeros_and_a_frozen_one_none() -> None:
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)])
+    summed = OrderedGradients(net, 1, 1)
+    net[0](torch.ones(1, 2)).sum().backward()
+    summed.take()
+    summed.finish()
+    assert net[0].weight.grad is not None and net[0].weight.grad.eq(1).all()
+    assert net[1].weight.grad is not None and net[1].weight.grad.eq(0).all()
+    assert net[2].weight.grad is None
+
+
+def test_gradients_have_the_strides_of_their_parameters_as_after_a_backward() -> None:
+    plain, channels_last = model(), model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    sums = []
+    for net in (plain, channels_last):
+        summed = OrderedGradients(net, 1, 1)
+        backward(net, 0)
+        after_backward = [p.grad.stride() for p in net.parameters() if p.grad is not None]
+        summed.take()
+        summed.finish()
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        assert [grad.stride() for grad in gradients] == [p.stride() for p in net.parameters()] == after_backward
+        sums.append(gradients)
+    assert not sums[1][0].is_contiguous()
+    for one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# BatchNorm
+
+
+def running(model: nn.Module) -> torch.Tensor:
+    layers = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+    return torch.cat([torch.cat([m.running_mean, m.running_var]) for m in layers])
+
+
+def norms() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.3))
+
+
+def test_running_statistics_of_a_step_by_hand() -> None:
+    layer = nn.BatchNorm1d(1, momentum=0.1)
+    step = StepBatchNorm(layer, num_local=2, world_size=1)
+    step.begin()
+    for batch in ([[0.0], [2.0]], [[4.0], [8.0]]):  # mean 1, variance 2; mean 6, variance 8
+        layer(torch.tensor(batch))
+        step.take()
+    step.end()
+    # Two updates at 0.1 take in 1 - 0.9² = 0.19 of the means, 3.5 and 5, of what was 0 and 1.
+    assert running(layer).tolist() == pytest.approx([0.19 * 3.5, 0.81 + 0.19 * 5])
+
+
+def test_a_step_of_one_micro_batch_is_torchs_own_update() -> None:
+    ours, theirs = norms(), norms()
+    step = StepBatchNorm(ours, 1, 1)
+    for number in range(3):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
+        step.begin()
+        ours(x)
+        step.take()
+        step.end()
+        theirs(x)
+    torch.testing.assert_close(running(ours), running(theirs))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_running_statistics_are_the_same_to_the_bit_for_every_number_of_workers(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_step, num_steps = 8, 3
+    x = torch.randn(num_steps, per_step, 6, 3, generator=torch.Generator().manual_seed(0))
+
+    alone = norms()
+    single = StepBatchNorm(alone, per_step, 1)
+    for batches in x:
+        single.begin()
+        for batch in batches:
+            alone(batch)
+            single.take()
+        single.end()
+
+    ranks = [norms() for _ in range(world_size)]
+    steps = [StepBatchNorm(model, per_step // world_size, world_size) for model in ranks]
+    for batches in x:
+        sent: list[torch.Tensor] = []
+        for rank, (model, step) in enumerate(zip(ranks, steps, strict=True)):
+            step.begin()
+            for batch in batches[rank::world_size]:
+                model(batch)
+                step.take()
+            sent.append(tree_sum([term.clone() for term in step._sum._slots]))
+
+        def gather(out: list[torch.Tensor], _: torch.Tensor, sent: list[torch.Tensor] = sent) -> None:
+            for tensor, rank_sum in zip(out, sent, strict=True):
+                tensor.copy_(rank_sum)
+
+        def reduce(total: torch.Tensor, sent: list[torch.Tensor] = sent) -> None:
+            total.copy_(sent[0] + sent[1])
+
+        monkeypatch.setattr(ordered.dist, "all_gather", gather)
+        monkeypatch.setattr(ordered.dist, "all_reduce", reduce)
+        for step in steps:
+            step.end()
+
+    for model in ranks:
+        assert torch.equal(running(model), running(alone))
+        assert model[0].num_batches_tracked == alone[0].num_batches_tracked == num_steps * per_step
+
+
+def test_a_model_without_batch_norm_needs_nothing() -> None:
+    step = StepBatchNorm(nn.Linear(2, 2), num_local=1, world_size=8)
+    step.begin()
+    step.take()
+    step.end()  # would need a process group if it sent anything

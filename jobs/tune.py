@@ -3,8 +3,8 @@
     uv run jobs/tune.py                                            on the digits that scikit-learn ships
     uv run jobs/tune.py --store.train train.lmdb --store.val val.lmdb --tune.trials 24 --tune.epochs 10
     uv run jobs/tune.py --config run.yaml --tune.transforms '[light, heavy]'
-    uv run jobs/tune.py --resume runs/tune-20261121-104600         go on where it stopped
-    uv run jobs/train.py --config runs/tune-20261121-104600/best.yaml
+    uv run jobs/tune.py --resume runs/tune-20261121-104600-3fa2    go on where it stopped
+    uv run jobs/train.py --config runs/tune-20261121-104600-3fa2/best.yaml
 
     FOLDER/config.yaml     settings of the run and of the search
     FOLDER/trials/NAME/    what each training leaves behind, see raypipe/train/run_folder.py

@@ -302,7 +302,7 @@ def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.C
 
 # Jobs: all that they do is done by shorter tests too
 
-RUN_ID = "20261121-104600"
+RUN_ID = "20261121-104600-3fa2"
 
 
 def write_stores(*names: str) -> None:

@@ -132,7 +132,7 @@ def preview(
 def stop(run: str) -> dict[str, Any]:
     """End a run at its next line of progress, with a checkpoint; it goes on by `jobs/train.py --resume RUN`.
 
-    Example: raypipe stop s3://my-bucket/runs/20261121-104600
+    Example: raypipe stop s3://my-bucket/runs/20261121-104600-3fa2
 
     Args:
         run: folder or URI of the run, its `run_dir`.

@@ -169,7 +169,7 @@ def _user_module(name: str) -> Operation:
 
 def build_operations(config: AugmentConfig, targets: bool = False) -> list[Operation]:
     """The operations of a configuration: those of its preset, then its own; see `DeviceAugment`."""
-    return [_operation(dict(entry), targets) for entry in [*PRESETS[config.preset], *config.ops]]
+    return [_operation(entry, targets) for entry in [*PRESETS[config.preset], *config.ops]]
 
 
 def _operation(entry: dict[str, Any], targets: bool) -> Operation:
@@ -179,21 +179,22 @@ def _operation(entry: dict[str, Any], targets: bool) -> Operation:
     from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
-    shown = dict(entry)
-    name = entry.pop("op")
-    found: Any = getattr(kornia.augmentation, name, None) or getattr(kornia.augmentation.auto, name, None)
+    op = entry["op"]
+    found: Any = getattr(kornia.augmentation, op, None) or getattr(kornia.augmentation.auto, op, None)
     if not (inspect.isclass(found) and issubclass(found, AugmentationBase2D | PolicyAugmentBase)):
         raise ConfigError(
-            f"augment.ops: {name!r} is no 2D operation of kornia.augmentation or kornia.augmentation.auto "
+            f"augment.ops: {op!r} is no 2D operation of kornia.augmentation or kornia.augmentation.auto "
             "(mixing has settings of its own: augment.mixup_alpha and augment.cutmix_alpha)"
         )
     # A policy has geometric operations among its own.
-    if targets and (not issubclass(found, IntensityAugmentationBase2D) or name == "RandomErasing"):
+    if targets and (not issubclass(found, IntensityAugmentationBase2D) or op == "RandomErasing"):
         raise ConfigError(
-            f"augment: {name} moves or erases pixels on the device, where masks and boxes stay as they are: use "
+            f"augment: {op} moves or erases pixels on the device, where masks and boxes stay as they are: use "
             "transform.train for geometry, and augment.ops for operations of colour alone"
         )
-    parameters = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    parameters = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key != "op"
+    }
     try:
         module: Any = found(**parameters)  # type: ignore[arg-type]
         # What the parameters are worth is seen when they are used.
@@ -201,32 +202,20 @@ def _operation(entry: dict[str, Any], targets: bool) -> Operation:
             probe = torch.full((2, 3, 32, 32), 0.5)
             result = module(probe, params=module.forward_parameters(probe.shape))
     except Exception as error:
-        raise ConfigError(f"augment.ops: {shown}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"augment.ops: {entry}: {type(error).__name__}: {error}") from error
     if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != probe.shape[:2]:
-        raise ConfigError(f"augment.ops: {shown} does not make images of images")
-    return _policy(module) if isinstance(module, PolicyAugmentBase) else _single(module)
-
-
-def _single(module: Any) -> Operation:
-    """One operation; the strength scales its probability, unless it makes the size of the images."""
-    whole, scaled = float(module.p), type(module).__name__ not in _CHANGES_SIZE
+        raise ConfigError(f"augment.ops: {entry} does not make images of images")
+    is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE
+    whole = None if is_policy else float(module.p)
 
     def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
-        if scaled:
+        """The strength is the share of rows that a policy is applied to, and scales the probability of others."""
+        chosen = torch.rand(len(image)) < strength if is_policy else None
+        if whole is not None and is_scaled:
             module.p = whole * strength
         # Drawn on the host: the module was never moved to the device. Kornia moves what it needs, not waiting.
-        return module(image, params=module.forward_parameters(image.shape))
-
-    return apply
-
-
-def _policy(module: Any) -> Operation:
-    """A policy; the strength is the share of rows that it is applied to."""
-
-    def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
-        chosen = torch.rand(len(image)) < strength
         result = module(image, params=module.forward_parameters(image.shape))
-        if strength >= 1:
+        if chosen is None or strength >= 1:
             return result
         return torch.where(chosen.view(-1, 1, 1, 1).to(image.device, non_blocking=True), result, image)
 

@@ -78,18 +78,15 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             _leave_traces(run_uri)
     train_s = result["train_s"] or 1.0  # of a run that has not trained
     return {
-        "val_accuracy": result["val_accuracy"],
+        **{name: result[name] for name in ("val_accuracy", "steps", "stopped", "first_batch_s")},
         "images_per_s": result["images"] / train_s,
         "wait_fraction": result["wait_s"] / train_s,
-        "steps": result["steps"],
-        "stopped": result["stopped"],
-        "first_batch_s": result["first_batch_s"],
         "run_dir": run_uri.removeprefix("file://"),
     }
 
 
 def _leave_traces(run_uri: str) -> None:
-    """Whatever becomes of the run; what the page is made of has been written already."""
+    """Whatever becomes of the run."""
     try:
         remove_stop(run_uri)  # it was for this run, and not for one that resumes it
         page = write_report(run_uri)["report"]

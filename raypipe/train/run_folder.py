@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import itertools
 import json
 import secrets
 import shutil
@@ -55,7 +54,6 @@ from raypipe.train.checkpoints import has_checkpoints
 from raypipe.transform.transform_steps import config_without_files
 
 _STOP_FILE = "stop"
-_MAX_STARTS = 100  # of one second, that find a name for themselves
 
 
 def request_stop(run_uri: str) -> None:
@@ -92,19 +90,13 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or it is
             going on; or the folder does not outlast the job; or a file of steps cannot be read.
     """
-    own = bool(run.name or run.resume)
-    stem = prefix + datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    with contextlib.ExitStack() as stack:
-        for number in itertools.count(1):
-            try:
-                name = run.name if own else stem if number == 1 else f"{stem}-{number}"
-                found, run_uri = locate(dataclasses.replace(run, name=name))
-                lease = stack.enter_context(taken(run_uri))
-                check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
-                break
-            except RunExistsError:
-                if own or number == _MAX_STARTS:
-                    raise
+    if not (run.name or run.resume):
+        # Several may start in one second.
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        run = dataclasses.replace(run, name=f"{prefix}{now}-{secrets.token_hex(2)}")
+    found, run_uri = locate(run)
+    with taken(run_uri) as lease:
+        check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
         yield found, run_uri, lease.token
 
 
@@ -124,18 +116,17 @@ def locate(run: RunConfig) -> tuple[RunConfig, str]:
     return dataclasses.replace(run, transform=config_without_files(run.transform)), run_uri
 
 
-def is_run(run_uri: str) -> bool:
-    """Whether there is a run at a URI, even one that has lost its configuration."""
+def check_run_folder(run_uri: str, resume: bool) -> None:
+    """Raise ConfigError where there is no run and one is to be resumed, or there is one and none is.
+
+    Checkpoints make a run, even one that has lost its configuration.
+    """
     check_bucket(run_uri)
     with explained(ConfigError, f"{run_uri} cannot be used"):
-        return exists(join(run_uri, "config.yaml")) or has_checkpoints(run_uri)
-
-
-def check_run_folder(run_uri: str, resume: bool) -> None:
-    """Raise ConfigError where there is no run and one is to be resumed, or there is one and none is."""
-    if resume and not is_run(run_uri):
+        is_run = exists(join(run_uri, "config.yaml")) or has_checkpoints(run_uri)
+    if resume and not is_run:
         raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")
-    if not resume and is_run(run_uri):
+    if not resume and is_run:
         raise RunExistsError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
 
 
@@ -203,19 +194,12 @@ class RunLog:
         scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         self._events.add(scalars, step)
 
-    def sync(self) -> None:
+    def sync(self, last: bool = False) -> None:
         """Make what was written so far visible at the run's address."""
-        self._events.do("flush")
-        self._copy("the record")
-
-    def close(self) -> None:
-        self._events.do("close")
-        self._copy(f"the record, which is left in {self._folder},", last=True)
-
-    def _copy(self, what: str, last: bool = False) -> None:
+        self._events.do("close" if last else "flush")
         if self._local:
             return
-        with self._appender.best_effort(what):
+        with self._appender.best_effort(f"the record, which is left in {self._folder}," if last else "the record"):
             pyarrow.fs.copy_files(
                 str(self._folder),
                 self._remote,
@@ -225,6 +209,9 @@ class RunLog:
             )
             if last:
                 shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self.sync(last=True)
 
 
 class _Events:

@@ -72,8 +72,10 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             remove_stop(run_uri)
         store_config(run, run_uri)
         progress(logger, describe(run, spec, allocation, run_uri))
+        loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
+        loop |= {"run_uri": run_uri, "lease": lease}
         try:
-            result = _fit(run, spec, allocation, num_classes, run_uri, lease, interrupts)
+            result = _fit(run, allocation, run_uri, interrupts, loop)
         finally:
             _leave_traces(run_uri)
     train_s = result["train_s"] or 1.0  # of a run that has not trained
@@ -135,14 +137,9 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
 
 
 def _fit(
-    run: RunConfig,
-    spec: StreamSpec,
-    allocation: Allocation,
-    num_classes: int,
-    run_uri: str,
-    lease: str,
-    interrupts: Interrupts,
+    run: RunConfig, allocation: Allocation, run_uri: str, interrupts: Interrupts, loop: dict[str, Any]
 ) -> dict[str, Any]:
+    """Train on the resources that were allocated; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from ray.train.v2.api import config as ray_config
 
     from raypipe.train.loop import train_loop
@@ -159,14 +156,7 @@ def _fit(
         per_step=run.plan.per_step,
         timeout_s=run.pool.stall_timeout_s,
         take_signals=lambda: interrupts.hand_over(on_interrupt),
-        train_loop_config={
-            "run": run,
-            "spec": spec,
-            "num_classes": num_classes,
-            "max_actors": allocation.max_actors,
-            "run_uri": run_uri,
-            "lease": lease,
-        },
+        train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
             num_workers=allowed if allocation.min_workers else allocation.workers,
             elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,

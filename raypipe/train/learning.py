@@ -69,14 +69,45 @@ def small_model(num_classes: int, width: int = 32) -> nn.Module:
     )
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, or AdamW; no weight decay on biases and normalisation layers."""
+def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum, or AdamW; no weight decay on biases and normalisation layers.
+
+    Args:
+        model: on its device.
+        config: the settings.
+        fused: one kernel for all parameters; for CUDA, where fp16 would else wait for the device in each step.
+    """
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "sgd":
+        nesterov = config.momentum > 0
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
+    _fit_state(optimizer)
+    return optimizer
+
+
+def _fit_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state of an optimizer of this module the form that its kernels rely on and do not check.
+
+    - Each tensor has its parameter's strides: the fused kernels walk through both in the order of memory.
+    - `step` is on the device for the fused kernels and on the host for the others, which else wait for the device.
+    - The fused SGD has its momentum from the start. It would make it of uninitialised memory at the first step,
+      and leave it so where that step's gradients are not finite. Of zeros the first momentum is the gradient, too.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if group["fused"] and group.get("momentum"):
+                state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+            for name, value in state.items():
+                if name == "step":
+                    state[name] = value.to(parameter.device if group["fused"] else "cpu")
+                else:
+                    state[name] = torch.empty_like(parameter).copy_(value)
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
@@ -138,7 +169,7 @@ class Learner:
             torch.backends.cudnn.benchmark = True
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
         self._batch_norm = StepBatchNorm(self._model, self._per_rank, world_size)
-        self._optimizer = build_optimizer(self._model, config)
+        self._optimizer = build_optimizer(self._model, config, fused=on_cuda)
         self._ema = Ema(self._model, config.ema_decay) if config.ema_decay else None
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16 and on_cuda)
         if config.compile:
@@ -217,9 +248,6 @@ class Learner:
     def load(self, state: dict[str, Any]) -> None:
         """Take over the `state` of another run, of any kind of device; the settings stay those of this run.
 
-        Args:
-            state: on the host, where the plain kernels want the optimizer's `step`.
-
         Raises:
             ConfigError: it is of another model or another optimizer.
         """
@@ -236,6 +264,7 @@ class Learner:
             )
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
+        _fit_state(self._optimizer)
         if state["scaler"]:  # empty where it was not enabled
             self._scaler.load_state_dict(state["scaler"])
         if self._ema:

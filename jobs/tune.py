@@ -24,6 +24,9 @@ policy, config, trials, stopped_early, failed, seconds, run_dir.
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from dataclasses import asdict, replace
 from statistics import mean, stdev
@@ -33,15 +36,15 @@ import numpy as np
 import yaml
 
 from raypipe.commands.cli import run_job
-from raypipe.commands.tune import Outcome, TuneConfig, policies, share_out, told, train_all
+from raypipe.commands.tune import Outcome, TuneConfig, outcome, policies, share_out, told, tuner
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
-from raypipe.rayext.cluster import cluster_resources, connect, preflight
+from raypipe.rayext.cluster import Allocation, cluster_resources, connect, preflight
 from raypipe.storage.filesystem import absolute
 from raypipe.storage.whole_file import write_json, write_text
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import spec_of
-from raypipe.train.launch import check_augment
+from raypipe.train.launch import Interrupts, check_augment
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, make_folder
 from raypipe.transform.presets import build_transform
@@ -87,17 +90,17 @@ def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
             f"{at_once}: go on where there are as many CPUs and GPUs free, or begin anew"
         )
     check_memory(spec_of(run, folder), share.max_actors, 1, at_once)
-    settings = {**as_plain(run), "tune": asdict(replace(tune, max_concurrent=at_once))}
-    write_text(f"{folder}/config.yaml", yaml.safe_dump(settings, sort_keys=False))
+    searched = json.loads(json.dumps(asdict(replace(tune, max_concurrent=at_once))))  # plain numbers
+    write_text(f"{folder}/config.yaml", yaml.safe_dump({**as_plain(run), "tune": searched}, sort_keys=False))
     print(f"search     {folder}\ntrials     {len(chosen)} policies, {at_once} at a time", flush=True)
     for number, policy in enumerate(chosen):
         print(f"{number:>10} {told(policy)}", flush=True)
     try:
-        trials = train_all(f"{folder}/tune/search", search_runs(base, tune, chosen), at_once, share, stop=True)
+        trials = train_all(f"{folder}/tune/search", search_runs(base, tune, chosen), at_once, share, True)
         best = best_of(trials)
         finals = final_runs(base, tune, chosen[best])
         print(f"final      {told(chosen[best])}, and the run's own, with {tune.repeats} seeds each", flush=True)
-        compared = train_all(f"{folder}/tune/final", finals, at_once, share, stop=False)
+        compared = train_all(f"{folder}/tune/final", finals, at_once, share, False)
     except KeyboardInterrupt:
         print(f"stopped; go on with --resume {folder.removeprefix('file://')}", flush=True)
         raise
@@ -174,6 +177,21 @@ def final_runs(base: RunConfig, tune: TuneConfig, best: RunConfig) -> list[RunCo
 def seeds(tune: TuneConfig, run: RunConfig) -> list[int]:
     """The seeds of the final comparison, none of which is that of the trials."""
     return np.random.SeedSequence([run.plan.seed, tune.seed]).generate_state(tune.repeats).tolist()
+
+
+def train_all(folder: str, runs: list[RunConfig], at_once: int, share: Allocation, stop: bool) -> list[Outcome]:
+    """What comes of the trainings that `tuner` makes of its arguments, in their order.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; what was begun is kept. A second one aborts.
+    """
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # it does not say afterwards that there was a signal
+    with Interrupts() as interrupts:
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)  # until Ray Tune has begun; its own sign to end
+        interrupts.hand_over(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        results = tuner(folder, runs, at_once, share, stop=stop).fit()
+        interrupts.check()
+    return sorted((outcome(results[i], runs) for i in range(len(runs))), key=lambda found: found.number)
 
 
 def best_of(trials: list[Outcome]) -> int:

@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from raypipe.failures import cause_of
 from raypipe.rayext.cluster import Allocation, Resources, allocate
 from raypipe.storage.filesystem import as_uri, join, open_filesystem
 from raypipe.streaming.spec import spec_of
-from raypipe.train.launch import Interrupts
 from raypipe.train.learning import num_classes_of
 from raypipe.train.loop import Trainer
 from raypipe.train.run_folder import store_config
@@ -198,19 +196,15 @@ class Outcome:
     error: str = ""
 
 
-def train_all(folder: str, runs: list[RunConfig], at_once: int, share: Allocation, *, stop: bool) -> list[Outcome]:
-    """Train runs, and go on with those that an earlier call with the same folder has begun.
+def tuner(folder: str, runs: list[RunConfig], at_once: int, share: Allocation, *, stop: bool) -> tune.Tuner:
+    """What trains runs, and goes on with those that an earlier one with the same folder has begun.
 
     Args:
         folder: URI of Ray Tune's records.
         runs: with `train.workers=1`.
         at_once, share: see `share_out`.
         stop: those that are poor after half of their epochs, by ASHA; else all of them end by themselves.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; what was begun is kept. A second one aborts.
     """
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # it does not say afterwards that there was a signal
     filesystem, path = open_filesystem(folder)
     trainable: Any = tune.with_resources(
         tune.with_parameters(Trial, runs=runs, max_actors=share.max_actors),
@@ -218,43 +212,36 @@ def train_all(folder: str, runs: list[RunConfig], at_once: int, share: Allocatio
     )
     space = {"number": tune.grid_search(list(range(len(runs))))}
     if tune.Tuner.can_restore(path, storage_filesystem=filesystem):
-        tuner = tune.Tuner.restore(
+        return tune.Tuner.restore(
             path, trainable, resume_errored=True, param_space=space, storage_filesystem=filesystem
         )
-    else:
-        storage, _, name = path.rpartition("/")
-        epochs = runs[0].plan.epochs
-        tuner = tune.Tuner(
-            trainable,
-            param_space=space,
-            tune_config=tune.TuneConfig(
-                metric="val_accuracy",
-                mode="max",
-                scheduler=ASHAScheduler(
-                    time_attr="epochs",
-                    max_t=epochs,
-                    grace_period=max(1, epochs // 2) if stop else epochs,
-                    reduction_factor=2,
-                    stop_last_trials=False,
-                ),
-                max_concurrent_trials=at_once,
-                reuse_actors=True,  # a process takes some seconds to start
+    storage, _, name = path.rpartition("/")
+    epochs = runs[0].plan.epochs
+    return tune.Tuner(
+        trainable,
+        param_space=space,
+        tune_config=tune.TuneConfig(
+            metric="val_accuracy",
+            mode="max",
+            scheduler=ASHAScheduler(
+                time_attr="epochs",
+                max_t=epochs,
+                grace_period=max(1, epochs // 2) if stop else epochs,
+                reduction_factor=2,
+                stop_last_trials=False,
             ),
-            run_config=tune.RunConfig(
-                name=name,
-                storage_path=storage,
-                storage_filesystem=filesystem,
-                verbose=1,
-                failure_config=tune.FailureConfig(max_failures=runs[0].train.max_failures),
-                checkpoint_config=tune.CheckpointConfig(num_to_keep=1, checkpoint_frequency=1),
-            ),
-        )
-    with Interrupts() as interrupts:
-        signal.signal(signal.SIGUSR1, signal.default_int_handler)  # until Ray Tune has begun; its own sign to end
-        interrupts.hand_over(lambda: os.kill(os.getpid(), signal.SIGUSR1))
-        results = tuner.fit()
-        interrupts.check()
-    return sorted((outcome(results[i], runs) for i in range(len(runs))), key=lambda found: found.number)
+            max_concurrent_trials=at_once,
+            reuse_actors=True,  # a process takes some seconds to start
+        ),
+        run_config=tune.RunConfig(
+            name=name,
+            storage_path=storage,
+            storage_filesystem=filesystem,
+            verbose=1,
+            failure_config=tune.FailureConfig(max_failures=runs[0].train.max_failures),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+        ),
+    )
 
 
 def outcome(result: tune.Result, runs: list[RunConfig]) -> Outcome:

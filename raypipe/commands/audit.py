@@ -233,18 +233,14 @@ def report(run: str, *, against: str = "", output: str = "") -> dict[str, Any]:
         against: another run, to draw into the same charts.
         output: where to write the page, a local path or a URI; also -o; empty = report.html in the run's folder.
     """
+    from raypipe.pages import number
     from raypipe.pages import report as report_module
 
     found = report_module.write_report(run, against, output)
-    rows = [("page", found["report"].removeprefix("file://")), ("steps", f"{found['steps']:,}")]
-    for name, key, form in (
-        ("images/s, median", "images_per_s", ",.0f"),
-        ("waiting for data, median", "wait_fraction", ".1%"),
-        ("validation accuracy, last", "val_accuracy", ".4f"),
-    ):
-        values = [one[key] for one in (found, found["against"]) if one]
-        if values[0] is not None:
-            rows.append((name, " against ".join("none" if v is None else format(v, form) for v in values)))
+    rows = [("page", found["report"].removeprefix("file://"))]
+    for name in ("steps", "images_per_s", "wait_fraction", "val_accuracy"):
+        values = ("none" if one[name] is None else number(one[name]) for one in (found, found["against"]) if one)
+        rows.append((name.replace("_", " "), " against ".join(values)))
     table(run, rows)
     return found
 

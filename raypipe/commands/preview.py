@@ -41,7 +41,7 @@ class Preview:
         # Without a GPU the CPU's decoder is the nearest that there is; and any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
         spec = StreamSpec.of(store, plan=plan, transform=transform)
-        self.plan, self.store, self.config, self.augment = spec.plan, store, transform, augment
+        self.plan, self.store, self.config, self.augment = spec.plan, store, spec.transform, augment
         self._worker, self._targets = TransformWorker(spec), transform.target_columns
         device, targets = torch.device("cpu"), bool(self._targets)
         # The mixing draws from a generator of its own, so the operations draw the same without it.

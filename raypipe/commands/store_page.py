@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -26,28 +25,8 @@ from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 
 _NUM_LABELS, _NUM_SHOWN = 20_000, 24
 _NUM_MICRO_BATCHES = 64  # whose mixing is looked at
-_NUM_POSITIONS = 2000  # in the picture of an order
 _THUMBNAIL = 120  # pixels
 _MAX_BARS = 40  # classes that are named; of more, the sizes alone are drawn
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """How well one setting of plan.shuffle mixes a store.
-
-    Attributes:
-        shuffle: the setting.
-        spread: mean distance of two samples of a micro-batch in the store, as a share of that of two samples drawn
-            from all of it, which is N / 3: 1 = as well as can be, near 0 = neighbours.
-        classes: mean number of classes in a micro-batch; None = labels cannot be read.
-        positions, indices: of some places in an epoch, which sample comes there.
-    """
-
-    shuffle: str
-    spread: float
-    classes: float | None
-    positions: np.ndarray
-    indices: np.ndarray
 
 
 def write_page(store: Store, samples: list[CheckedSample], output: str, micro_batch: int = 128) -> str:
@@ -81,8 +60,7 @@ def _contents(store: Store, samples: list[CheckedSample], micro_batch: int) -> d
     labels = _labels(store, _evenly(len(store), _NUM_LABELS))
     counts = Counter([] if labels is None else labels.tolist()).most_common()
     ranked = Series("", range(len(counts)), [count for _, count in counts])
-    mixed = [mix for shuffle in get_args(Shuffle) if (mix := mixing(store, shuffle, micro_batch))]
-    orders = [Series("", mix.positions.tolist(), mix.indices.tolist(), "dots") for mix in mixed]
+    mixed = {shuffle: mix for shuffle in get_args(Shuffle) if (mix := mixing(store, shuffle, micro_batch))}
     return {
         "pictures": [_picture(samples[i], store) for i in _evenly(len(samples), _NUM_SHOWN)],
         "classes": [(_class_name(label, store.classes), count) for label, count in counts],
@@ -91,15 +69,17 @@ def _contents(store: Store, samples: list[CheckedSample], micro_batch: int) -> d
         "sizes": _sizes([sample for sample in samples if sample.image and sample.height]),
         "micro_batch": micro_batch,
         "mixed": mixed,
-        "orders": [
-            pages.chart(f"{mix.shuffle}: which sample comes when", [order], "position")
-            for mix, order in zip(mixed, orders, strict=True)
-        ],
     }
 
 
-def mixing(store: Store, shuffle: str, micro_batch: int) -> Mixing | None:
-    """How well a setting mixes a store's first epoch; None for "auto", and for one that is not for this store."""
+def mixing(store: Store, shuffle: str, micro_batch: int) -> tuple[float, float | None] | None:
+    """How well a setting of plan.shuffle mixes a store's first epoch.
+
+    Returns:
+        The mean distance of two samples of a micro-batch in the store, as a share of that of two samples drawn
+        from all of it, which is N / 3: 1 = as well as can be, near 0 = neighbours; and the mean number of classes
+        in a micro-batch, None = labels cannot be read. None for "auto", and where it is not for this store.
+    """
     if shuffle == "auto":
         return None
     micro_batch = min(micro_batch, len(store))
@@ -113,14 +93,7 @@ def mixing(store: Store, shuffle: str, micro_batch: int) -> Mixing | None:
         spreads.append(float(np.abs(np.subtract.outer(indices, indices)).mean()) * 3 / len(store))
         if len(classes) < _NUM_SHOWN and (labels := _labels(store, np.sort(indices))) is not None:
             classes.append(len(np.unique(labels)))
-    positions = _evenly(plan.steps_per_epoch * micro_batch, _NUM_POSITIONS)
-    return Mixing(
-        shuffle,
-        min(1.0, float(np.mean(spreads))),
-        float(np.mean(classes)) if classes else None,
-        positions,
-        plan.train_order.indices(0, positions),
-    )
+    return min(1.0, float(np.mean(spreads))), float(np.mean(classes)) if classes else None
 
 
 def _evenly(total: int, most: int) -> np.ndarray:
@@ -152,7 +125,7 @@ def _sizes(decoded: list[CheckedSample]) -> list[str]:
     """Charts of the images' sizes."""
     ranks = np.linspace(0, 100, len(decoded)).tolist()
     kib = sorted(len(sample.image or b"") / 1024 for sample in decoded)
-    shapes = Series("", [sample.width for sample in decoded], [sample.height for sample in decoded], "dots")
+    shapes = Series("", [sample.width for sample in decoded], [sample.height for sample in decoded], dots=True)
     return [
         pages.chart("height, pixels", [shapes], "width"),
         pages.chart("KiB of an image", [Series("", ranks, kib)], "percentile"),

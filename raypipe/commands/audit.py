@@ -61,11 +61,8 @@ def inspect(
         table(store, [(name.replace("_", " "), shown(value)) for name, value in found.items()])
         return found
     found = inspection.verify(opened, output, targets=targets)
-    rows = [
-        ("samples", f"{found['samples']:,}"),
-        ("bad", f"{found['bad']:,}"),
-        ("images/s", f"{found['images_per_s']:,.0f}"),
-    ]
+    rows = [("samples", shown(found["samples"])), ("bad", shown(found["bad"]))]
+    rows.append(("images/s", shown(round(found["images_per_s"]))))
     for first, name, number, error in found.pop("reasons"):
         others = f" and {number - 1:,} others" if number > 1 else ""
         rows.append((f"sample {first}{others}", f"{error} ({name})" if name else error))

@@ -126,7 +126,8 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
         reason = str(error) if isinstance(error, RaypipeError) else f"{type(error).__name__}: {error}"
     if len(indices) == 1:
         return [None], {0: reason}
-    if column == "image" and _in_one_group(store, indices):
+    groups = () if store.groups is None else np.unique(np.searchsorted(store.groups, indices, side="right"))
+    if column == "image" and len(groups) == 1:
         # The images of a group are read together, so one tells of all; each try reads the group anew.
         _, errors = read_each(store, indices[:1], column)
         if errors:
@@ -135,12 +136,6 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
     first, first_errors = read_each(store, indices[:half], column)
     second, second_errors = read_each(store, indices[half:], column)
     return first + second, first_errors | {half + at: reason for at, reason in second_errors.items()}
-
-
-def _in_one_group(store: Store, indices: np.ndarray) -> bool:
-    if store.groups is None:
-        return False
-    return len(np.unique(np.searchsorted(store.groups, indices, side="right"))) == 1
 
 
 def check_range(

@@ -68,7 +68,6 @@ class Trainer:
         run_uri: the run's folder.
         lease: by which the run has its folder; empty = it needs none.
         device: where it trains; empty = the device that Ray Train gave this worker.
-        checkpoints: URI of the folder that they are in; empty = the run's.
     """
 
     def __init__(
@@ -80,10 +79,9 @@ class Trainer:
         run_uri: str,
         lease: str = "",
         device: str = "",
-        checkpoints: str = "",
     ) -> None:
         self.run_uri, self.stopping, self._begun = run_uri, False, False
-        self._lease, self._checkpoints = lease, checkpoints or run_uri
+        self._lease = lease
         self._check_lease()
         found = self._newest(spec)
         # First of all the stream: its pool starts while the model is built.
@@ -363,7 +361,7 @@ class Trainer:
         if self.log is not None:
             self.log.sync()
             self._check_lease()
-            write_checkpoint(self._checkpoints, self.feed.cursor, self._save, metrics)
+            write_checkpoint(self.run_uri, self.feed.cursor, self._save, metrics)
         ray.train.report(metrics)
 
     def _save(self, file: IO[bytes]) -> None:
@@ -389,7 +387,7 @@ class Trainer:
         context = ray.train.get_context()
         found = None
         if context.get_world_rank() == 0:
-            found = find_newest(self._checkpoints, spec.plan.check).checkpoint
+            found = find_newest(self.run_uri, spec.plan.check).checkpoint
         return broadcast_from_rank_zero(found) if context.get_world_size() > 1 else found
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -165,7 +165,7 @@ def measure_stream(args: Any, loop: Loop, device: torch.device) -> dict[str, Any
     config = TransformConfig(train=args.transform, size=args.size)
     with tempfile.TemporaryDirectory() as folder:
         store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch))
-        cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2).images_per_s
+        cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
         decoded = measure_decode(args, device, store)
         raypipe.connect()
         # What is in flight when the pool has started must not count: it was made ahead.

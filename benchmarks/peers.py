@@ -131,7 +131,7 @@ def ceiling(work: Work, mode: Any, seconds: float) -> float:
     from raypipe.stores import open_store
 
     config = TransformConfig(train=work.transform, size=SIZE, crop_decode=mode)
-    return bench.ceiling(open_store(work.folder / "train.lmdb"), config, work.workers, seconds).images_per_s
+    return bench.ceiling(open_store(work.folder / "train.lmdb"), config, work.workers, seconds)["images_per_s"]
 
 
 def measure_all(cases: dict[str, Work], names: list[str], repeats: int, seconds: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@
 
     FOLDER/config.yaml     settings of the run and of the search
     FOLDER/trials/NAME/    what each training leaves behind, see raypipe/train/run_folder.py
-    FOLDER/tune/           Ray Tune's records and the checkpoints of the trials: all that a resume needs
+    FOLDER/tune/           Ray Tune's records of the trials, which a resume needs
     FOLDER/best.yaml       the winner, for `jobs/train.py --config`
     FOLDER/report.json     the result, with every trial
 
@@ -24,25 +24,27 @@ policy, config, trials, stopped_early, failed, seconds, run_dir.
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from dataclasses import asdict, replace
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
 import yaml
-from ray.tune.schedulers import ASHAScheduler
 
 from raypipe.commands.cli import run_job
-from raypipe.commands.policies import Policy, TuneConfig, judge, policies, seeds, unlike
-from raypipe.commands.tune import Outcome, Share, share_out, train_all
-from raypipe.config import RunConfig, StoreConfig
+from raypipe.commands.tune import Outcome, TuneConfig, outcome, policies, share_out, told, tuner
+from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
-from raypipe.rayext.cluster import cluster_resources, connect, preflight
+from raypipe.rayext.cluster import Allocation, cluster_resources, connect, preflight
 from raypipe.storage.filesystem import absolute
-from raypipe.storage.whole_file import read_json, write_json, write_text
+from raypipe.storage.whole_file import write_json, write_text
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import spec_of
-from raypipe.train.launch import check_augment
+from raypipe.train.launch import Interrupts, check_augment
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, make_folder
 from raypipe.transform.presets import build_transform
@@ -65,36 +67,40 @@ def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
         RaypipeError: what is wrong with the configuration, a store, the cluster or a training.
     """
     with located(run, "tune-") as (run, folder, _):
-        return _search(run, tune.without_files(), folder)
+        return _search(run, tune, folder)
 
 
 def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
     started = time.monotonic()
+    # Trials have folders of their own to run in.
+    store = {name: absolute(getattr(run.store, name)) for name in ("train", "val", "leave_out", "val_leave_out")}
+    run = replace(run, store=replace(run.store, **store))
     chosen = policies(tune, run)
-    num_classes = _check(run, tune, chosen, folder)
+    num_classes = check(run, tune, chosen, folder)
     connect()
     alone = replace(run.train, workers=1, min_workers=0, num_classes=num_classes)
-    preflight(run.pool, alone, run.plan.per_step)
+    gpu = preflight(run.pool, alone, run.plan.per_step).gpu
     make_folder(folder)
-    share = _share(run, tune, folder)
-    check_memory(spec_of(run, folder), share.actors, 1, share.concurrent)
-    write_text(f"{folder}/config.yaml", yaml.safe_dump({**as_plain(run), "tune": asdict(tune)}, sort_keys=False))
-    print(f"search     {folder}\ntrials     {len(chosen)} policies, {share}", flush=True)
-    base = replace(
-        run,
-        store=_anywhere(run.store),
-        runs=f"{folder}/trials",
-        train=alone,
-        pool=replace(run.pool, cpus_per_actor=share.cpus_per_actor),
-    )
+    alone = replace(alone, gpu="yes" if gpu else "no")
+    base = replace(run, runs=f"{folder}/trials", train=alone)
+    at_once, share = share_out(cluster_resources(), base, tune.max_concurrent or tune.trials)
+    if run.resume and at_once < tune.max_concurrent:
+        raise ResourceError(
+            f"the search was begun with {tune.max_concurrent} trials at a time, and the cluster has room for "
+            f"{at_once}: go on where there are as many CPUs and GPUs free, or begin anew"
+        )
+    check_memory(spec_of(run, folder), share.max_actors, 1, at_once)
+    searched = json.loads(json.dumps(asdict(replace(tune, max_concurrent=at_once))))  # plain numbers
+    write_text(f"{folder}/config.yaml", yaml.safe_dump({**as_plain(run), "tune": searched}, sort_keys=False))
+    print(f"search     {folder}\ntrials     {len(chosen)} policies, {at_once} at a time", flush=True)
     for number, policy in enumerate(chosen):
-        print(f"{number:>10} {policy}", flush=True)
+        print(f"{number:>10} {told(policy)}", flush=True)
     try:
-        trials = train_all(f"{folder}/tune/search", search_runs(base, tune, chosen), share, scheduler(run, tune))
+        trials = train_all(f"{folder}/tune/search", search_runs(base, tune, chosen), at_once, share, True)
         best = best_of(trials)
         finals = final_runs(base, tune, chosen[best])
-        print(f"final      {chosen[best]}, and the run's own, with {tune.repeats} seeds each", flush=True)
-        compared = train_all(f"{folder}/tune/final", finals, share)
+        print(f"final      {told(chosen[best])}, and the run's own, with {tune.repeats} seeds each", flush=True)
+        compared = train_all(f"{folder}/tune/final", finals, at_once, share, False)
     except KeyboardInterrupt:
         print(f"stopped; go on with --resume {folder.removeprefix('file://')}", flush=True)
         raise
@@ -103,17 +109,17 @@ def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
     accuracies = [each.accuracy for each in compared]
     first, second = accuracies[: tune.repeats], accuracies[tune.repeats :]
     verdict = judge(first, second)
-    kept = chosen[best] if verdict.better else chosen[0]
-    print(f"{verdict.text}\nkept: {kept}", flush=True)
-    plain = yaml.safe_dump(as_plain(replace(kept.applied(run), name="")), sort_keys=False)
-    write_text(f"{folder}/best.yaml", f"# {verdict.text}.\n{plain}")
+    kept = chosen[best] if verdict["better"] else run
+    text = verdict.pop("text")
+    print(f"{text}\nkept: {told(kept)}", flush=True)
+    write_text(
+        f"{folder}/best.yaml", f"# {text}.\n{yaml.safe_dump(as_plain(replace(kept, name='')), sort_keys=False)}"
+    )
     result = {
-        "better": verdict.better,
-        "val_accuracy": mean(first if verdict.better else second),
+        **verdict,
+        "val_accuracy": mean(first if verdict["better"] else second),
         "default_val_accuracy": mean(second),
-        "gain": verdict.gain,
-        "spread": verdict.spread,
-        "policy": str(kept),
+        "policy": told(kept),
         "config": f"{folder}/best.yaml".removeprefix("file://"),
         "trials": len(trials),
         "stopped_early": sum(not each.done and not each.error for each in trials),
@@ -121,58 +127,71 @@ def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1),
         "run_dir": folder.removeprefix("file://"),
     }
-    rows = [{"policy": asdict(chosen[each.number]), **asdict(each)} for each in trials]
+    tried = [
+        {"transform": policy.transform.train, "augment": asdict(policy.augment), **asdict(trial)}
+        for policy, trial in zip(chosen, trials, strict=True)
+    ]
     comparison = {"seeds": seeds(tune, run), "best": first, "default": second}
-    write_json(f"{folder}/report.json", {**result, "best": best, "comparison": comparison, "all_trials": rows})
+    write_json(f"{folder}/report.json", {**result, "best": best, "comparison": comparison, "all_trials": tried})
     return result
 
 
-def _anywhere(store: StoreConfig) -> StoreConfig:
-    """The same for trials, whose processes have folders of their own."""
-    names = ("train", "val", "leave_out", "val_leave_out")
-    return replace(store, **{name: absolute(getattr(store, name)) for name in names})
+def check(run: RunConfig, tune: TuneConfig, chosen: list[RunConfig], folder: str) -> int:
+    """What is wrong is told here, before the cluster starts anything; returns the number of classes."""
+    if not run.store.val or not run.plan.val_every:
+        raise ConfigError("a search needs a validation: set store.val, and plan.val_every above 0")
+    for policy in chosen:
+        build_transform(policy.transform.train, run.transform.size)
+        check_augment(policy.augment)
+        spec_of(policy, folder)
+    final = final_runs(run, tune, run)[0]
+    return num_classes_of(final, spec_of(final, folder))
 
 
-def scheduler(run: RunConfig, tune: TuneConfig) -> ASHAScheduler:
-    """What stops the poor trials: first after grace_epochs, then after each 1 / keep times as many."""
-    epochs = trial_epochs(run, tune)
-    return ASHAScheduler(
-        time_attr="epochs",
-        max_t=epochs,
-        grace_period=min(tune.grace_epochs or max(1, epochs // 2), epochs),
-        reduction_factor=1 / tune.keep,
-        stop_last_trials=False,
-    )
-
-
-def trial_epochs(run: RunConfig, tune: TuneConfig) -> int:
-    return tune.epochs or max(1, run.plan.epochs // 2)
-
-
-def search_runs(base: RunConfig, tune: TuneConfig, chosen: list[Policy]) -> list[RunConfig]:
+def search_runs(base: RunConfig, tune: TuneConfig, chosen: list[RunConfig]) -> list[RunConfig]:
     """The trials: equal in all but their policies, validated after each epoch."""
-    plan = replace(base.plan, epochs=trial_epochs(base, tune), val_every=1)
+    plan = replace(base.plan, epochs=tune.epochs or max(1, base.plan.epochs // 2), val_every=1)
     return [
-        replace(policy.applied(base), plan=plan, name=f"search-{number}") for number, policy in enumerate(chosen)
+        replace(base, transform=policy.transform, augment=policy.augment, plan=plan, name=f"search-{number}")
+        for number, policy in enumerate(chosen)
     ]
 
 
-def final_runs(base: RunConfig, tune: TuneConfig, best: Policy) -> list[RunConfig]:
+def final_runs(base: RunConfig, tune: TuneConfig, best: RunConfig) -> list[RunConfig]:
     """The trainings that are compared: of the best policy with each seed, then of the run's own with each."""
-    epochs = tune.final_epochs or base.plan.epochs
-    store = base.store
     if tune.final_val:
-        store = replace(store, val=absolute(tune.final_val), val_leave_out="")
+        base = replace(base, store=replace(base.store, val=absolute(tune.final_val), val_leave_out=""))
     return [
         replace(
-            policy.applied(base),
-            store=store,
-            plan=replace(base.plan, epochs=epochs, val_every=epochs, seed=seed),
+            base,
+            transform=policy.transform,
+            augment=policy.augment,
+            plan=replace(base.plan, val_every=base.plan.epochs, seed=seed),
             name=f"final-{name}-{number}",
         )
-        for name, policy in (("best", best), ("default", Policy.of(base)))
+        for name, policy in (("best", best), ("default", base))
         for number, seed in enumerate(seeds(tune, base))
     ]
+
+
+def seeds(tune: TuneConfig, run: RunConfig) -> list[int]:
+    """The seeds of the final comparison, none of which is that of the trials."""
+    return np.random.SeedSequence([run.plan.seed, tune.seed]).generate_state(tune.repeats).tolist()
+
+
+def train_all(folder: str, runs: list[RunConfig], at_once: int, share: Allocation, stop: bool) -> list[Outcome]:
+    """What comes of the trainings that `tuner` makes of its arguments, in their order.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; what was begun is kept. A second one aborts.
+    """
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # it does not say afterwards that there was a signal
+    with Interrupts() as interrupts:
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)  # until Ray Tune has begun; its own sign to end
+        interrupts.hand_over(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        results = tuner(folder, runs, at_once, share, stop=stop).fit()
+        interrupts.check()
+    return sorted((outcome(results[i], runs) for i in range(len(runs))), key=lambda found: found.number)
 
 
 def best_of(trials: list[Outcome]) -> int:
@@ -187,35 +206,25 @@ def best_of(trials: list[Outcome]) -> int:
     return max(candidates, key=lambda trial: (trial.epochs, trial.accuracy, -trial.loss)).number
 
 
-def _check(run: RunConfig, tune: TuneConfig, chosen: list[Policy], folder: str) -> int:
-    """What is wrong is told here, before the cluster starts anything; returns the number of classes."""
-    if not run.store.val or not run.plan.val_every:
-        raise ConfigError("a search needs a validation: set store.val, and plan.val_every above 0")
-    for transform in unlike(policy.transform for policy in chosen):
-        build_transform(transform, run.transform.size)
-    for policy in chosen:
-        check_augment(policy.augment)
-        spec_of(policy.applied(run), folder)
-    for final in final_runs(run, tune, chosen[-1]):
-        num_classes = num_classes_of(final, spec_of(final, folder))
-    return num_classes
+def judge(first: list[float], second: list[float]) -> dict[str, Any]:
+    """Compare the accuracies of two policies, in [0, 1], with the same seeds in the same order, at least two.
 
-
-def _share(run: RunConfig, tune: TuneConfig, folder: str) -> Share:
-    """The share of a new search, or the one with which a search was begun."""
-    offer = cluster_resources()
-    if not run.resume:
-        share = share_out(offer, run, min(tune.max_concurrent or tune.trials, tune.trials))
-        write_json(f"{folder}/share.json", asdict(share))
-        return share
-    share = Share(**read_json(f"{folder}/share.json"))
-    needed = share.concurrent * (share.cpus + share.actors * share.cpus_per_actor)
-    if needed > offer.free_cpus + 1e-6 or (share.gpu and share.concurrent > offer.free_gpus):
-        raise ResourceError(
-            f"the search was begun with {share}: {needed:g} CPUs in all; the cluster has {offer.free_cpus:g} CPUs "
-            f"and {offer.free_gpus:g} GPUs free. Go on where there are as many, or begin anew"
-        )
-    return share
+    Returns:
+        `better`: whether the first is, by more than chance; `gain` and `spread`: mean and standard deviation of
+        the differences, first minus second; `text`: the same in a sentence.
+    """
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    gain, spread = mean(differences), stdev(differences)
+    error = spread / len(differences) ** 0.5
+    # With three seeds one of eleven comparisons of equals passes this by chance, with five one of seventeen
+    # (Student's t).
+    better = gain > 2 * error
+    text = (
+        f"the best policy of the search is {'better' if better else 'not better by more than chance'}: "
+        f"{mean(first):.4f} against {mean(second):.4f} over {len(first)} seeds, a gain of "
+        f"{100 * gain:+.2f} points with a standard error of {100 * error:.2f}"
+    )
+    return {"better": better, "gain": gain, "spread": spread, "text": text}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from documented import PAGES, ROOT, blocks, commands
 
 import raypipe
 from raypipe.commands import cli
-from raypipe.commands.policies import TuneConfig
+from raypipe.commands.tune import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.stores import Store
 from raypipe.stores.destination import write_atomically

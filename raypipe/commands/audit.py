@@ -10,7 +10,7 @@ import dataclasses
 import os
 from typing import Any, Literal
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, Shuffle, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import shown, table
 from raypipe.plan.schedule import shares
@@ -52,19 +52,17 @@ def inspect(
     targets = TransformConfig(mask_column=mask_column, boxes_column=boxes_column).target_columns
     check_columns(opened, targets, "--{}-column")
     if not verify:
-        found = inspection.describe(opened, targets)
+        samples = inspection.sampled(opened, targets)
+        found = inspection.describe(opened, samples=samples)
         if html:
             from raypipe.commands import store_page
 
-            found["html"] = store_page.write_page(opened, found, html)
+            found["html"] = store_page.write_page(opened, samples, html)
         table(store, [(name.replace("_", " "), shown(value)) for name, value in found.items()])
         return found
     found = inspection.verify(opened, output, targets=targets)
-    rows = [
-        ("samples", f"{found['samples']:,}"),
-        ("bad", f"{found['bad']:,}"),
-        ("images/s", f"{found['images_per_s']:,.0f}"),
-    ]
+    rows = [("samples", shown(found["samples"])), ("bad", shown(found["bad"]))]
+    rows.append(("images/s", shown(round(found["images_per_s"]))))
     for first, name, number, error in found.pop("reasons"):
         others = f" and {number - 1:,} others" if number > 1 else ""
         rows.append((f"sample {first}{others}", f"{error} ({name})" if name else error))
@@ -74,32 +72,56 @@ def inspect(
     return found
 
 
+def stream_settings(
+    epochs: int,
+    *,
+    micro_batch: int = 64,
+    per_step: int = 1,
+    seed: int = 0,
+    shuffle: Shuffle = "auto",
+    transform: str | list[dict[str, Any]] = "light",
+    size: int = 224,
+    mask_column: str = "",
+    boxes_column: str = "",
+    **columns: str,
+) -> tuple[PlanConfig, TransformConfig, dict[str, str]]:
+    """The options that commands on a run's stream have in common, as settings of the run and of `open_store`.
+
+    Args:
+        epochs: of the run.
+        micro_batch: B, samples in a micro-batch.
+        per_step: M, micro-batches in a step.
+        seed: the run's seed.
+        shuffle: global, window, off, or auto.
+        transform: of training: preset, module:function, a list of Albumentations transforms, or a file of one
+            (*.yaml, *.json).
+        size: side of the images that a preset makes, in pixels.
+        mask_column: column of masks; empty = none.
+        boxes_column: column of boxes; empty = none.
+    """
+    cpu = TransformConfig(train=transform, size=size, mask_column=mask_column, boxes_column=boxes_column)
+    plan = PlanConfig(epochs, micro_batch, per_step, seed, shuffle)
+    return plan, cpu, store_options(**columns)
+
+
 def digest(
     store: str,
     *,
     val: str = "",
     epochs: int = 1,
-    micro_batch: int = 64,
-    per_step: int = 1,
     actors: int = 0,
     workers: int = 1,
     executions: int = 1,
     from_step: int = 0,
     to_step: int = 0,
     unbroken: bool = True,
-    seed: int = 0,
-    shuffle: Literal["auto", "global", "window", "off"] = "auto",
-    transform: str | list[dict[str, Any]] = "light",
     val_transform: str | list[dict[str, Any]] = "center",
-    size: int = 224,
     cache: Literal["off", "memory", "disk"] = "off",
-    mask_column: str = "",
-    boxes_column: str = "",
     leave_out: str = "",
     val_leave_out: str = "",
     output: str = "",
     compare: str = "",
-    **columns: str,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
 
@@ -109,8 +131,6 @@ def digest(
         store: the training store.
         val: the validation store; empty = no validation segments.
         epochs: passes over the store.
-        micro_batch: B, samples in a micro-batch.
-        per_step: M, micro-batches in a step.
         actors: transform actors; 0 = what the cluster has.
         workers: W, consumers that share each step.
         executions: G, Ray Data executions that share the workers.
@@ -118,15 +138,8 @@ def digest(
             of an unbroken run.
         to_step: end before this training step, a validation that lies before it included; 0 = at the end.
         unbroken: with from_step: run the unbroken stream as well. --unbroken=false saves its time.
-        seed: the run's seed.
-        shuffle: global, window, off, or auto.
-        transform: preset, module:function, a list of Albumentations transforms, or a file of one (*.yaml, *.json),
-            for training segments.
-        val_transform: the same for validations.
-        size: side of the images that the presets make, in pixels.
+        val_transform: of validations, as transform.
         cache: keep decoded samples on each node, see pool.cache.
-        mask_column: column of masks, which are part of the digest; empty = none.
-        boxes_column: the same, of boxes.
         leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to do without.
         val_leave_out: the same, of the validation store.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
@@ -138,14 +151,12 @@ def digest(
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.spec import StreamSpec
 
-    options = store_options(**columns)
+    plan, cpu, options = stream_settings(epochs, **settings)
     spec = StreamSpec.of(
         open_store(store, **options),
         open_store(val, **options) if val else None,
-        plan=PlanConfig(epochs, micro_batch, per_step, seed, shuffle),
-        transform=TransformConfig(
-            train=transform, val=val_transform, size=size, mask_column=mask_column, boxes_column=boxes_column
-        ),
+        plan=plan,
+        transform=dataclasses.replace(cpu, val=val_transform),
         pool=PoolConfig(
             executions=executions, min_actors=max(1, actors // executions), max_actors=actors, cache=cache
         ),
@@ -170,9 +181,9 @@ def digest(
     connect(num_cpus=max(cpus, actors, executions))
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
     pool: dict[str, int] = {"max_actors": preflight(spec.pool).max_actors, "world_size": workers}
-    settings = settings_of(spec, workers=workers, actors=pool["max_actors"], from_step=from_step, to_step=to_step)
+    told = settings_of(spec, workers=workers, actors=pool["max_actors"], from_step=from_step, to_step=to_step)
     digests = list(iterate_digests(spec, spec.plan.cursor_at(from_step), **pool))
-    made = DigestFile(output, settings, {one.name: one.digest.hex() for one in digests})
+    made = DigestFile(output, told, {one.name: one.digest.hex() for one in digests})
     found: dict[str, Any] = {
         "digest": combine(one.digest for one in digests),
         "samples": sum(one.num_samples for one in digests),
@@ -219,18 +230,14 @@ def report(run: str, *, against: str = "", output: str = "") -> dict[str, Any]:
         against: another run, to draw into the same charts.
         output: where to write the page, a local path or a URI; also -o; empty = report.html in the run's folder.
     """
+    from raypipe.pages import number
     from raypipe.pages import report as report_module
 
     found = report_module.write_report(run, against, output)
-    rows = [("page", found["report"].removeprefix("file://")), ("steps", f"{found['steps']:,}")]
-    for name, key, form in (
-        ("images/s, median", "images_per_s", ",.0f"),
-        ("waiting for data, median", "wait_fraction", ".1%"),
-        ("validation accuracy, last", "val_accuracy", ".4f"),
-    ):
-        values = [one[key] for one in (found, found["against"]) if one]
-        if values[0] is not None:
-            rows.append((name, " against ".join("none" if v is None else format(v, form) for v in values)))
+    rows = [("page", found["report"].removeprefix("file://"))]
+    for name in ("steps", "images_per_s", "wait_fraction", "val_accuracy"):
+        values = ("none" if one[name] is None else number(one[name]) for one in (found, found["against"]) if one)
+        rows.append((name.replace("_", " "), " against ".join(values)))
     table(run, rows)
     return found
 

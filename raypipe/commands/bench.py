@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, ResourceError
+from raypipe.errors import ResourceError
 from raypipe.logs import table
 from raypipe.lookup import version_of
 from raypipe.storage.whole_file import check_place, write_json
@@ -38,58 +38,7 @@ from raypipe.transform.transform_steps import brief, config_without_files
 _CEILING_IMAGES = 512
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """What the machine's processes can do with no Ray around them.
-
-    Attributes:
-        images_per_s: of all processes together, decode and transform alone.
-        read_cpu_s: CPU time that reading one encoded image takes, s.
-        transform_cpu_s: CPU time that decoding and transforming one image takes, s.
-        encoded_bytes: mean size of an encoded image.
-    """
-
-    images_per_s: float
-    read_cpu_s: float
-    transform_cpu_s: float
-    encoded_bytes: float
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """What one consumer got from the whole pipe.
-
-    Attributes:
-        images_per_s: in the steady state.
-        first_batch_s: from ray.init to the first micro-batch.
-        ordinary_gap_s, boundary_gap_s: mean time between two micro-batches of a segment, and of two segments.
-        micro_batch_bytes: size of the pixels of one micro-batch.
-    """
-
-    images_per_s: float
-    first_batch_s: float
-    ordinary_gap_s: float
-    boundary_gap_s: float
-    micro_batch_bytes: int
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One repeat.
-
-    Attributes:
-        before, after: the ceiling around the stream.
-        stream: the stream.
-    """
-
-    before: Ceiling
-    stream: Streamed
-    after: Ceiling
-
-    @property
-    def ceiling_images_per_s(self) -> float:
-        """Images/s of decode and transform alone, while the stream ran, as far as one can know."""
-        return (self.before.images_per_s + self.after.images_per_s) / 2
+Figures = dict[str, float]
 
 
 def bench(
@@ -130,8 +79,8 @@ def bench(
     measured = []
     for _ in range(repeats):
         before = ceiling(opened, config, actors, seconds / 2)
-        stream = stream_once(opened, config, pool, micro_batch, seconds, before.images_per_s)
-        measured.append(Measured(before, stream, ceiling(opened, config, actors, seconds / 2)))
+        stream = stream_once(opened, config, pool, micro_batch, seconds, before["images_per_s"])
+        measured.append(compared(before, stream, ceiling(opened, config, actors, seconds / 2)))
     found = summary(measured)
     report = found | measured_settings(opened, config, actors, micro_batch) | {"cache": cache}
     if output:
@@ -154,7 +103,7 @@ def bench(
 
 def _cpus_here() -> int:
     """Free CPUs of the cluster that a job was submitted to, or those of this process."""
-    if not on_cluster():
+    if not _on_cluster():
         return len(os.sched_getaffinity(0))
     import ray
 
@@ -164,51 +113,42 @@ def _cpus_here() -> int:
     return max(1, int(ray.available_resources().get("CPU", 0.0)))
 
 
-def on_cluster() -> bool:
+def _on_cluster() -> bool:
     """Whether this process belongs to a cluster, as a submitted job does."""
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: float) -> Ceiling:
+def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: float) -> Figures:
     """Measure decode and transform alone, `processes` processes side by side for `seconds`.
 
     They are processes of this machine without Ray; in a cluster, actors with a CPU each, where the pool would be.
+
+    Returns:
+        `images_per_s` of all of them together; and of an image `read_cpu_s_per_image` and
+        `transform_cpu_s_per_image`, CPU time in s, and `encoded_bytes_per_image`: means.
     """
-    if on_cluster():
-        found = _ceiling_actors(store, transform, processes, seconds)
-    else:
-        found = _ceiling_processes(store, transform, processes, seconds)
+    measure = _ceiling_actors if _on_cluster() else _ceiling_processes
+    found = measure(store, transform, processes, seconds)
     mean = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
-    return Ceiling(**mean | {"images_per_s": mean["images_per_s"] * processes})
+    return mean | {"images_per_s": mean["images_per_s"] * processes}
 
 
-def _ceiling_processes(
-    store: Store, transform: TransformConfig, num: int, seconds: float
-) -> list[dict[str, float]]:
+def _ceiling_processes(store: Store, transform: TransformConfig, num: int, seconds: float) -> list[Figures]:
     context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(num)
-    results = context.SimpleQueue()
-    workers = [
-        context.Process(target=_ceiling_process, args=(store, transform, seconds, barrier, results))
-        for _ in range(num)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise ConfigError("a ceiling process failed; its error is printed above")
-    return [results.get() for _ in workers]
+    with context.Manager() as manager, ProcessPoolExecutor(num, context) as pool:
+        barrier = manager.Barrier(num)
+        running = [pool.submit(_ceiling_process, store, transform, seconds, barrier) for _ in range(num)]
+        return [each.result() for each in running]
 
 
-def _ceiling_process(store: Store, transform: TransformConfig, seconds: float, barrier: Any, results: Any) -> None:
+def _ceiling_process(store: Store, transform: TransformConfig, seconds: float, barrier: Any) -> Figures:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch, as Ray has it in an actor of one CPU
     worker = CeilingWorker(store, transform)
     barrier.wait(timeout=120)
-    results.put(worker.measure(seconds))
+    return worker.measure(seconds)
 
 
-def _ceiling_actors(store: Store, transform: TransformConfig, num: int, seconds: float) -> list[dict[str, float]]:
+def _ceiling_actors(store: Store, transform: TransformConfig, num: int, seconds: float) -> list[Figures]:
     import ray
 
     from raypipe.rayext.cluster import connect
@@ -218,7 +158,7 @@ def _ceiling_actors(store: Store, transform: TransformConfig, num: int, seconds:
     actor: Any = ray.remote(CeilingWorker).options(num_cpus=1, **placement(PoolConfig().prefer_nodes))
     workers = [actor.remote(store, transform) for _ in range(num)]
     try:
-        ray.get([worker.ready.remote() for worker in workers], timeout=600)
+        ray.get([worker.__ray_ready__.remote() for worker in workers], timeout=600)
         return ray.get([worker.measure.remote(seconds) for worker in workers])
     except ray.exceptions.GetTimeoutError:
         raise ResourceError(f"{num} ceiling actors did not start within 600 s: lower --actors") from None
@@ -244,11 +184,8 @@ class CeilingWorker:
         for image in self._images[:8]:
             self._apply(image, (0, 0))
 
-    def ready(self) -> None:
-        """Returns once there is a worker to ask."""
-
-    def measure(self, seconds: float) -> dict[str, float]:
-        """The attributes of a Ceiling, of this process alone."""
+    def measure(self, seconds: float) -> Figures:
+        """What `ceiling` returns, of this process alone."""
         images, apply = self._images, self._apply
         started, began_cpu, done = time.perf_counter(), time.process_time(), 0
         while (elapsed := time.perf_counter() - started) < seconds:
@@ -256,19 +193,24 @@ class CeilingWorker:
             done += 1
         return {
             "images_per_s": done / elapsed,
-            "read_cpu_s": self._read_cpu_s,
-            "transform_cpu_s": (time.process_time() - began_cpu) / done,
-            "encoded_bytes": self._encoded_bytes,
+            "read_cpu_s_per_image": self._read_cpu_s,
+            "transform_cpu_s_per_image": (time.process_time() - began_cpu) / done,
+            "encoded_bytes_per_image": self._encoded_bytes,
         }
 
 
 def stream_once(
     store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, seconds: float, guess: float
-) -> Streamed:
+) -> Figures:
     """Run the stream for about `seconds`, with a validation after every epoch, through one consumer.
 
     Args:
         guess: images/s, to choose the number of epochs by.
+
+    Returns:
+        `images_per_s` in the steady state; `first_batch_s`, from ray.init to the first micro-batch;
+        `boundary_gap_ratio`, of the mean time between two micro-batches of two segments to that within one;
+        `micro_batch_bytes`, of the pixels of one micro-batch.
     """
     import ray
 
@@ -297,32 +239,26 @@ def stream_once(
     gaps = np.diff(arrivals)[first:]
     boundary = np.array([a != b for a, b in itertools.pairwise(segments)])[first:]
     # Gaps come in clumps when several actors finish together: a mean, not a median, sees each in full.
-    return Streamed(
-        images_per_s=sum(sizes[first + 1 :]) / (arrivals[-1] - arrivals[first]),
-        first_batch_s=arrivals[0] - started,
-        ordinary_gap_s=float(gaps[~boundary].mean()) if (~boundary).any() else float("nan"),
-        boundary_gap_s=float(gaps[boundary].mean()) if boundary.any() else float("nan"),
-        micro_batch_bytes=num_bytes,
-    )
-
-
-def summary(measured: list[Measured]) -> dict[str, float]:
-    """Medians over the repeats; ratios are medians of each repeat's own ratio."""
-
-    def median(of: Callable[[Measured], float]) -> float:
-        return float(statistics.median(map(of, measured)))
-
+    has_both = boundary.any() and not boundary.all()
     return {
-        "ceiling_images_per_s": median(lambda m: m.ceiling_images_per_s),
-        "stream_images_per_s": median(lambda m: m.stream.images_per_s),
-        "ratio": median(lambda m: m.stream.images_per_s / m.ceiling_images_per_s),
-        "first_batch_s": median(lambda m: m.stream.first_batch_s),
-        "boundary_gap_ratio": median(lambda m: m.stream.boundary_gap_s / m.stream.ordinary_gap_s),
-        "read_cpu_s_per_image": median(lambda m: (m.before.read_cpu_s + m.after.read_cpu_s) / 2),
-        "transform_cpu_s_per_image": median(lambda m: (m.before.transform_cpu_s + m.after.transform_cpu_s) / 2),
-        "encoded_bytes_per_image": median(lambda m: m.before.encoded_bytes),
-        "micro_batch_bytes": measured[0].stream.micro_batch_bytes,
+        "images_per_s": sum(sizes[first + 1 :]) / (arrivals[-1] - arrivals[first]),
+        "first_batch_s": arrivals[0] - started,
+        "boundary_gap_ratio": float(gaps[boundary].mean() / gaps[~boundary].mean()) if has_both else math.nan,
+        "micro_batch_bytes": num_bytes,
     }
+
+
+def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
+    """The figures of one repeat: a stream, and the mean of the ceilings around it."""
+    around = {name: (before[name] + after[name]) / 2 for name in before}
+    per_s, limit = stream["images_per_s"], around.pop("images_per_s")
+    figures = {"ceiling_images_per_s": limit, "stream_images_per_s": per_s, "ratio": per_s / limit}
+    return figures | {name: value for name, value in stream.items() if name != "images_per_s"} | around
+
+
+def summary(measured: list[Figures]) -> Figures:
+    """Medians over the repeats; ratios are medians of each repeat's own ratio."""
+    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
 
 
 def measured_settings(store: Store, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
 
 from raypipe.commands import audit, bench, capacity, doctor
-from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TransformConfig
+from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.logs import printable
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
@@ -76,16 +76,8 @@ def preview(
     of_epochs: int = 0,
     samples: int = 6,
     indices: str = "",
-    micro_batch: int = 64,
-    per_step: int = 1,
-    seed: int = 0,
-    shuffle: Literal["auto", "global", "window", "off"] = "auto",
-    transform: str | list[dict[str, Any]] = "light",
-    size: int = 224,
-    mask_column: str = "",
-    boxes_column: str = "",
     augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
-    **columns: str,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Draw what becomes of samples: decoded, transformed, augmented and mixed, as a run feeds them. No Ray.
 
@@ -98,30 +90,20 @@ def preview(
         of_epochs: epochs of the run; 0 = as many as are shown.
         samples: show the first so many of the run.
         indices: show these samples instead, as in 3,14,15.
-        micro_batch: B, samples in a micro-batch; at most as many as the store has.
-        per_step: M, micro-batches in a step.
-        seed: the run's seed.
-        shuffle: global, window, off, or auto.
-        transform: preset, module:function, a list of Albumentations transforms, or a file of one (*.yaml, *.json).
-        size: side of the images that the preset makes, in pixels.
-        mask_column: column of masks, which are drawn over the images; empty = none.
-        boxes_column: the same, of boxes.
         augment: the device side; one that does nothing is replaced by an example.
     """
     from raypipe.commands import preview as preview_module
-    from raypipe.transform.transform_steps import config_without_files
 
     try:
         chosen = [int(index) for index in indices.split(",")] if indices else None
     except ValueError:
         raise ConfigError(f"--indices must be numbers as in 3,14,15, got {indices!r}") from None
+    plan, transform, options = audit.stream_settings(of_epochs or epochs, **settings)
     return preview_module.preview(
-        open_store(store, **store_options(**columns)),
+        open_store(store, **options),
         output,
-        plan=PlanConfig(of_epochs or epochs, micro_batch, per_step, seed, shuffle),
-        transform=config_without_files(
-            TransformConfig(train=transform, size=size, mask_column=mask_column, boxes_column=boxes_column)
-        ),
+        plan=plan,
+        transform=transform,
         augment=augment,
         epochs=epochs,
         samples=samples,

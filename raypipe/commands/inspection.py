@@ -54,15 +54,15 @@ class CheckedSample:
 
     Attributes:
         index: of the sample.
-        num_bytes: of the encoded image; 0 where there is none.
-        kind: of the image, see `raypipe.transform.image_header.image_kind`.
+        image: encoded; None where there is none.
+        label: None where the store has none, or it cannot be read.
         height, width: pixels of the image; 0 where it cannot be decoded.
         error: why a run could not use it; "" = it could.
     """
 
     index: int
-    num_bytes: int
-    kind: str | None
+    image: bytes | None
+    label: int | None
     height: int
     width: int
     error: str
@@ -81,6 +81,11 @@ def spread(store: Store, most: int) -> np.ndarray:
     return np.unique(near[near < ends[:, None]])
 
 
+def sampled(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> list[CheckedSample]:
+    """Some samples, spread over the store, which tell what it is; see `check_samples`."""
+    return list(check_samples(store, spread(store, _NUM_SAMPLED), targets))
+
+
 def check_samples(
     store: Store, indices: np.ndarray, targets: Mapping[str, str] = NO_TARGETS
 ) -> Iterator[CheckedSample]:
@@ -91,30 +96,24 @@ def check_samples(
         indices: int64 (n,), of any number: 16 encoded samples are held at a time.
         targets: columns of masks and boxes to check as well, see `TransformConfig.target_columns`.
     """
-    for first in range(0, len(indices), READ):
-        yield from _check_few(store, indices[first : first + READ], targets)
-
-
-def _check_few(store: Store, indices: np.ndarray, targets: Mapping[str, str]) -> Iterator[CheckedSample]:
-    images, errors = read_each(store, indices, "image")
-    if "label" in store.columns:
-        errors = read_each(store, indices, "label")[1] | errors
-    values: dict[str, list[Any]] = {}
-    for name, column in targets.items():
-        values[name], of_column = read_each(store, indices, column)
-        errors = of_column | errors
-    for position, index in enumerate(indices.tolist()):
-        image: bytes | None = images[position]
-        height, width, reason = 0, 0, errors.get(position, "")
-        if not reason:
-            try:
-                height, width, _ = decode(image).shape
-                for name in targets:
-                    _DECODE[name](values[name][position], (height, width))
-            except SampleError as error:
-                reason = str(error)
-        kind = image_kind(image) if image else None
-        yield CheckedSample(index, len(image or b""), kind, height, width, reason)
+    columns = {"image": "image", **({"label": "label"} if "label" in store.columns else {}), **targets}
+    for few in np.split(indices, range(READ, len(indices), READ)):
+        values, errors = dict[str, list[Any]](), dict[int, str]()
+        for name, column in columns.items():
+            values[name], of_column = read_each(store, few, column)
+            errors = of_column | errors
+        for position, index in enumerate(few.tolist()):
+            of_sample = {name: values[name][position] for name in columns}
+            image, label = of_sample["image"], of_sample.get("label")
+            height, width, reason = 0, 0, errors.get(position, "")
+            if not reason:
+                try:
+                    height, width, _ = decode(image).shape
+                    for name in targets:
+                        _DECODE[name](of_sample[name], (height, width))
+                except SampleError as error:
+                    reason = str(error)
+            yield CheckedSample(index, image, None if label is None else int(label), height, width, reason)
 
 
 def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
@@ -127,7 +126,8 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
         reason = str(error) if isinstance(error, RaypipeError) else f"{type(error).__name__}: {error}"
     if len(indices) == 1:
         return [None], {0: reason}
-    if column == "image" and _in_one_group(store, indices):
+    groups = () if store.groups is None else np.unique(np.searchsorted(store.groups, indices, side="right"))
+    if column == "image" and len(groups) == 1:
         # The images of a group are read together, so one tells of all; each try reads the group anew.
         _, errors = read_each(store, indices[:1], column)
         if errors:
@@ -136,12 +136,6 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
     first, first_errors = read_each(store, indices[:half], column)
     second, second_errors = read_each(store, indices[half:], column)
     return first + second, first_errors | {half + at: reason for at, reason in second_errors.items()}
-
-
-def _in_one_group(store: Store, indices: np.ndarray) -> bool:
-    if store.groups is None:
-        return False
-    return len(np.unique(np.searchsorted(store.groups, indices, side="right"))) == 1
 
 
 def check_range(
@@ -161,27 +155,27 @@ def check_range(
             f"{store.address} has {len(store)} samples for this process, {num_samples} for the one that started "
             "it: is it being written, or another one on another node?"
         )
-    num_checked, num_bytes, bad = 0, 0, []
-    for first in range(start, stop, READ):
-        check_wanted(wanted)
-        indices = np.arange(first, min(stop, first + READ))
+    for first in range(start, stop, PART):
+        indices = np.arange(first, min(stop, first + PART))
+        num_bytes, bad = 0, []
         for sample in check_samples(store, indices, targets):
-            num_bytes += sample.num_bytes
+            check_wanted(wanted)
+            num_bytes += len(sample.image or b"")
             if sample.error:
                 name = name_of(store, sample.index)
                 bad.append({"index": sample.index, "name": name, "error": sample.error})
-        num_checked += len(indices)
-        if num_checked >= PART or first + READ >= stop:
-            yield num_checked, num_bytes, bad
-            num_checked, num_bytes, bad = 0, 0, []
+        yield len(indices), num_bytes, bad
 
 
-def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str, Any]:
+def describe(
+    store: Store, targets: Mapping[str, str] = NO_TARGETS, samples: list[CheckedSample] | None = None
+) -> dict[str, Any]:
     """What a store is.
 
     Args:
         store: to look at.
         targets: columns of masks and boxes that are decoded with the images, see `TransformConfig.target_columns`.
+        samples: of `sampled`, where they are at hand.
 
     Returns:
         `store` (address), `kind`, `samples`, `bytes` (of the encoded images, by the mean of the sampled),
@@ -192,22 +186,21 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str,
     Raises:
         StoreError: it cannot be opened.
     """
-    groups = store.groups
-    samples = list(check_samples(store, spread(store, _NUM_SAMPLED), targets))
+    samples = sampled(store, targets) if samples is None else samples
+    sizes = [len(sample.image or b"") for sample in samples]
     good = [sample for sample in samples if not sample.error]
-    mean_bytes = sum(sample.num_bytes for sample in samples) / max(1, len(samples))
     return {
         "store": store.address,
         "kind": type(store).__name__.removesuffix("Store").lower(),
         "samples": len(store),
-        "bytes": round(mean_bytes * len(store)),
+        "bytes": round(sum(sizes) / max(1, len(samples)) * len(store)),
         "columns": list(store.columns),
         "classes": None if store.classes is None else len(store.classes),
-        "groups": None if groups is None else len(groups) - 1,
+        "groups": None if store.groups is None else len(store.groups) - 1,
         "fingerprint": store.fingerprint,
         "sampled": len(samples),
-        "formats": dict(Counter(sample.kind or "unknown" for sample in samples)),
-        "image_bytes": _range([sample.num_bytes for sample in samples]),
+        "formats": dict(Counter((sample.image and image_kind(sample.image)) or "unknown" for sample in samples)),
+        "image_bytes": _range(sizes),
         "height_px": _range([sample.height for sample in good]),
         "width_px": _range([sample.width for sample in good]),
         "bad": len(samples) - len(good),

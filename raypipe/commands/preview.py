@@ -1,14 +1,13 @@
-"""A picture of what becomes of a few samples over several epochs. Knows torch, not Ray.
+"""A picture of what becomes of a few samples over several epochs. Starts no Ray.
 
     decoded | epoch 0: transformed  augmented  mixed | epoch 1: …        one row per sample
 
-The plan, the micro-batch transform and the device's augmentation are called as a run calls them, on the whole
+The plan, a run's transform worker and the device's augmentation are called as a run calls them, on the whole
 micro-batch in which the sample stands in that epoch: a tile is what a run of the same settings feeds the model.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed
 from raypipe.errors import ConfigError, SampleError
 from raypipe.pages.picture import Tile, draw
-from raypipe.plan.schedule import MicroBatchId, Plan
-from raypipe.stores.base import Store, name_of
-from raypipe.streaming.spec import check_transforms, micro_batch_transform
+from raypipe.plan.schedule import MicroBatchId
+from raypipe.stores.base import Store
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.decode import decode
-from raypipe.transform.micro_batch import MicroBatchResult, read_encoded
-from raypipe.transform.sample_transform import EncodedSample, Key
+from raypipe.transform.micro_batch import read_encoded
 from raypipe.transform.targets import decode_boxes, decode_mask
 from raypipe.transform.transform_steps import brief
 
@@ -36,16 +35,14 @@ MAX_TILES = 1000  # about 40 megapixels
 
 
 class Preview:
-    """Makes tiles for samples of a plan's training store; the CPU transform is `transform.train`."""
+    """Makes tiles for samples of a training store; the CPU transform is `transform.train`."""
 
-    def __init__(self, plan: Plan, store: Store, transform: TransformConfig, augment: AugmentConfig) -> None:
-        self.plan, self.store, self.config, self.augment = plan, store, transform, augment
-        self._targets = transform.target_columns
-        transform = replace(transform, decode="cpu")  # without a GPU this is the nearest that there is
-        check_transforms(transform, {"train": transform.train}, {"train": store})
-        self._transform = micro_batch_transform(
-            transform.train, transform, store_address=store.address, sample_name=functools.partial(name_of, store)
-        )
+    def __init__(self, store: Store, plan: PlanConfig, transform: TransformConfig, augment: AugmentConfig) -> None:
+        # Without a GPU the CPU's decoder is the nearest that there is; and any number of bad samples is shown.
+        transform = replace(transform, decode="cpu", max_bad_fraction=1)
+        spec = StreamSpec.of(store, plan=plan, transform=transform)
+        self.plan, self.store, self.config, self.augment = spec.plan, store, spec.transform, augment
+        self._worker, self._targets = TransformWorker(spec), transform.target_columns
         device, targets = torch.device("cpu"), bool(self._targets)
         # The mixing draws from a generator of its own, so the operations draw the same without it.
         unmixed = replace(augment, mixup_alpha=0, cutmix_alpha=0)
@@ -81,34 +78,21 @@ class Preview:
         """The strength of the augmentation at a training step."""
         return self.augment.strength.at(self.plan.progress(epoch, step))
 
-    def stages(self, at: MicroBatchId) -> tuple[MicroBatchResult, np.ndarray, np.ndarray, Mixed | None]:
+    def stages(self, at: MicroBatchId) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, Mixed | None]:
         """All of one micro-batch on its way to the model.
 
         Returns:
-            What the CPU transform makes of it, bad samples substituted, with a dict of arrays (B, …) as `image`;
-            uint8 (B, h, w, 3), what the device's operations make of that; the same, mixed: what the model gets,
-            normalisation undone; and the other half of the targets, None = not mixed.
-
-        Raises:
-            SampleError: a bad sample has no good substitute.
+            The columns of its row, see `raypipe.streaming.row`, bad samples substituted; uint8 (B, h, w, 3), what
+            the device's operations make of that; the same, mixed: what the model gets, normalisation undone; and
+            the other half of the targets, None = not mixed.
         """
-        indices = self.plan.indices(at)
-
-        def read_substitute(position: int, attempt: int) -> tuple[EncodedSample, int, int, Key]:
-            index = self.plan.substitute(at, int(indices[position]), attempt)
-            (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets)
-            k0, k1 = self.plan.sample_keys(at, np.array([index]))[0].tolist()
-            return sample, int(label), index, (k0, k1)
-
-        samples, labels = read_encoded(self.store, indices, self._targets)
-        columns = {"image": samples, "label": labels, "index": indices}
-        result = self._transform.run(columns, self.plan.sample_keys(at, indices), read_substitute)
-        image = torch.from_numpy(result.arrays["image"]).permute(0, 3, 1, 2)
-        target, counts = torch.from_numpy(result.label), result.index >= 0
+        made = {name: column[0] for name, column in self._worker.run(at).items()}
+        image = torch.from_numpy(made["image"]).permute(0, 3, 1, 2)
+        target, counts = torch.from_numpy(made["label"]), made["index"] >= 0
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": self.strength(at.epoch, at.step)}
         augmented, _ = self._augment_only(image, target, counts, **drawn)
         fed, mixed = self._augment_and_mix(image, target, counts, **drawn)
-        return result, self._shown(augmented), self._shown(fed), mixed
+        return made, self._shown(augmented), self._shown(fed), mixed
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
         """Normalised floats (B, 3, H, W) → uint8 (B, H, W, 3)."""
@@ -135,19 +119,18 @@ class Preview:
         self,
         at: MicroBatchId,
         row: int,
-        result: MicroBatchResult,
+        made: dict[str, np.ndarray],
         augmented: np.ndarray,
         fed: np.ndarray,
         mixed: Mixed | None,
     ) -> list[Tile]:
-        wanted, own = int(self.plan.indices(at)[row]), self._class(result.label[row])
+        wanted, own = int(self.plan.indices(at)[row]), self._class(made["label"][row])
         micro = f"micro-batch {at.micro}, " if self.plan.config.per_step > 1 else ""
-        lines: tuple[str, ...] = (f"step {at.step}, {micro}row {row}",)
-        bad = [record for record in result.bad if record["index"] == wanted]
-        if bad:
-            lines = (*lines, f"bad: sample {result.index[row]} stands in")
-        # What cannot be decoded has a grey tile with the reason already.
-        reason = bad[0]["error"] if bad and self._decoded(wanted).image is not None else ""
+        lines, reason = [f"step {at.step}, {micro}row {row}"], ""
+        if made["index"][row] != wanted:
+            lines.append(f"bad: sample {made['index'][row]} stands in")
+            if self._decoded(wanted).image is not None:  # else a grey tile has the reason already
+                reason = "the transform fails on it: the log has its error"
         if mixed is None:
             label: tuple[str, ...] = ("not mixed", own)
         else:
@@ -155,9 +138,9 @@ class Preview:
             other = self._class(int(mixed.target[row]))
             label = (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
         # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
-        drawn = {name: array[row].copy() for name, array in result.arrays.items() if name != "image"}
+        drawn = {name: array[row].copy() for name, array in made.items() if name in self._targets}
         return [
-            Tile(None if reason else result.arrays["image"][row].copy(), lines, reason, **drawn),
+            Tile(None if reason else made["image"][row].copy(), tuple(lines), reason, **drawn),
             Tile(augmented[row].copy(), (own,), **drawn),
             Tile(fed[row].copy(), label, **drawn),
         ]
@@ -208,14 +191,14 @@ def preview(
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
         raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")
-    micro_batch = min(plan.micro_batch, max(1, len(store) // plan.per_step))
-    built = Plan.of(replace(plan, micro_batch=micro_batch), store)
-    shown = indices or built.train_order.indices(0, np.arange(min(samples, len(store)))).tolist()
-    if len(shown) * (1 + 3 * epochs) > MAX_TILES:
-        raise ConfigError(f"{len(shown)} samples over {epochs} epochs make more than {MAX_TILES} tiles")
     nothing = (augment.preset, augment.ops, augment.module, augment.mixup_alpha, augment.cutmix_alpha)
     is_example = nothing == ("none", [], "", 0, 0) and not transform.target_columns  # it moves pixels
-    made = Preview(built, store, transform, replace(augment, **_EXAMPLE) if is_example else augment)
+    micro_batch = min(plan.micro_batch, max(1, len(store) // plan.per_step))
+    augment = replace(augment, **_EXAMPLE) if is_example else augment
+    made = Preview(store, replace(plan, micro_batch=micro_batch), transform, augment)
+    shown = indices or made.plan.train_order.indices(0, np.arange(min(samples, len(store)))).tolist()
+    if len(shown) * (1 + 3 * epochs) > MAX_TILES:
+        raise ConfigError(f"{len(shown)} samples over {epochs} epochs make more than {MAX_TILES} tiles")
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
     figure = draw(
         made.tiles(shown, numbers),

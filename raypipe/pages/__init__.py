@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from raypipe.logs import printable
 
 _MAX_POINTS = 400  # of a line: more would not be told apart
+_MAX_MARKED = 20  # values of a line that have a dot each
 COLOURS = ("#2a7fc9", "#cc5a1c", "#2f9150", "#9b59b6", "#a07a00", "#6f7a85")
 """Of lines: each stands out by 3 to 1 from the white and from the dark background (WCAG 2.1, 1.4.11)."""
 _LOOK: Any = {
@@ -35,8 +36,6 @@ _LOOK: Any = {
     "grid.color": "#80808050",
 }
 
-Form = Literal["line", "marked", "dots"]
-
 
 @dataclass(frozen=True)
 class Series:
@@ -45,13 +44,13 @@ class Series:
     Attributes:
         name: for the legend.
         x, y: of equal lengths; x ascends, but for dots.
-        form: a line, a line with a dot at every value, for few of them, or dots alone, in any order.
+        dots: dots alone, in any order, instead of a line.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    form: Form = "line"
+    dots: bool = False
 
 
 @functools.cache
@@ -97,9 +96,9 @@ def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zer
         axes = figure.add_axes((0.16, 0.12, 0.78, 0.83))
         axes.grid(axis="y", clip_on=False)
         for (line, points), colour in zip(drawn, itertools.cycle(COLOURS), strict=False):
-            style = "." if line.form == "dots" else ".-" if line.form == "marked" or len(points) == 1 else "-"
+            style = "." if line.dots else ".-" if len(points) <= _MAX_MARKED else "-"
             # Thousands of dots are smaller as pixels.
-            axes.plot(*points.T, style, color=colour, markersize=5, clip_on=False, rasterized=line.form == "dots")
+            axes.plot(*points.T, style, color=colour, markersize=5, clip_on=False, rasterized=line.dots)
         if from_zero:
             axes.update_datalim([(drawn[0][1][0, 0], 0)])
         axes.locator_params(nbins=5)
@@ -120,7 +119,7 @@ def thinned(line: Series) -> np.ndarray:
     """Its finite points, float (N, 2); of a line with more than 400, the means of neighbours."""
     points = np.array([line.x, line.y], float).T
     points = points[np.isfinite(points).all(1)]
-    if line.form == "dots" or len(points) <= _MAX_POINTS:
+    if line.dots or len(points) <= _MAX_POINTS:
         return points
     return np.array([neighbours.mean(0) for neighbours in np.array_split(points, _MAX_POINTS)])
 

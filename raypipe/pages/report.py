@@ -1,7 +1,7 @@
 """One HTML page of a run, from what it has written so far, or of two runs side by side.
 
     throughput, share of the time that trainers wait, loss, accuracy, learning rate, strength of the augmentation
-    seconds of each stage, the pool's size, faults, bad samples, the diagnosis, the configuration
+    seconds of each stage, changes of the pool, faults, bad samples, the diagnosis, the configuration
 
 All of it comes from the run's folder (`raypipe.train.run_folder`), so a page can be made anew at any time, and of
 a run that is still going on.
@@ -10,7 +10,6 @@ a run that is still going on.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,14 +22,13 @@ from raypipe import pages
 from raypipe.errors import ConfigError
 from raypipe.logs import STAGES
 from raypipe.metrics.records import METRICS, parse, read_records, told
-from raypipe.pages import Form, Series
+from raypipe.pages import Series
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
 from raypipe.storage.whole_file import write_text
 from raypipe.stores.base import title_of
 
 FILE_NAME = "report.html"
 _MAX_ROWS = 50  # of a table; the files have the rest
-_POOL_SIZE = re.compile(r"→ (\d+) transform actors")  # `raypipe.rayext.autoscaler` tells of its decisions so
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,10 @@ class Recorded:
     def of(self, *kinds: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record.get("kind") in kinds]
 
-    def series(self, kind: str, key: str, scale: float = 1.0, form: Form = "line") -> Series:
+    def series(self, kind: str, key: str, scale: float = 1.0) -> Series:
         """The values of a key by global step."""
         found = [record for record in self.of(kind) if isinstance(record.get(key), int | float)]
-        return Series(self.name, [r["step"] for r in found], [r[key] * scale for r in found], form)
+        return Series(self.name, [r["step"] for r in found], [r[key] * scale for r in found])
 
     def bad_samples(self) -> list[tuple[str, str]]:
         """What each is called, once, and what is wrong with it."""
@@ -144,8 +142,8 @@ def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any
 def render(runs: list[Recorded]) -> str:
     """The page of one run or several, as HTML."""
 
-    def chart(title: str, kind: str, key: str, scale: float = 1.0, form: Form = "line", **options: Any) -> str:
-        return pages.chart(title, [run.series(kind, key, scale, form) for run in runs], **options)
+    def chart(title: str, kind: str, key: str, scale: float = 1.0, **options: Any) -> str:
+        return pages.chart(title, [run.series(kind, key, scale) for run in runs], **options)
 
     return pages.render(
         "report.html",
@@ -155,12 +153,12 @@ def render(runs: list[Recorded]) -> str:
             chart("images/s", "train", "images_per_s"),
             chart("waiting for data, %", "train", "wait_fraction", 100),
             chart("training loss", "train", "loss"),
-            chart("validation accuracy", "val", "accuracy", form="marked", from_zero=False),
-            chart("validation loss", "val", "loss", form="marked"),
+            chart("validation accuracy", "val", "accuracy", from_zero=False),
+            chart("validation loss", "val", "loss"),
             chart("learning rate", "train", "lr"),
             chart("strength of the augmentation", "train", "strength"),
         ],
-        stages=[[_stages(run), _pool(run)] for run in runs],
+        stages=[_stages(run) for run in runs],
         differences=_differences(runs),
         configuration=yaml.safe_dump(runs[0].config, sort_keys=False),
         max_rows=_MAX_ROWS,
@@ -176,12 +174,6 @@ def _stages(run: Recorded) -> str:
     shares = {step: [100 * one / sum(found) for one in found] for step, found in seconds.items() if sum(found)}
     lines = zip(names, zip(*shares.values(), strict=True), strict=False)  # none without a value
     return pages.chart("of the time that is not waited, %", [Series(name, [*shares], y) for name, y in lines])
-
-
-def _pool(run: Recorded) -> str:
-    matches = [(record["step"], _POOL_SIZE.search(str(record.get("text")))) for record in run.of("scale")]
-    sizes = {step: float(match[1]) for step, match in matches if match}
-    return pages.chart("transform actors asked for", [Series("actors", [*sizes], [*sizes.values()], "marked")])
 
 
 def _differences(runs: list[Recorded]) -> list[list[str]]:

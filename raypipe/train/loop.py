@@ -56,7 +56,6 @@ class Trainer:
         run_uri: the run's folder.
         lease: by which the run has its folder; empty = it needs none.
         device: where it trains; empty = the device that Ray Train gave this worker.
-        checkpoints: URI of the folder that they are in; empty = the run's.
     """
 
     def __init__(
@@ -68,11 +67,9 @@ class Trainer:
         run_uri: str,
         lease: str = "",
         device: str = "",
-        checkpoints: str = "",
     ) -> None:
         self.run, self.plan, self.max_actors = run, spec.plan, max_actors
-        self.run_uri, self.stopping = run_uri, False
-        self._lease, self._checkpoints = lease, checkpoints or run_uri
+        self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         found = self._newest()
         self.device = torch.device(device) if device else ray.train.torch.get_device()
@@ -264,7 +261,7 @@ class Trainer:
             self._check_lease()
             file = io.BytesIO()
             torch.save({**self.learner.state(), "metrics": self.metrics}, file)
-            write_checkpoint(self._checkpoints, self.feed.cursor, file.getbuffer(), metrics)
+            write_checkpoint(self.run_uri, self.feed.cursor, file.getbuffer(), metrics)
         ray.train.report(metrics)
 
     def _check_lease(self) -> None:
@@ -280,7 +277,7 @@ class Trainer:
         context = ray.train.get_context()
         found = None
         if context.get_world_rank() == 0:
-            found = find_newest(self._checkpoints, self.plan.check).checkpoint
+            found = find_newest(self.run_uri, self.plan.check).checkpoint
         return broadcast_from_rank_zero(found) if context.get_world_size() > 1 else found
 
 

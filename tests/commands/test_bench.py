@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -8,28 +7,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypipe.commands.bench import Ceiling, Measured, Streamed, ceiling, measured_settings, summary
+from raypipe.commands.bench import ceiling, compared, measured_settings, summary
 from raypipe.commands.capacity import plan_capacity
 from raypipe.config import TransformConfig
 from raypipe.stores import open_store
 
 from conftest import samples  # isort: skip
 
-STREAM = Streamed(
-    images_per_s=900.0,
-    first_batch_s=5.0,
-    ordinary_gap_s=0.1,
-    boundary_gap_s=0.12,
-    micro_batch_bytes=1_000_000,
-)
-CEILING = Ceiling(images_per_s=1000.0, read_cpu_s=0.0001, transform_cpu_s=0.002, encoded_bytes=110_000.0)
-ONE = Measured(CEILING, STREAM, CEILING)
+STREAM = {"images_per_s": 900.0, "first_batch_s": 5.0, "boundary_gap_ratio": 1.2, "micro_batch_bytes": 1_000_000}
+CEILING = {
+    "images_per_s": 1000.0,
+    "read_cpu_s_per_image": 0.0001,
+    "transform_cpu_s_per_image": 0.002,
+    "encoded_bytes_per_image": 110_000.0,
+}
+ONE = compared(CEILING, STREAM, CEILING)
 
 
-def measured(ceiling_per_s: float, **stream: float) -> Measured:
+def measured(ceiling_per_s: float, **stream: float) -> dict[str, float]:
     """Ceilings that drift around a mean."""
-    before, after = (dataclasses.replace(CEILING, images_per_s=ceiling_per_s * x) for x in (0.9, 1.1))
-    return Measured(before, dataclasses.replace(STREAM, **stream), after)
+    before, after = (CEILING | {"images_per_s": ceiling_per_s * x} for x in (0.9, 1.1))
+    return compared(before, STREAM | stream, after)
 
 
 def test_one_repeat_is_its_own_summary() -> None:
@@ -57,9 +55,9 @@ def test_repeats_are_summed_up_by_their_medians() -> None:
 def test_ratios_are_medians_of_each_repeats_ratio_not_ratios_of_medians() -> None:
     # A machine whose speed drifts: each repeat compares with its own ceiling.
     drifting = [
-        measured(1000.0, images_per_s=900.0, ordinary_gap_s=0.1, boundary_gap_s=0.1),
-        measured(2000.0, images_per_s=1600.0, ordinary_gap_s=0.2, boundary_gap_s=0.3),
-        measured(1500.0, images_per_s=1500.0, ordinary_gap_s=0.1, boundary_gap_s=0.2),
+        measured(1000.0, images_per_s=900.0, boundary_gap_ratio=1.0),
+        measured(2000.0, images_per_s=1600.0, boundary_gap_ratio=1.5),
+        measured(1500.0, images_per_s=1500.0, boundary_gap_ratio=2.0),
     ]
     found = summary(drifting)
     assert found["ratio"] == pytest.approx(0.9)  # of 0.9, 0.8, 1.0; the ratio of the medians is 1.0
@@ -67,16 +65,17 @@ def test_ratios_are_medians_of_each_repeats_ratio_not_ratios_of_medians() -> Non
 
 
 def test_a_run_without_boundaries_says_so() -> None:
-    assert math.isnan(summary([measured(1000.0, boundary_gap_s=math.nan)])["boundary_gap_ratio"])
+    assert math.isnan(summary([measured(1000.0, boundary_gap_ratio=math.nan)])["boundary_gap_ratio"])
 
 
 def test_the_report_of_a_bench_is_what_a_cluster_is_sized_by(stores: dict[str, Path], tmp_path: Path) -> None:
     config = TransformConfig(train="light", size=32)
     one = ceiling(open_store(stores["train"]), config, processes=1, seconds=0.5)
     # A process of its own: its CPU time cannot exceed the time that it took.
-    assert 0 < one.transform_cpu_s <= 1.02 / one.images_per_s and 0 < one.read_cpu_s < one.transform_cpu_s
-    assert one.encoded_bytes == sum(len(sample["image"]) for sample in samples(100)) / 100  # type: ignore[arg-type]
-    found = summary([Measured(one, STREAM, one)]) | measured_settings(
+    read_s, transform_s = one["read_cpu_s_per_image"], one["transform_cpu_s_per_image"]
+    assert 0 < transform_s <= 1.02 / one["images_per_s"] and 0 < read_s < transform_s
+    assert one["encoded_bytes_per_image"] == sum(len(sample["image"]) for sample in samples(100)) / 100  # type: ignore[arg-type]
+    found = summary([compared(one, STREAM, one)]) | measured_settings(
         open_store(stores["parquet"]), config, 2, 256
     )
     (tmp_path / "report.json").write_text(json.dumps(found))
@@ -96,5 +95,5 @@ def test_in_a_cluster_the_ceiling_is_that_of_its_actors(
     found = ceiling(
         open_store(stores["train"]), TransformConfig(train="center", size=16), processes=2, seconds=0.5
     )
-    assert found.images_per_s > 0 and found.transform_cpu_s > 0
-    assert found.encoded_bytes == pytest.approx(np.mean([len(s["image"]) for s in samples(100)]))  # type: ignore[arg-type]
+    assert found["images_per_s"] > 0 and found["transform_cpu_s_per_image"] > 0
+    assert found["encoded_bytes_per_image"] == pytest.approx(np.mean([len(s["image"]) for s in samples(100)]))  # type: ignore[arg-type]

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from raypipe.commands.capacity import plan_capacity, trainer_images_per_s
+from raypipe.commands.capacity import plan_capacity
 from raypipe.commands.cli import main
 from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError
-from raypipe.train.run_folder import RunLog
 
 # 500 images/s per actor, 150,000 bytes of pixels and 110,000 encoded bytes per image.
 CONTENT: dict[str, Any] = {
@@ -179,13 +178,9 @@ def test_what_is_missing_is_one_line_with_what_to_do(
     report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "old.json").write_text(json.dumps({"ceiling_images_per_s": 1000.0}))
-    (tmp_path / "metrics.jsonl").write_text("no JSON\n")
     for args, message in (
-        ((report,), "no target: give --target-images-per-s"),
         ((tmp_path / "old.json", "--target-images-per-s=1"), "old.json: stream_images_per_s is None, which bench"),
         ((tmp_path / "none.json", "--target-images-per-s=1"), "none.json cannot be read"),
-        ((report, "--run", tmp_path / "none"), "none has no metrics.jsonl"),
-        ((report, "--run", tmp_path), "has recorded no training"),
         ((report, "--target-images-per-s=1", "--cpus-per-node=2", "--cpus-per-actor=4"), "holds no actor of 4"),
     ):
         with pytest.raises(SystemExit) as caught:
@@ -196,7 +191,7 @@ def test_what_is_missing_is_one_line_with_what_to_do(
 
 @pytest.mark.parametrize(
     "option",
-    ["--target-images-per-s=nan", "--gpus=-1", "--headroom=-0.1", "--execution-limit=0", "--max-nodes=-1"],
+    ["--target-images-per-s=nan", "--gpus=0", "--headroom=-0.1", "--execution-limit=0", "--max-nodes=-1"],
 )
 def test_what_cannot_be_is_refused_by_its_name(
     option: str, report: Path, capsys: pytest.CaptureFixture[str]
@@ -212,50 +207,3 @@ def test_a_report_with_a_figure_that_is_none_is_refused(value: Any, report: Path
     for name in ("stream_images_per_s", "read"):
         with pytest.raises(ConfigError, match=rf"report\.json: {name} is .*make it anew by `raypipe bench"):
             plan(report, {name: value})
-
-
-# The trainers of a run
-
-
-def train(images_per_s: float, wait_fraction: float = 0.0) -> dict[str, Any]:
-    return {"kind": "train", "images_per_s": images_per_s, "wait_fraction": wait_fraction}
-
-
-def start(workers: int) -> dict[str, Any]:
-    return {"kind": "start", "workers": workers}
-
-
-def trainers(folder: Path, *records: dict[str, Any]) -> tuple[float, int]:
-    lines = [json.dumps({"step": step, **record}) for step, record in enumerate(records)]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
-    return trainer_images_per_s(str(folder))
-
-
-def test_a_trainer_is_as_fast_as_if_it_never_waited(tmp_path: Path) -> None:
-    records = [start(4), train(10), train(800, 0.5), train(1600), {"kind": "val"}, train(1500, 0.0625)]
-    assert trainers(tmp_path, *records) == (400.0, 4)
-
-
-def test_only_the_last_start_that_made_progress_counts(tmp_path: Path) -> None:
-    records = [start(4), train(1), train(100), start(2), train(1), train(300), start(8)]
-    assert trainers(tmp_path, *records) == (150.0, 2)
-    assert trainers(tmp_path, start(1), train(70)) == (70.0, 1)
-
-
-def test_a_run_that_tells_nothing_is_refused(tmp_path: Path) -> None:
-    for records in ([start(1)], [start(1), train(1), train(50, 0.98), train(50, 0.98)], [{"kind": "train"}]):
-        with pytest.raises(ConfigError, match="has recorded no training, or waits for data"):
-            trainers(tmp_path, *records)
-
-
-def test_the_target_may_be_a_run(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog((tmp_path / "run").as_uri(), 0, workers=4)
-    for step in (1, 2, 3):
-        log.write("train", step, images_per_s=2000.0, wait_fraction=0.5)
-    log.close()
-    for address in (tmp_path / "run", (tmp_path / "run").as_uri() + "/"):
-        run(report, "--run", address)
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert found["images_per_s"] == 4 * 1000
-    run(report, "--run", tmp_path / "run", "--gpus", 64)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["images_per_s"] == 64 * 1000

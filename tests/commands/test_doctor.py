@@ -18,7 +18,7 @@ from raypipe.transform import decode
 def test_a_machine_that_runs_the_tests_is_fit() -> None:
     found = doctor.doctor(no_ray=True)
     assert found["ok"], found
-    assert [check["name"] for check in found["checks"]][:3] == ["packages", "decoding", "JPEG extension"]
+    assert [check["name"] for check in found["checks"]][:3] == ["packages", "decoding", "torch"]
     assert all(bool(check["mend"]) == (check["status"] != "ok") for check in found["checks"])
 
 
@@ -27,8 +27,8 @@ def test_a_package_of_another_version_is_named_with_what_is_wanted(monkeypatch: 
     monkeypatch.setattr(
         "importlib.metadata.version", lambda name: "9.9" if name == "albumentations" else version(name)
     )
-    status, found, _ = doctor.examined(doctor.check_packages)
-    assert status == "fail" and found == "albumentations is 9.9, not <2.1,>=2.0.8"
+    status, found, _ = doctor.examined("packages")
+    assert status == "fail" and found == "ImportError: albumentations is 9.9, not <2.1,>=2.0.8"
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,50 +36,47 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    assert "ray is not installed" in doctor.examined(doctor.check_packages)[1]
+    assert "No package metadata was found for" in doctor.examined("packages")[1]
 
 
 def test_without_the_extension_it_warns_and_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "why_no_extension", lambda: "not built")
-    status, found, mend = doctor.examined(doctor.check_extension)
+    status, found, mend = doctor.examined("decoding")
     assert (status, found) == ("warn", "JPEGs are decoded slower: not built") and "libjpeg-dev" in mend
 
 
-@pytest.mark.parametrize(("size", "status"), [(64 << 20, "fail"), (1 << 30, "warn"), (30 << 30, "ok")])
+@pytest.mark.parametrize(("size", "status"), [(1 << 30, "warn"), (30 << 30, "ok")])
 def test_the_shared_memory_of_a_container_is_judged_by_the_machines(
     size: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 << 20, "SC_PAGE_SIZE": 4096}.get)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=size))
-    judged, _, mend = doctor.examined(doctor.check_shared_memory)
+    judged, _, mend = doctor.examined("shared memory")
     assert judged == status and ("--shm-size" in mend) == (status != "ok")
 
 
 def test_a_low_limit_of_files_and_a_full_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    assert doctor.examined(doctor.check_file_limit) == (
-        "warn",
-        "at most 1024",
-        "ulimit -n 4096, before Ray is started",
-    )
+    status, found, mend = doctor.examined("open files")
+    assert (status, found) == ("warn", "at most 1024") and "ulimit -n" in mend
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    assert doctor.examined(doctor.check_disk)[0] == "warn"
+    assert doctor.examined("disk")[0] == "warn"
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    status, found, _ = doctor.examined(doctor.check_torch)
+    status, found, _ = doctor.examined("torch")
     assert status == "fail" and "driver" in found
 
 
 def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check_cpus() -> tuple[str, str]:
+    def check_cpus() -> tuple[bool, str]:
         raise OSError("no such [thing]")
 
-    monkeypatch.setattr(doctor, "CHECKS", {"cpus": check_cpus, "decoding": doctor.check_decoding})
+    monkeypatch.setattr(doctor, "CHECKS", {"cpus": (check_cpus, "buy one"), "packages": doctor.CHECKS["packages"]})
     with pytest.raises(SystemExit) as caught:
         main(["doctor", "--no-ray"])
     assert caught.value.code == 1
@@ -93,6 +90,6 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(
 def test_a_cluster_that_is_not_there_is_a_failure_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(doctor, "_RAY_TIMEOUT_S", 15)
-    status, found, mend = doctor.examined(doctor.check_ray)
+    status, found, mend = doctor.examined("Ray")
     assert status == "fail" and "127.0.0.1:1" in found and "RAY_ADDRESS" in mend
     assert os.environ["RAY_ADDRESS"] == "127.0.0.1:1"

@@ -22,7 +22,6 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.pages.picture import Tile, draw
 from raypipe.plan.order import GlobalOrder, StoredOrder, WindowOrder
-from raypipe.plan.schedule import Plan
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform
@@ -40,8 +39,8 @@ def memory(num: int = 30, classes: tuple[str, ...] | None = CLASSES, bad: int = 
 
 
 def made(store: MemoryStore, augment: AugmentConfig = FLIP, transform: TransformConfig = TRANSFORM) -> Preview:
-    plan = Plan.of(PlanConfig(epochs=3, micro_batch=B, per_step=2, seed=5), store)
-    return Preview(plan, store, transform, augment)
+    plan = PlanConfig(epochs=3, micro_batch=B, per_step=2, seed=5)
+    return Preview(store, plan, transform, augment)
 
 
 def first_of(shown: Preview, epoch: int = 0) -> list[int]:
@@ -175,7 +174,7 @@ def test_a_sample_that_the_transform_fails_on_is_grey_at_the_transform(monkeypat
     monkeypatch.setattr("raypipe.streaming.spec.build_transform", lambda name, size: transform)
     decoded, transformed, augmented, _ = made(memory()).tiles([index], [0])[0]
     assert decoded.image is not None and augmented.image is not None
-    assert transformed.image is None and "not this one" in transformed.reason
+    assert transformed.image is None and "the transform fails on it" in transformed.reason
 
 
 def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:

@@ -8,7 +8,7 @@ import pytest
 from conftest import CLASSES, picture
 
 from raypipe.commands.cli import main
-from raypipe.commands.inspection import describe
+from raypipe.commands.inspection import sampled
 from raypipe.commands.store_page import mixing, render, write_page
 from raypipe.errors import ConfigError
 from raypipe.stores.memory import MemoryStore
@@ -19,37 +19,38 @@ SORTED = MemoryStore([picture(i % 7) for i in range(400)], np.repeat(np.arange(4
 def test_the_mixing_of_a_full_shuffle_is_full_and_that_of_none_is_none() -> None:
     full, off = mixing(SORTED, "global", 20), mixing(SORTED, "off", 20)
     assert full is not None and off is not None
-    assert 0.9 < full.spread <= 1 and off.spread == pytest.approx(3 * (20 - 1 / 20) / 3 / 400)
-    assert full.classes is not None and full.classes > 3.8 and off.classes == 1
-    assert off.indices.tolist() == off.positions.tolist()
+    assert 0.9 < full[0] <= 1 and off[0] == pytest.approx(3 * (20 - 1 / 20) / 3 / 400)
+    assert full[1] is not None and full[1] > 3.8 and off[1] == 1
     assert mixing(SORTED, "auto", 20) is None
 
 
 def test_a_micro_batch_larger_than_the_store_is_the_store() -> None:
     whole = mixing(SORTED, "off", 10_000)
-    assert whole is not None and whole.classes == 4 and whole.spread == pytest.approx(1, abs=0.01)
+    assert whole is not None and whole == (pytest.approx(1, abs=0.01), 4)
 
 
-def test_the_page_shows_samples_classes_sizes_and_orders(stores: dict[str, Path]) -> None:
-    text = render(SORTED, describe(SORTED), 20)
+def test_the_page_shows_samples_classes_sizes_and_mixing(stores: dict[str, Path]) -> None:
+    text = render(SORTED, sampled(SORTED), 20)
     assert text.count("data:image/jpeg;base64,") == 24 and "a</td>" in text and "100</td>" in text
-    for title in ("height, pixels", "KiB of an image", "global: which sample", "off: which sample"):
+    for title in ("height, pixels", "KiB of an image"):
         assert f'aria-label="{title}' in text
+    for shuffle in ("global", "off"):
+        assert f"<tr><td>{shuffle}</td>" in text
 
 
 def test_bad_samples_and_odd_labels_are_shown_as_what_they_are() -> None:
     images: list[bytes | None] = [picture(0), None, b"<html>", picture(1)[:-50]]
     store = MemoryStore(images, [0, 1, 2, 9], ("<b>", "y", "z"))
-    text = render(store, describe(store), 2)
+    text = render(store, sampled(store), 2)
     assert "sample 1: no value" in text and "sample 2: not an image" in text and "truncated JPEG" in text
     assert "&lt;b&gt;" in text and "label 9" in text
 
 
 def test_an_empty_store_and_one_of_many_classes_have_a_page() -> None:
     empty = MemoryStore([], [], CLASSES)
-    assert "0 samples" in render(empty, describe(empty))
+    assert "0 samples" in render(empty, sampled(empty))
     many = MemoryStore([picture(0)] * 100, list(range(100)), tuple(map(str, range(100))))
-    assert 'aria-label="samples of a class' in render(many, describe(many))
+    assert 'aria-label="samples of a class' in render(many, sampled(many))
 
 
 def test_the_command_writes_it_and_names_it(
@@ -63,6 +64,6 @@ def test_the_command_writes_it_and_names_it(
 
 def test_a_place_that_cannot_be_written_is_one_error(stores: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=r"/nowhere/page\.html cannot be written"):
-        write_page(SORTED, describe(SORTED), "/nowhere/page.html")
+        write_page(SORTED, sampled(SORTED), "/nowhere/page.html")
     with pytest.raises(SystemExit):
         main(["inspect", str(stores["train"]), "--verify", "--html", "x.html"])

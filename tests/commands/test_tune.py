@@ -17,8 +17,7 @@ from ray.exceptions import RayTaskError
 
 from raypipe.commands import tune
 from raypipe.commands.cli import parse_job, parse_run
-from raypipe.commands.policies import Policy, TuneConfig, policies, seeds
-from raypipe.commands.tune import Outcome, Share, share_out
+from raypipe.commands.tune import Outcome, TuneConfig, policies, share_out
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,
@@ -30,21 +29,19 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError, RaypipeError, ResourceError, StoreError
 from raypipe.metrics.records import read_records
-from raypipe.rayext.cluster import Resources
+from raypipe.rayext.cluster import Allocation, Resources
 
 JOB: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "jobs" / "tune.py"))
-_anywhere, best_of, final_runs, scheduler = (
-    JOB[name] for name in ("_anywhere", "best_of", "final_runs", "scheduler")
-)
+best_of, final_runs, seeds = (JOB[name] for name in ("best_of", "final_runs", "seeds"))
 search, search_runs = JOB["search"], JOB["search_runs"]
-TUNE = TuneConfig(trials=3, epochs=2, repeats=2, final_epochs=1, seed=1, max_concurrent=1)
+TUNE = TuneConfig(trials=3, epochs=2, repeats=2, seed=1, max_concurrent=1)
 
 
 @pytest.fixture
 def run(stores: dict[str, Path], tmp_path: Path) -> RunConfig:
     return RunConfig(
         store=StoreConfig(str(stores["train"]), str(stores["val"])),
-        plan=PlanConfig(epochs=4, micro_batch=6, per_step=4, seed=1),
+        plan=PlanConfig(epochs=2, micro_batch=6, per_step=4, seed=1),
         transform=TransformConfig(train="small", val="resize", size=12),
         pool=PoolConfig(max_actors=1),
         train=TrainConfig(model="small", optimizer="adamw", lr=0.003),
@@ -63,40 +60,32 @@ def outcome(number: int, epochs: int, accuracy: float, loss: float = 1.0, error:
 def test_trials_differ_in_their_policies_alone(run: RunConfig) -> None:
     chosen = policies(TUNE, run)
     trials = search_runs(run, TUNE, chosen)
-    assert [Policy.of(trial) for trial in trials] == chosen
-    same = {repr(dataclasses.replace(Policy.of(run).applied(trial), name="")) for trial in trials}
+    assert [(trial.transform, trial.augment) for trial in trials] == [(c.transform, c.augment) for c in chosen]
+    same = {repr(dataclasses.replace(trial, transform=None, augment=None, name="")) for trial in trials}
     assert len(same) == 1
     assert all(trial.plan == dataclasses.replace(run.plan, epochs=2) for trial in trials)
     assert len({trial.name for trial in trials}) == 3
 
 
-def test_a_search_takes_half_of_the_epochs_and_stops_none_in_the_first_half_of_a_trial(run: RunConfig) -> None:
-    settings = dataclasses.replace(run, plan=dataclasses.replace(run.plan, epochs=10))
-
-    def milestones(*arguments: Any) -> list[int]:
-        (bracket,) = scheduler(*arguments)._brackets
-        return [int(milestone) for milestone, _ in bracket._rungs][::-1]
-
-    assert milestones(settings, TuneConfig()) == [2, 4]
-    assert milestones(settings, TuneConfig(epochs=9, grace_epochs=2, keep=0.25)) == [2, 8]
-    assert milestones(dataclasses.replace(run, plan=PlanConfig(epochs=1)), TuneConfig()) == [1]
-    trials = search_runs(settings, TuneConfig(), policies(TUNE, run))
+def test_a_search_takes_half_of_the_epochs(run: RunConfig) -> None:
+    longer = dataclasses.replace(run, plan=dataclasses.replace(run.plan, epochs=10))
+    trials = search_runs(longer, TuneConfig(), policies(TUNE, run))
     assert {trial.plan.epochs for trial in trials} == {5}
 
 
 def test_the_best_and_the_default_are_compared_with_the_same_new_seeds(run: RunConfig) -> None:
     best = policies(TUNE, run)[2]
     finals = final_runs(run, TUNE, best)
-    assert [Policy.of(final) for final in finals] == [best, best, Policy.of(run), Policy.of(run)]
+    assert [final.augment for final in finals] == [best.augment, best.augment, run.augment, run.augment]
     assert [final.plan.seed for final in finals] == 2 * seeds(TUNE, run)
     assert {final.store for final in finals} == {run.store}
-    assert final_runs(run, TuneConfig(), best)[0].plan.epochs == run.plan.epochs
+    assert {final.plan.epochs for final in finals} == {run.plan.epochs}
 
 
 def test_they_are_compared_on_a_store_that_the_search_has_not_seen_where_there_is_one(run: RunConfig) -> None:
     store = dataclasses.replace(run.store, val_leave_out="bad.json")
     unseen = dataclasses.replace(TUNE, final_val="/data/test.lmdb")
-    finals = final_runs(dataclasses.replace(run, store=store), unseen, Policy.of(run))
+    finals = final_runs(dataclasses.replace(run, store=store), unseen, run)
     assert {(final.store.val, final.store.val_leave_out) for final in finals} == {("/data/test.lmdb", "")}
 
 
@@ -111,15 +100,12 @@ def test_the_best_of_the_trials_went_all_the_way_and_is_not_the_default() -> Non
 # What is wrong is told before anything starts
 
 
-def test_trials_find_stores_by_addresses_that_hold_in_any_folder(
+def test_the_final_store_has_an_address_that_holds_in_any_folder(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store = StoreConfig("train.lmdb", "s3://bucket/val.lmdb", leave_out="bad.json")
-    here = tmp_path.as_posix()
-    assert _anywhere(store) == StoreConfig(f"{here}/train.lmdb", store.val, leave_out=f"{here}/bad.json")
-    tune = dataclasses.replace(TUNE, final_val="test.lmdb")
-    assert {final.store.val for final in final_runs(run, tune, Policy.of(run))} == {f"{here}/test.lmdb"}
+    finals = final_runs(run, dataclasses.replace(TUNE, final_val="test.lmdb"), run)
+    assert {final.store.val for final in finals} == {f"{tmp_path}/test.lmdb"}
 
 
 def test_a_search_without_validation_is_an_error(run: RunConfig) -> None:
@@ -137,13 +123,11 @@ def test_a_search_does_not_go_on_in_a_smaller_cluster(run: RunConfig, monkeypatc
     folder = Path(run.runs) / "mine"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("")
-    share = {"concurrent": 4, "gpu": False, "cpus": 1.0, "actors": 1, "cpus_per_actor": 1.0}
-    (folder / "share.json").write_text(json.dumps(share))
-    for name in ("connect", "preflight"):
-        monkeypatch.setitem(search.__globals__, name, lambda *_: None)
-    monkeypatch.setitem(search.__globals__, "cluster_resources", lambda: Resources(4, 0, 4, 0))
-    with pytest.raises(ResourceError, match=r"begun with 4 at a time.* 8 CPUs in all; the cluster has 4 CPUs"):
-        search(dataclasses.replace(run, resume=str(folder)), TUNE)
+    monkeypatch.setitem(search.__globals__, "connect", lambda: None)
+    monkeypatch.setitem(search.__globals__, "preflight", lambda *_: Allocation(1, False, 1.0, 1))
+    monkeypatch.setitem(search.__globals__, "cluster_resources", lambda: idle(4))
+    with pytest.raises(ResourceError, match=r"begun with 4 trials at a time.* room for 3: go on where there are"):
+        search(dataclasses.replace(run, resume=str(folder)), dataclasses.replace(TUNE, max_concurrent=4))
 
 
 # Who gets what, and what came of it
@@ -153,52 +137,40 @@ def idle(cpus: float, gpus: float = 0) -> Resources:
     return Resources(cpus, gpus, cpus, gpus)
 
 
-def settings(train: dict[str, Any] | None = None, **pool: Any) -> RunConfig:
-    return RunConfig(train=TrainConfig(**(train or {})), pool=PoolConfig(**pool))
+def settings(gpu: str = "no", cpus: float = 0.0, **pool: Any) -> RunConfig:
+    train = TrainConfig(workers=1, gpu=gpu, cpus_per_worker=cpus)  # type: ignore[arg-type]
+    return RunConfig(train=train, pool=PoolConfig(**pool))
 
 
-def test_one_trial_for_each_cpu_where_there_are_no_gpus() -> None:
-    assert share_out(idle(2), settings(), 12) == Share(2, False, 0.5, 1, 0.5)
-    assert share_out(idle(16), settings(), 12) == Share(12, False, 0.66, 1, 0.66)
+def test_as_many_trials_as_the_cpus_have_room_for_where_there_are_no_gpus() -> None:
+    assert share_out(idle(2), settings(), 12) == (1, Allocation(1, False, 1.0, 1))
+    assert share_out(idle(16), settings(), 12) == (12, Allocation(1, False, 0.33, 1))
 
 
 def test_one_trial_for_each_gpu_with_an_equal_part_of_the_cpus() -> None:
-    assert share_out(idle(96, 8), settings(), 12) == Share(8, True, 1.0, 11, 1.0)
-    assert share_out(Resources(96, 8, 96, 3), settings(), 12) == Share(3, True, 1.0, 31, 1.0)
-    assert share_out(idle(96, 8), settings({"gpu": "no"}), 12).gpu is False
+    assert share_out(idle(96, 8), settings("yes"), 12) == (8, Allocation(1, True, 1.0, 11))
+    assert share_out(Resources(96, 8, 96, 3), settings("yes"), 12) == (3, Allocation(1, True, 1.0, 31))
 
 
-def test_fewer_at_a_time_have_more_each() -> None:
-    assert share_out(idle(8), settings(), 2) == Share(2, False, 1.0, 3, 1.0)
-    assert share_out(idle(8), settings(max_actors=2), 2).actors == 2
-    assert share_out(idle(8), settings({"cpus_per_worker": 2.0}, cpus_per_actor=0.5), 2) == Share(
-        2, False, 2.0, 4, 0.5
-    )
-
-
-def test_what_other_jobs_hold_is_left_to_them() -> None:
-    assert share_out(Resources(16, 0, 4, 0), settings(), 2) == Share(2, False, 1.0, 1, 1.0)
+def test_fewer_at_a_time_have_more_each_and_what_other_jobs_hold_is_left_to_them() -> None:
+    assert share_out(idle(8), settings(), 2) == (2, Allocation(1, False, 1.0, 3))
+    assert share_out(idle(8), settings(max_actors=2), 2)[1].max_actors == 2
+    assert share_out(idle(8), settings(cpus=2.0, cpus_per_actor=0.5), 2) == (2, Allocation(1, False, 2.0, 4))
+    assert share_out(Resources(16, 0, 4, 0), settings(), 2) == (2, Allocation(1, False, 1.0, 1))
 
 
 def test_all_trials_of_a_time_fit_with_their_actors_on_every_small_cluster() -> None:
-    for cpus in range(1, 12):
+    for cpus in range(4, 12):
         for most in range(1, 12):
             for actors in (1, 2, 3):
-                share = share_out(idle(cpus), settings(min_actors=actors), most)
-                assert 1 <= share.concurrent <= most and share.actors >= actors
-                needed = share.concurrent * (share.cpus + share.actors * share.cpus_per_actor)
-                assert needed <= cpus + 1e-9
+                at_once, share = share_out(idle(cpus), settings(min_actors=actors), most)
+                assert 1 <= at_once <= most and share.max_actors >= actors
+                assert at_once * (share.cpus_per_worker + share.max_actors) <= cpus + 1e-9
 
 
-def test_too_small_a_share_names_what_to_lower() -> None:
-    with pytest.raises(ResourceError, match=r"lower tune\.max_concurrent or pool\.min_actors"):
-        share_out(idle(1), settings(min_actors=200), 1)
-
-
-def test_a_share_reads_as_what_it_is() -> None:
-    share = Share(2, True, 1.0, 3, 0.5)
-    assert str(share) == "2 at a time, each with a GPU and 1 CPUs and 3 transform actors of 0.5 CPUs"
-    assert Share(**dataclasses.asdict(share)) == share
+def test_too_small_a_cluster_names_what_to_lower() -> None:
+    with pytest.raises(ResourceError, match=r"Lower pool\.min_actors"):
+        share_out(idle(1), settings(min_actors=200), 2)
 
 
 def test_a_trial_that_was_stopped_early_is_not_done_whatever_ray_tune_calls_it() -> None:
@@ -232,10 +204,8 @@ class Alone(tune.Trial):
         super().setup(config, self._given, 1)
 
 
-def state(trial: tune.Trial, folder: Path) -> dict[str, torch.Tensor]:
-    folder.mkdir()
-    trial.save_checkpoint(str(folder))
-    return torch.load(max(folder.glob("checkpoint_*/state.pt")), weights_only=True)["model"]
+def state(run_folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(max(run_folder.glob("checkpoint_*/state.pt")), weights_only=True)["model"]
 
 
 @pytest.mark.cluster
@@ -252,18 +222,16 @@ def test_a_trial_goes_epoch_by_epoch_and_from_its_checkpoint_and_its_process_tak
     assert [first["done"], second["done"]] == [False, True]
     assert [(each["steps"], each["epochs"]) for each in (first, second)] == [(5, 1), (10, 2)]
     assert {"val_accuracy", "val_loss"} <= first.keys()
-    whole = state(trial, tmp_path / "whole-end")
 
     assert trial.reset_config({"number": 1})
     trial.train()
-    state(trial, tmp_path / "half")
     trial.cleanup()
     resumed = Alone(runs, 1)
-    resumed.load_checkpoint(str(tmp_path / "half"))
     again, last = resumed.train(), resumed.train()
     assert not again["done"] and again["epochs"] == 1 and again["val_accuracy"] == first["val_accuracy"]
     assert last["done"] and last["steps"] == 10 and last["val_accuracy"] == second["val_accuracy"]
-    for name, value in state(resumed, tmp_path / "broken-end").items():
+    whole = state(tmp_path / "whole")
+    for name, value in state(tmp_path / "broken").items():
         assert torch.equal(value, whole[name]), name
     resumed.cleanup()
     found = read_records((tmp_path / "broken").as_uri())
@@ -286,7 +254,7 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     folder, tune = Path(run.runs) / "mine", dataclasses.replace(TUNE, trials=2)
 
     def interrupt() -> None:
-        while not list(folder.glob("tune/search/Trial*/checkpoint*/*")):
+        while not list(folder.glob("trials/search-*/checkpoint*/*")):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -324,7 +292,7 @@ def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
 
     winner = parse_run([f"--config={result['config']}"], None)
     expected = policies(tune, run)[report["best"] if result["better"] else 0]
-    assert winner == dataclasses.replace(expected.applied(run), name="")
-    assert yaml.safe_load((folder / "best.yaml").read_text())["plan"]["epochs"] == 4
+    assert winner == dataclasses.replace(expected, name="")
+    assert yaml.safe_load((folder / "best.yaml").read_text())["plan"]["epochs"] == 2
     mean = sum(comparison["best" if result["better"] else "default"]) / 2
     assert result["val_accuracy"] == pytest.approx(mean)

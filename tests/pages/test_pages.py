@@ -34,7 +34,7 @@ def page_of(text: str = "", charts: Any = ()) -> str:
             "runs": [Recorded(text, {}, [], [])],
             "summaries": [],
             "charts": charts,
-            "stages": [()],
+            "stages": [""],
             "differences": [],
         },
         **{"configuration": text, "max_rows": 1, "told": None},
@@ -78,12 +78,12 @@ def test_without_a_value_there_is_no_chart() -> None:
 
 def test_one_value_is_a_dot_and_dots_are_pixels() -> None:
     assert len(list(drawn(chart("t", [Series("", [5], [1])])).iter(f"{SVG}use"))) == 1
-    dots = drawn(chart("t", [Series("", range(5000), range(5000), "dots")]))
+    dots = drawn(chart("t", [Series("", range(5000), range(5000), dots=True)]))
     assert len(list(dots.iter(f"{SVG}image"))) == 1
 
 
 def test_the_same_values_make_the_same_chart() -> None:
-    lines = [Series("", [1, 2, 3], [1, 2, 3], "marked")]
+    lines = [Series("", [1, 2, 3], [1, 2, 3])]
     assert chart("t", lines) == chart("t", lines)
 
 
@@ -120,7 +120,7 @@ def test_elements_are_closed_and_have_names_of_their_own() -> None:
         def handle_endtag(self, tag: str) -> None:
             assert self.open.pop() == tag
 
-    lines = [Series(name, [1, 2], [1, value], "marked") for name, value in (("a", 3), ("b", 4))]
+    lines = [Series(name, [1, 2], [1, value]) for name, value in (("a", 3), ("b", 4))]
     text = page_of("t", [chart("one", lines), chart("two", lines[::-1])])
     Checker().feed(text)
     assert Checker.open == []

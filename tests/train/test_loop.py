@@ -16,7 +16,6 @@ import torch
 from ray.train.v2._internal.execution import train_fn_utils
 from small_runs import small_run
 
-from raypipe.commands.tune import TrialSession
 from raypipe.config import (
     AugmentConfig,
     PoolConfig,
@@ -226,7 +225,7 @@ def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_e
         os._exit(1)
 
     def trains(spec: StreamSpec) -> None:
-        train_fn_utils._train_fn_utils = TrialSession()
+        train_fn_utils._train_fn_utils = train_fn_utils.LocalTrainFnUtils("alone")
         list(Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").epochs())
 
     spec = spec_of(run, tmp_path.as_uri())

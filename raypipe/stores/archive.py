@@ -27,7 +27,7 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import make_cache_folder, open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
-from raypipe.stores.addresses import list_files, list_shards
+from raypipe.stores.addresses import list_files
 from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, part_of
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
@@ -139,8 +139,7 @@ class ArchiveStore(FileStore[_Opened]):
 
     Args:
         address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
-        options: strings that the scan depends on, and last, of a remote store, the files as they were found by who
-            opened it first; None = they are looked for.
+        options: strings that the scan depends on.
     """
 
     suffix: ClassVar[str]
@@ -148,8 +147,8 @@ class ArchiveStore(FileStore[_Opened]):
 
     def close(self) -> None:
         super().close()
-        if self._options[-1]:
-            shared_cache().close(self._options[-1])
+        if self._found:
+            shared_cache().close(self._found)
 
     @abstractmethod
     def _scan(self, path: Path, name: str) -> Scan:
@@ -170,24 +169,20 @@ class ArchiveStore(FileStore[_Opened]):
         """The name of what is at a place of `Index.places`, for errors."""
 
     def _open(self) -> _Opened:
-        if is_remote(self.address):
-            *options, files = self._options
-            if files is None:
-                listed = list_shards(self.address, self.suffix)
-                found = look_up_all([shard.address for shard in listed])
-                files = [shard.checked(file) for shard, file in zip(listed, found, strict=True)]
-                self._options = (*options, files)
-            archives = [_Archive(file.address, file) for file in files]
-        else:
-            paths = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
-            archives = [_Archive(path) for path in paths]
+        if self._found is None:
+            listed = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
+            if is_remote(self.address):
+                found = look_up_all([file.address for file in listed])
+                self._found = [file.checked(now) for file, now in zip(listed, found, strict=True)]
+        archives = [_Archive(file.address, file) for file in self._found or ()]
+        archives = archives or [_Archive(file.address) for file in listed]
         with ThreadPoolExecutor(_NUM_FETCHES) as pool:
             scans = list(pool.map(self._scanned, archives))
         return _Opened(type(self), archives, self._index([archive.name for archive in archives], scans))
 
     def _scanned(self, archive: _Archive) -> Scan:
         """What is in an archive. Scans of remote and of large ones are kept on the node, for all its processes."""
-        state: list[Any] = list(self._options[:-1])
+        state: list[Any] = list(self._options)
         lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if archive.remote:
             index = shared_cache().folder_of(archive.remote) / self.index_file

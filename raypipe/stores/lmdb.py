@@ -18,7 +18,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.remote_file import RemoteFile, opened
-from raypipe.stores.addresses import is_pattern, list_files, list_shards
+from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns, FileStore, image_and_label_first, part_of
 from raypipe.stores.lmdb_foreign import ForeignShard
 from raypipe.stores.lmdb_shard import Shard, open_shard
@@ -37,26 +37,24 @@ class LMDBStore(FileStore["_Shards"]):
         address: a path or URI.
         layout: of files that are not raypipe's own: "auto" = found out, or "image", "scene-text", "pickle" or
             `module:function`, see `raypipe.stores.lmdb_foreign`.
-        shards: of a remote store, as they were found by who opened it first; None = they are looked for.
     """
 
-    def __init__(self, address: str | Path, layout: str = "auto", shards: list[RemoteShard] | None = None) -> None:
-        super().__init__(address, layout, shards)
+    def __init__(self, address: str | Path, layout: str = "auto") -> None:
+        super().__init__(address, layout)
 
     def _open(self) -> _Shards:
-        layout, remote = self._options
-        if not is_remote(self.address):
-            return _Shards([open_shard(path) or ForeignShard(path, layout) for path in _local_files(self.address)])
-        remote = remote or _open_remote(self.address, layout)
-        # Other processes need not ask for what this one has found, and are told if it has changed.
-        self._options = (layout, remote)
-        return _Shards(remote)
+        (layout,) = self._options
+        if is_remote(self.address):
+            self._found = self._found or _open_remote(self.address, layout)
+            return _Shards(self._found)
+        files = [RemoteFile(self.address)] if Path(self.address, "data.mdb").exists() else _files(self.address)
+        paths = [Path(file.address) for file in files]
+        return _Shards([open_shard(path) or ForeignShard(path, layout) for path in paths])
 
     def close(self) -> None:
         super().close()
-        remote = self._options[1]
-        if remote:
-            shared_cache().close([shard.file for shard in remote])
+        if self._found:
+            shared_cache().close([shard.file for shard in self._found])
 
 
 class _Shards:
@@ -107,15 +105,9 @@ class _Shards:
         return f"{self._shards[number].path}, key {self._shards[number].key(within)}"
 
 
-def _local_files(address: str) -> list[Path]:
-    path = Path(address)
-    if not path.exists() and not is_pattern(path.name):
-        raise StoreError(f"{path} does not exist")
-    if (path / "data.mdb").exists():
-        return [path]
+def _files(address: str) -> list[RemoteFile]:
     what = "data.mdb of an LMDB environment, and no *.lmdb"
-    files = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
-    return [Path(file) for file in files]
+    return list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
 
 
 @dataclass(frozen=True)
@@ -184,7 +176,7 @@ class _Cached(dict[str, Shard | ForeignShard]):
 def _open_remote(address: str, layout: str) -> list[RemoteShard]:
     """The shards of a remote store. Those that are not raypipe's own are downloaded for it."""
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        shards = list(pool.map(lambda listed: _open_shard(listed, layout), list_shards(address, ".lmdb")))
+        shards = list(pool.map(lambda listed: _open_shard(listed, layout), _files(address)))
     # Class names that are equal are one object, so that a pickled store has them once and not once per shard.
     first = shards[0]
     return [

@@ -16,15 +16,15 @@ from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.record import NAME, FileWriter, Metadata
-from raypipe.stores.webdataset import Grouper, encode_sample, index_samples, suffixes_of
+from raypipe.stores.webdataset import Labels, Place, encode_sample, find_samples, index_samples, suffixes_of
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
 _MAX_NAME_BYTES = 6 << 10
+_MAX_NOTE_BYTES = 64 << 20  # a million class names
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -45,30 +45,22 @@ class TarStore(ArchiveStore):
         image_column: of WebDataset: the suffix of the images; "image" = any that is one of images.
         label_column: of WebDataset: the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
             field `label`.
-        files: see `ArchiveStore`.
     """
 
     suffix = ".tar"
     index_file = "tar-3.json"
 
-    def __init__(
-        self,
-        address: str | Path,
-        image_column: str = "image",
-        label_column: str = "label",
-        files: list[RemoteFile] | None = None,
-    ) -> None:
-        super().__init__(address, image_column, label_column, files)
+    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
+        super().__init__(address, image_column, label_column)
 
     def _scan(self, path: Path, name: str) -> Scan:
         try:
-            return _scan(path, name, *self._options[:2])
+            return _scan(path, name, *self._options)
         except StoreError:
             raise
-        except (tarfile.TarError, OSError) as error:
-            raise StoreError(f"{name} cannot be read as tar: {error}; {_advice(path)}") from error
         except Exception as error:  # tarfile lets half a dozen types through on bad headers
-            reason = f"damaged header: {type(error).__name__}: {error}"
+            known = isinstance(error, tarfile.TarError | OSError)
+            reason = error if known else f"damaged header: {type(error).__name__}: {error}"
             raise StoreError(f"{name} cannot be read as tar: {reason}; {_advice(path)}") from error
 
     def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
@@ -81,8 +73,8 @@ class TarStore(ArchiveStore):
                 f"{first} has the WebDataset layout, and {other} has not, or no labels: all tars of one store "
                 "have one layout"
             )
-        if self._options[:2] != ("image", "label"):
-            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options[:2]}")
+        if self._options != ("image", "label"):
+            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options}")
         return index_class_folders(self.address, scans, 2, ", or that of WebDataset, key.jpg beside key.cls")
 
     @staticmethod
@@ -131,44 +123,46 @@ class _HeaderReader(io.BufferedReader):
 
 def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
     """Read all headers of a tar, and the labels of a WebDataset's; name is for errors."""
-    images: dict[str, list[float]] = {}
+    found: list[tuple[str, Place | None]] = []
+    noted: Metadata | None = None
     with _HeaderReader(io.FileIO(path, opener=open_regular)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        # Data is read by pread, which leaves the position of the scan alone.
-        grouper = Grouper(name, image_column, label_column, lambda at, num: os.pread(file.fileno(), num, at))
         start = -1
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
             if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
                 raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
-            is_first, start = start < 0, tar.offset
-            path_in_tar, is_file = PurePosixPath(member.name), member.isreg() and not member.issparse()
-            if is_first and is_file and member.name == NAME:
-                grouper.note(member.offset_data, member.size)
-                continue
-            if is_file:
-                grouper.add(path_in_tar, (member.offset_data, member.size, member.mtime))
-            if grouper.is_certain:
-                images.clear()
-                continue
-            # A name replaced later by a link or a folder is that link or folder, so no sample.
-            images.pop(str(path_in_tar), None)
-            if is_file and is_image(path_in_tar):
-                images[str(path_in_tar)] = [member.offset_data, member.size, member.mtime]
+            is_file = member.isreg() and not member.issparse()
+            if start < 0 and is_file and member.name == NAME:
+                noted = _noted(
+                    os.pread(file.fileno(), min(member.size, _MAX_NOTE_BYTES), member.offset_data), name
+                )
+            start = tar.offset
+            place = (member.offset_data, member.size, member.mtime) if is_file else None
+            found.append((str(PurePosixPath(member.name)), place))
         # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        samples = grouper.result()
-    return {"members": images} if samples is None else {"samples": samples}
+        labels = Labels(label_column, lambda at, num: os.pread(file.fileno(), num, at))
+        samples = find_samples(name, found, noted, image_column, labels)
+    if samples is not None:
+        return {"samples": samples}
+    images: dict[str, Place] = {}
+    for member_name, place in found:
+        images.pop(member_name, None)  # the last of a name counts, and if it is a link, none
+        if place and is_image(PurePosixPath(member_name)):
+            images[member_name] = place
+    return {"members": images}
+
+
+def _noted(text: bytes, name: str) -> Metadata:
+    return Metadata.from_json(text, f"{name} has a bad {NAME} member")
 
 
 def _advice(path: Path) -> str:
-    try:
-        with io.FileIO(path, opener=open_regular) as file:
-            start = file.read(8)
-    except OSError:
-        return "check the path"
+    with io.FileIO(path, opener=open_regular) as file:
+        start = file.read(8)
     for magic, method in _COMPRESSED.items():
         if start.startswith(magic):
             return f"it is compressed by {method}, which allows no random access: uncompress it first"

@@ -87,7 +87,7 @@ class TFRecordStore(FileStore["_Opened"]):
         super().__init__(address, image_column, label_column)
 
     def _open(self) -> _Opened:
-        paths = list_files(self.address, is_tfrecord, "TFRecord")
+        paths = [file.address for file in list_files(self.address, is_tfrecord, "TFRecord")]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             files = list(pool.map(_scan, paths))
         offsets = np.cumsum([0] + [len(file.starts) - 1 for file in files], dtype=np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import tarfile
@@ -199,6 +200,7 @@ def test_absent(tmp_path: Path) -> None:
 
 def test_close_closes_the_file(tmp_path: Path) -> None:
     store = make(tmp_path / "a.tar", "a/1.png")
+    gc.collect()  # stores that other tests have left behind an exception
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     store.read(np.array([0]))
     store.close()

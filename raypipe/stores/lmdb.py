@@ -35,21 +35,20 @@ class LMDBStore(FileStore["_Shards"]):
 
     Args:
         address: a path or URI.
-        layout: of files that are not raypipe's own: "auto" = found out, or "image", "scene-text", "pickle" or
-            `module:function`, see `raypipe.stores.lmdb_foreign`.
+        layout: of local files that are not raypipe's own: "auto" = found out, or a name, see
+            `raypipe.stores.lmdb_foreign`.
     """
 
     def __init__(self, address: str | Path, layout: str = "auto") -> None:
         super().__init__(address, layout)
 
     def _open(self) -> _Shards:
-        (layout,) = self._options
         if is_remote(self.address):
-            self._found = self._found or _open_remote(self.address, layout)
+            self._found = self._found or _open_remote(self.address)
             return _Shards(self._found)
         files = [RemoteFile(self.address)] if Path(self.address, "data.mdb").exists() else _files(self.address)
         paths = [Path(file.address) for file in files]
-        return _Shards([open_shard(path) or ForeignShard(path, layout) for path in paths])
+        return _Shards([open_shard(path) or ForeignShard(path, *self._options) for path in paths])
 
     def close(self) -> None:
         super().close()
@@ -116,12 +115,10 @@ class RemoteShard:
 
     Attributes:
         file: the object.
-        layout: of a file that is not raypipe's own, see `raypipe.stores.lmdb_foreign`; "" of one that is.
         count, types, classes, fingerprint: as its metadata have them.
     """
 
     file: RemoteFile
-    layout: str
     count: int
     types: dict[str, str]
     classes: tuple[str, ...] | None
@@ -133,8 +130,7 @@ class RemoteShard:
 
     def key(self, number: int) -> str:
         """See `Shard.key`."""
-        with shared_cache().use(self.file, _Cached) as cached:
-            return self._checked(cached).key(number)
+        return str(number)
 
     def read_into(
         self, rows: list[dict[str, Any]], positions: list[int], keys: list[int], columns: tuple[str, ...]
@@ -144,39 +140,22 @@ class RemoteShard:
         Raises:
             StoreError: it cannot be fetched or read, or is another one by now.
         """
-        with shared_cache().use(self.file, _Cached) as cached:
-            self._checked(cached).read_into(rows, positions, keys, columns)
+        with shared_cache().use(self.file, self._open) as shard:
+            shard.read_into(rows, positions, keys, columns)
 
-    def _checked(self, cached: _Cached) -> Shard | ForeignShard:
+    def _open(self, path: Path) -> Shard:
         try:
-            shard = cached[self.layout]
+            shard = open_shard(path)
         except StoreError as error:
             raise StoreError(f"{self.path}, in the cache: {error}") from error
-        # Of a file that is not raypipe's own, the cache knows whether it is the same.
-        if shard.count != self.count or (not self.layout and shard.fingerprint != self.fingerprint):
+        if shard is None or shard.fingerprint != self.fingerprint:
             raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
         return shard
 
 
-class _Cached(dict[str, Shard | ForeignShard]):
-    """A file in the node's cache, open in the layouts in which one process reads it; see `RemoteShard.layout`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def __missing__(self, layout: str) -> Shard | ForeignShard:
-        shard = ForeignShard(self._path, layout) if layout else open_shard(self._path)
-        if shard is None:
-            raise StoreError(f"{self._path} is not raypipe's own any more")
-        self[layout] = shard
-        return shard
-
-
-def _open_remote(address: str, layout: str) -> list[RemoteShard]:
-    """The shards of a remote store. Those that are not raypipe's own are downloaded for it."""
+def _open_remote(address: str) -> list[RemoteShard]:
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        shards = list(pool.map(lambda listed: _open_shard(listed, layout), _files(address)))
+        shards = list(pool.map(_look_up, _files(address)))
     # Class names that are equal are one object, so that a pickled store has them once and not once per shard.
     first = shards[0]
     return [
@@ -187,13 +166,13 @@ def _open_remote(address: str, layout: str) -> list[RemoteShard]:
     ]
 
 
-def _open_shard(listed: RemoteFile, layout: str) -> RemoteShard:
+def _look_up(listed: RemoteFile) -> RemoteShard:
     with opened(listed.address) as (source, found):
         file = listed.checked(found)
-        own = open_shard(listed.address, source)
-    if own is not None:
-        return RemoteShard(file, "", own.count, own.types, own.classes, own.fingerprint)
-    # Ranged reads would take a round trip for every page of the index.
-    with shared_cache().use(file, _Cached) as cached:
-        shard = cached[layout]
-        return RemoteShard(file, layout, shard.count, shard.types, None, shard.fingerprint)
+        shard = open_shard(listed.address, source)
+    if shard is None:
+        raise StoreError(
+            f"{listed.address} is LMDB that raypipe did not write, which is read from a disk alone: copy it here, "
+            "and ingest it to where it was"
+        )
+    return RemoteShard(file, shard.count, shard.types, shard.classes, shard.fingerprint)

@@ -23,11 +23,10 @@ from raypipe.commands import cli
 from raypipe.commands.policies import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.stores import Store
-from raypipe.stores.destination import write_atomically
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.presets import PRESETS, check_transform
 
-from conftest import CLASSES, samples  # isort: skip
+from conftest import samples, write_tar  # isort: skip
 
 
 def test_there_are_commands_of_every_kind() -> None:
@@ -256,7 +255,7 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
     monkeypatch.setenv("RAY_AIR_LOCAL_CACHE_DIR", str(tmp_path))
     shutil.copy(stores["train"], tmp_path / "train.lmdb")
     for number in range(100):
-        write_atomically(str(tmp_path / f"train-{number:04d}.tar"), samples(1, first=number), CLASSES)
+        write_tar(tmp_path / f"train-{number:04d}.tar", samples(1, first=number))
     given = {
         "pipeline": albumentations.Compose([albumentations.RandomResizedCrop((16, 16))]),
         "model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 5)),

@@ -84,7 +84,7 @@ def ingest(
         src: a store or its address; or samples, each a mapping from columns to values, with an `image`: encoded
             bytes, or pixels, uint8 of shape (H, W, 3), (H, W, 1) or (H, W), which become PNG; or a Dataset of such
             rows. All samples have the columns of the first: int, float, bytes, str, or lists of them.
-        dst: a local path or a URI that ends in `.lmdb`, `.parquet` or `.tar`.
+        dst: a local path or a URI that ends in `.lmdb` or `.parquet`.
         classes: names, position = label, of samples or a Dataset; a store has its own.
         reencode: decode once and store smaller; None = the bytes as they are.
         shards: files of the new store, none without samples; 0 = 1 GiB each, and enough to use all CPUs on a
@@ -109,7 +109,7 @@ def ingest(
     if expand(dst) != [dst]:
         raise StoreError(
             f"{dst}: several files beside others cannot appear all at once: name one destination, such as "
-            "train.tar, and several --shards make it a folder of shards"
+            "train.lmdb, and several --shards make it a folder of shards"
         )
     check_lasting(dst, "the destination")
     destination = new_remote if is_remote(dst) else new_path
@@ -286,9 +286,7 @@ def write_shard(
     """A task: writes samples start … stop - 1; yields what each chunk wrote, and last the digest of all."""
     layout, digest = RecordLayout(columns), Fingerprint(columns, store.classes)
     check_wanted(wanted)
-    # Keys of WebDataset samples are then unique over all shards.
-    options = {"first_key": start} if file.suffix == ".tar" else {}
-    with open_writer(file, columns, store.classes, **options) as writer:
+    with open_writer(file, columns, store.classes) as writer:
         for first in range(start, stop, CHUNK):
             check_wanted(wanted)
             indices = np.arange(first, min(stop, first + CHUNK))

@@ -44,7 +44,7 @@ class Index:
     """The samples of one archive or of several, one archive after the other.
 
     Attributes:
-        types: all columns, name → one of `raypipe.stores.record.COLUMN_TYPES`, image and label first.
+        types: all columns, name → binary, string or, of labels, int64; image and label first.
         classes: class names, position = label; None where they are not named.
         labels: int64 of shape (N,); None where there are none.
         places: of each column but the label: int64 of shape (N, k), a row per sample: position and num_bytes of
@@ -107,7 +107,8 @@ class _Opened:
                 assert index.labels is not None
                 result[name] = index.labels[indices]
             else:
-                result[name] = _values(self._read(index.places[name], indices), index.types[name])
+                contents = self._read(index.places[name], indices)
+                result[name] = contents if index.types[name] == "binary" else [_text(each) for each in contents]
         return result
 
     def _read(self, places: np.ndarray, indices: np.ndarray) -> list[bytes | None]:
@@ -135,7 +136,7 @@ class ArchiveStore(FileStore[_Opened]):
     Remote archives are read through the node's cache, see `storage.local_cache`. Each node fetches and scans
     all of them once; what was found stays in its cache, as it does of local ones that are not small. The
     fingerprint is a hash over the members' names, sizes, and times of change or checksums. A member over 512 MiB
-    is None; numbers that are damaged are 0.
+    is None.
 
     Args:
         address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
@@ -210,27 +211,11 @@ class ArchiveStore(FileStore[_Opened]):
         return scan
 
 
-def _values(contents: list[bytes | None], kind: str) -> Any:
-    """Members as the values of a column."""
-    if kind == "binary":
-        return contents
-    if kind == "string":
-        return [None if content is None else _text(content) for content in contents]
-    return np.array([_number(content, kind) for content in contents], dtype=kind)
-
-
-def _text(content: bytes) -> str | None:
+def _text(content: bytes | None) -> str | None:
     try:
-        return content.decode()
+        return None if content is None else content.decode()
     except UnicodeDecodeError:
         return None
-
-
-def _number(content: bytes | None, kind: str) -> Any:
-    try:
-        return np.dtype(kind).type((content or b"0").decode()[:64])
-    except (ValueError, OverflowError):
-        return 0
 
 
 def is_visible(name: PurePosixPath) -> bool:

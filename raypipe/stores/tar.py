@@ -1,4 +1,4 @@
-"""Uncompressed tars: class folders, as ImageFolder has them, or the WebDataset layout, which is written too.
+"""Uncompressed tars: class folders, as ImageFolder has them, or the WebDataset layout.
 
 A scan of the headers makes an index, and trusts nothing in them. The layout is in `raypipe.stores.webdataset`.
 """
@@ -10,21 +10,18 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.record import NAME, FileWriter, Metadata
-from raypipe.stores.webdataset import Labels, Place, encode_sample, find_samples, index_samples, suffixes_of
+from raypipe.stores.webdataset import Labels, Place, find_samples, index_samples
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
 _MAX_NAME_BYTES = 6 << 10
-_MAX_NOTE_BYTES = 64 << 20  # a million class names
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -37,8 +34,8 @@ class TarStore(ArchiveStore):
     counts, as in extraction. Links, hidden files, absolute names and names with `..` do not count.
 
     WebDataset: members `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`. Samples are in the order of the
-    tars and of their members. Class names are known where raypipe wrote the tars. A tar is of this layout if any
-    sample has a label as it has them, if raypipe wrote it, or if text or JSON stands beside every image.
+    tars and of their members. A tar is of this layout if any sample has a label as it has them, or if text or JSON
+    stands beside every image.
 
     Args:
         address: see `ArchiveStore`.
@@ -48,7 +45,7 @@ class TarStore(ArchiveStore):
     """
 
     suffix = ".tar"
-    index_file = "tar-3.json"
+    index_file = "tar-4.json"
 
     def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
         super().__init__(address, image_column, label_column)
@@ -124,7 +121,6 @@ class _HeaderReader(io.BufferedReader):
 def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
     """Read all headers of a tar, and the labels of a WebDataset's; name is for errors."""
     found: list[tuple[str, Place | None]] = []
-    noted: Metadata | None = None
     with _HeaderReader(io.FileIO(path, opener=open_regular)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         start = -1
         while (member := tar.next()) is not None:
@@ -132,10 +128,6 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
             if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
                 raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
             is_file = member.isreg() and not member.issparse()
-            if start < 0 and is_file and member.name == NAME:
-                noted = _noted(
-                    os.pread(file.fileno(), min(member.size, _MAX_NOTE_BYTES), member.offset_data), name
-                )
             start = tar.offset
             place = (member.offset_data, member.size, member.mtime) if is_file else None
             found.append((str(PurePosixPath(member.name)), place))
@@ -145,7 +137,7 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
         labels = Labels(label_column, lambda at, num: os.pread(file.fileno(), num, at))
-        samples = find_samples(name, found, noted, image_column, labels)
+        samples = find_samples(name, found, image_column, labels)
     if samples is not None:
         return {"samples": samples}
     images: dict[str, Place] = {}
@@ -156,10 +148,6 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
     return {"members": images}
 
 
-def _noted(text: bytes, name: str) -> Metadata:
-    return Metadata.from_json(text, f"{name} has a bad {NAME} member")
-
-
 def _advice(path: Path) -> str:
     with io.FileIO(path, opener=open_regular) as file:
         start = file.read(8)
@@ -167,67 +155,3 @@ def _advice(path: Path) -> str:
         if start.startswith(magic):
             return f"it is compressed by {method}, which allows no random access: uncompress it first"
     return "it is truncated or no tar: copy it again"
-
-
-class TarWriter(FileWriter):
-    """Writes one new tar in the WebDataset layout, see `raypipe.stores.webdataset.encode_sample`.
-
-    The file depends on the samples alone, not on when, where or by whom it was written. Columns with their types
-    and the class names are in the first member, `__raypipe__`, which WebDataset skips. The names of columns become
-    suffixes, in lower case.
-
-    Args:
-        path, columns, classes: see `FileWriter`.
-        first_key: the key of the first sample, a number; the others count on.
-
-    Raises:
-        StoreError: a column's name can be no suffix.
-    """
-
-    failures = (tarfile.TarError, OSError)
-
-    def __init__(
-        self,
-        path: str | Path,
-        columns: Mapping[str, str] | None = None,
-        classes: Sequence[str] | None = None,
-        first_key: int = 0,
-    ) -> None:
-        super().__init__(path, columns, classes)
-        self._first_key, self._count = first_key, 0
-        self._suffixes = suffixes_of(self._layout.types)
-
-    def _begin(self) -> None:
-        self._file = self._path.open("r+b")
-        self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)
-        # Room for what it will say in the end, a longer count.
-        self._metadata_bytes = len(self._metadata()) + 20
-        self._member(NAME, self._metadata().ljust(self._metadata_bytes))
-
-    def _add(self, sample: Mapping[str, Any], record: bytes) -> None:
-        members = encode_sample(sample, self._layout.types, self._suffixes)
-        if not members:
-            raise StoreError(f"{self._path}: a sample of which all columns are None leaves no trace in a tar")
-        for suffix in sorted(members):
-            self._member(f"{self._first_key + self._count:09d}.{suffix}", members[suffix])
-        self._count += 1
-
-    def _finish(self) -> None:
-        self._tar.close()
-        self._file.seek(tarfile.BLOCKSIZE)  # where the data of the first member is
-        self._file.write(self._metadata().ljust(self._metadata_bytes))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    def _metadata(self) -> bytes:
-        return Metadata(self._count, self._layout.types, self._classes, self._fingerprint.hexdigest()).to_json()
-
-    def _member(self, name: str, content: bytes) -> None:
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        self._tar.addfile(member, io.BytesIO(content))
-        self._tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes

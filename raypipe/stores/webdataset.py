@@ -7,9 +7,6 @@
 
 Suffixes are all that follows the first dot, in lower case, as WebDataset has them. A column is what all samples
 have. A key that comes again, behind another one, is another sample.
-
-A tar that raypipe wrote begins with a member `__raypipe__`, which WebDataset skips: JSON of version, count,
-columns with their types, classes and fingerprint. Only there may a sample lack a column: it is None.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.archive import Index, Scan, is_visible, join_digests
-from raypipe.stores.base import IMAGE_SUFFIXES, image_and_label_first
-from raypipe.stores.record import DEFAULT_COLUMNS, Metadata
+from raypipe.stores.base import IMAGE_SUFFIXES
 
 _LABEL_SUFFIX = "cls"
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
@@ -38,17 +34,6 @@ _WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _MAX_LABEL_BYTES = 64
 _MAX_JSON_BYTES = 1 << 20  # a label is not looked for in a larger one
-
-# What an image's bytes start with → its suffix.
-_MAGIC = {
-    b"\xff\xd8\xff": "jpg",
-    b"\x89PNG": "png",
-    b"RIFF": "webp",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-    b"II": "tif",
-    b"MM": "tif",
-}
 
 Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
@@ -93,31 +78,26 @@ class Labels:
         return label
 
 
-def find_samples(
-    name: str, found: Members, noted: Metadata | None, image_column: str, labels_at: Labels
-) -> Scan | None:
+def find_samples(name: str, found: Members, image_column: str, labels_at: Labels) -> Scan | None:
     """Make samples of a tar's members.
 
     Args:
         name: of the tar, for errors.
         found: its members.
-        noted: by raypipe's writer; None where it was another.
         image_column: the suffix of the images; "image" = that of any image.
         labels_at: where labels are.
 
     Returns:
-        None where the layout is not WebDataset's: raypipe did not write it, there are no labels, and text does not
-        stand beside every image. Else, as JSON has it:
+        None where the layout is not WebDataset's: there are no labels, and text does not stand beside every image.
+        Else, as JSON has it:
         labels: of each sample; None where there are none.
         places: suffix → position and num_bytes of each sample's member, one behind the other, -1 where it has
             none; "" is the image.
         num, first_key: how many samples, and the key of the first, for errors.
-        types, classes: as noted.
-        digest: hash over the members' names, sizes and times of change, the labels, and what was noted.
+        digest: hash over the members' names, sizes and times of change, and the labels.
 
     Raises:
-        StoreError: some samples have a label, and others none or a bad one; a member is there twice; raypipe
-            wrote another number of samples.
+        StoreError: some samples have a label, and others none or a bad one; a member is there twice.
     """
     problem = ""
     samples: list[tuple[str, dict[str, Place]]] = []
@@ -129,33 +109,22 @@ def find_samples(
             members[suffix] = place
         samples.append((key, members))
     images = [_image_of(members, image_column.lower()) for _, members in samples]
-    types = None if noted is None else noted.types
-    labels: list[int | None] = [None] * len(samples)
-    if types is None or "label" in types or labels_at.column != "label":
-        try:
-            labels = [labels_at.of(key, members) for key, members in samples]
-        except ValueError as error:
-            raise _bad(name, str(error), labels_at) from None
+    try:
+        labels = [labels_at.of(key, members) for key, members in samples]
+    except ValueError as error:
+        raise _bad(name, str(error), labels_at) from None
     labelled = any(label is not None for label in labels)
     texts = {not _TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
-    if noted is None and not labelled and texts != {True}:
+    if not labelled and texts != {True}:
         return None
-    if noted is not None and len(samples) != noted.count:
-        raise StoreError(
-            f"{name} holds {len(samples)} samples, but was written with {noted.count}: ingest it again"
-        )
-    labelled = labelled or (types is not None and "label" in types)
     if labelled and None in labels and not problem:
         problem = f"sample {samples[labels.index(None)][0]!r} has no label, and others have one"
     if problem:
         raise _bad(name, problem, labels_at)
-    if types is None:
-        others = set(samples[0][1]).intersection(*(members for _, members in samples))
-        others -= {images[0] or "", labels_at.suffix, "image", "label"}
-        suffixes = [suffix for suffix in samples[0][1] if suffix in others]
-    else:
-        suffixes = [column.lower() for column in types if column not in DEFAULT_COLUMNS]
-    digest = hashlib.blake2b(b"" if noted is None else noted.fingerprint.encode(), digest_size=16)
+    others = set(samples[0][1]).intersection(*(members for _, members in samples))
+    others -= {images[0] or "", labels_at.suffix, "image", "label"}
+    suffixes = [suffix for suffix in samples[0][1] if suffix in others]
+    digest = hashlib.blake2b(digest_size=16)
     places: dict[str, list[int]] = {suffix: [] for suffix in ("", *suffixes)}
     for (key, members), image, label in zip(samples, images, labels, strict=True):
         for suffix, of_suffix in places.items():
@@ -166,9 +135,7 @@ def find_samples(
         "num": len(samples),
         "labels": labels if labelled else None,
         "places": places,
-        "first_key": samples[0][0] if samples else "",
-        "types": types,
-        "classes": noted and noted.classes and list(noted.classes),
+        "first_key": samples[0][0],
         "digest": digest.hexdigest(),
     }
 
@@ -206,87 +173,28 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Index:
         scans: of each, {"samples": what `find_samples` returns}.
 
     Raises:
-        StoreError: some have labels and others none, or they differ in what raypipe has noted of them.
+        StoreError: some have labels and others none.
     """
     shards = [scan["samples"] for scan in scans]
-    written, classes = shards[0]["types"], shards[0]["classes"]
-    for name, shard in zip(names, shards, strict=True):
-        if (shard["types"], shard["classes"]) != (written, classes):
-            raise StoreError(
-                f"{name} and {names[0]} differ in columns or classes; all shards of one store have the same"
-            )
-    filled = [(name, shard) for name, shard in zip(names, shards, strict=True) if shard["num"]]
-    labelled = [shard["labels"] is not None for _, shard in filled]
+    labelled = [shard["labels"] is not None for shard in shards]
     if any(labelled) and not all(labelled):
-        name, shard = filled[labelled.index(False)]
-        raise StoreError(f"{name}: sample {shard['first_key']!r} has no label, and those of other shards have one")
-    types = written or _types([shard for _, shard in filled], any(labelled))
+        number = labelled.index(False)
+        first = shards[number]["first_key"]
+        raise StoreError(f"{names[number]}: sample {first!r} has no label, and those of other shards have one")
+    types = {"image": "binary", "label": "int64"} if labelled[0] else {"image": "binary"}
     places = {}
-    for column in types:
-        if column != "label":
-            suffix = "" if column == "image" else column.lower()
-            parts = [np.array(shard["places"][suffix], np.int64) for _, shard in filled]
-            places[column] = np.concatenate([np.empty(0, np.int64), *parts]).reshape(-1, 2)
-    labels = [np.array(shard["labels"] or [], np.int64) for shard in shards]
+    for suffix in shards[0]["places"]:
+        if all(suffix in shard["places"] for shard in shards):  # a column is what all shards have
+            column = suffix or "image"
+            types.setdefault(column, "string" if suffix in _TEXT_SUFFIXES else "binary")
+            parts = [np.array(shard["places"][suffix], np.int64) for shard in shards]
+            places[column] = np.concatenate(parts).reshape(-1, 2)
+    labels = [np.array(shard["labels"], np.int64) for shard in shards if labelled[0]]
     return Index(
-        types={name: types[name] for name in image_and_label_first(types)},
-        classes=None if classes is None else tuple(classes),
-        labels=np.concatenate(labels) if "label" in types else None,
+        types=types,
+        classes=None,
+        labels=np.concatenate(labels) if labels else None,
         places=places,
         bounds=np.cumsum([0] + [shard["num"] for shard in shards]),
         fingerprint=join_digests([shard["digest"] for shard in shards]),
     )
-
-
-def _types(shards: Sequence[Scan], labelled: bool) -> dict[str, str]:
-    """The columns that all shards have."""
-    types = {"image": "binary", "label": "int64"} if labelled else {"image": "binary"}
-    for suffix in shards[0]["places"]:
-        if suffix and all(suffix in shard["places"] for shard in shards):
-            types[suffix] = "string" if suffix in _TEXT_SUFFIXES else "binary"
-    return types
-
-
-def suffixes_of(types: Mapping[str, str]) -> dict[str, str]:
-    """Column → suffix of its members, of all columns but the image.
-
-    Raises:
-        StoreError: a column's name can be no suffix.
-    """
-    taken = {_LABEL_SUFFIX, *_SIMPLE_IMAGES}
-    suffixes = {"label": _LABEL_SUFFIX}
-    for name in types:
-        if name in DEFAULT_COLUMNS:
-            continue
-        suffix = name.lower()
-        if not name.isprintable() or not name or "/" in name or suffix in taken:
-            raise StoreError(
-                f"column {name!r} cannot be written to a tar, where its name is the suffix of its members: it is "
-                "another's, that of images or labels, or has characters that no suffix has. Rename it"
-            )
-        taken.add(suffix)
-        suffixes[name] = suffix
-    return suffixes
-
-
-def encode_sample(
-    sample: Mapping[str, Any], types: Mapping[str, str], suffixes: Mapping[str, str]
-) -> dict[str, bytes]:
-    """The members of a sample: suffix → content, of each column that is not None.
-
-    Numbers are written in ASCII, strings in UTF-8; bytes that are no image at all as they came, as `jpg`.
-    """
-    members = {}
-    for name, value in sample.items():
-        if value is None:
-            continue
-        if name == "image":
-            suffix = next((suffix for magic, suffix in _MAGIC.items() if value.startswith(magic)), "jpg")
-            members[suffix] = bytes(value)
-        elif types[name] == "int64":
-            members[suffixes[name]] = str(int(value)).encode()
-        elif types[name] == "float64":
-            members[suffixes[name]] = repr(float(value)).encode()
-        else:
-            members[suffixes[name]] = value.encode() if types[name] == "string" else bytes(value)
-    return members

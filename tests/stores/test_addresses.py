@@ -12,7 +12,7 @@ from raypipe.stores import open_store
 from raypipe.stores.addresses import PART_OF, check_one_split, list_files
 from raypipe.stores.destination import write_atomically
 
-from conftest import CLASSES, samples  # isort: skip
+from conftest import CLASSES, samples, write_tar  # isort: skip
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -86,7 +86,8 @@ def test_several_splits_in_one_folder_are_never_mixed(tmp_path: Path, names: lis
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
 def test_a_folder_of_two_stores_is_none(tmp_path: Path, suffix: str) -> None:
     for name in ("train", "val"):
-        write_atomically(str(tmp_path / f"{name}.{suffix}"), samples(3), CLASSES)
+        path = tmp_path / f"{name}.{suffix}"
+        write_tar(path, samples(3)) if suffix == "tar" else write_atomically(str(path), samples(3), CLASSES)
     message = rf"several splits: train \(1\), val \(1\)\. A store is one of them: give {tmp_path}/val\.{suffix}"
     with pytest.raises(StoreError, match=message):
         len(open_store(tmp_path))

@@ -263,7 +263,7 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
         "use_gpu": False,
     }
     ours = [code for code in blocks("python", ROOT / "docs" / "moving.md") if "import raypipe" in code]
-    assert len(ours) == 3
+    assert len(ours) == 4
     for code in ours:
         names = {"raypipe": raypipe, **given}
         exec(compile(code, "moving.md", "exec"), names)

@@ -89,11 +89,9 @@ class Store(Contents, Protocol):
 
 
 class OpenContents(Contents, Protocol):
-    """What a `FileStore` holds while it is open."""
+    """What a `FileStore` holds while it is open; it is asked for indices and columns that are there."""
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        """`Store.read`, of indices and columns that are there."""
-        ...
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns: ...
 
     def sample_name(self, index: int) -> str: ...
 

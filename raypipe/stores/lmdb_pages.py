@@ -141,7 +141,9 @@ class LMDBFile:
     def leaf(self, number: int) -> list[tuple[bytes, int]]:
         """Return the keys in a leaf page, and the lengths of their values in bytes."""
         with self._explained():
-            return _nodes(*self._page(number, _LEAF))
+            page, num_nodes = self._page(number, _LEAF)
+            nodes = (_node(page, slot) for slot in range(num_nodes))
+            return [(key, _NODE.unpack_from(page, start)[0]) for start, key in nodes]
 
     def entry(self, number: int, slot: int) -> tuple[bytes, memoryview]:
         """Return the key and the value that stand at a place in a leaf page."""
@@ -276,21 +278,6 @@ def _node(page: bytes, slot: int) -> tuple[int, bytes]:
     if key_start + key_bytes > len(page):
         raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {len(page)}")
     return start, page[key_start : key_start + key_bytes]
-
-
-def _nodes(page: bytes, num_nodes: int) -> list[tuple[bytes, int]]:
-    """Return the keys of a leaf, and the lengths of their values: `_node` of all, four times as fast."""
-    found, page_bytes = [], len(page)
-    for start in struct.unpack_from(f"<{num_nodes}H", page, _HEADER_BYTES):
-        key_start = start + _NODE_BYTES
-        if key_start > page_bytes:
-            raise _DamageError(f"a node at byte {start} of a page of {page_bytes}")
-        num_bytes, _, key_bytes = _NODE.unpack_from(page, start)
-        key_end = key_start + key_bytes
-        if key_end > page_bytes:
-            raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {page_bytes}")
-        found.append((page[key_start:key_end], num_bytes))
-    return found
 
 
 class _DamageError(Exception):

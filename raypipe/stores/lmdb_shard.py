@@ -41,23 +41,19 @@ def open_shard(path: Path | str, source: pa.NativeFile | None = None) -> Shard |
         StoreError: the file is missing, damaged, truncated, or of another version.
     """
     file = LMDBFile(data_file(path), source)
-    truncated = StoreError(
-        f"{file.path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or ingest it again"
-    )
     is_whole = file.num_bytes >= file.declared_bytes
     try:
         metadata = file.get(METADATA_KEY)
+        if metadata is None or is_whole:
+            return None if metadata is None else Shard(path, file, metadata)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     except StoreError:
         if is_whole:
             raise
-        raise truncated from None
-    if metadata is None:
-        return None
-    if not is_whole:
-        raise truncated
-    return Shard(path, file, metadata)
+    raise StoreError(
+        f"{file.path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or ingest it again"
+    )
 
 
 def data_file(path: Path | str) -> Path | str:

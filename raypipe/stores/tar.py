@@ -5,7 +5,6 @@ A scan of the headers makes an index, and trusts nothing in them. The layout is 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
@@ -21,9 +20,7 @@ from raypipe.stores.webdataset import Labels, Place, find_samples, index_samples
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
-_MAX_NAME_BYTES = 6 << 10
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class TarStore(ArchiveStore):
@@ -58,7 +55,10 @@ class TarStore(ArchiveStore):
         except Exception as error:  # tarfile lets half a dozen types through on bad headers
             known = isinstance(error, tarfile.TarError | OSError)
             reason = error if known else f"damaged header: {type(error).__name__}: {error}"
-            raise StoreError(f"{name} cannot be read as tar: {reason}; {_advice(path)}") from error
+            raise StoreError(
+                f"{name} cannot be read as tar: {reason}; it is compressed, which allows no random access, or "
+                "truncated or no tar: uncompress it, or copy it again"
+            ) from error
 
     def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
         has_samples = ["samples" in scan for scan in scans]
@@ -87,15 +87,8 @@ class TarStore(ArchiveStore):
 
     @staticmethod
     def member(file: OpenFile, place: list[int]) -> str:
-        # A long name stands before the header proper, in an extended one: three blocks or more.
+        # Of a name beyond 100 characters, or of an extended header's, this has the beginning.
         position = place[0]
-        for num_bytes in range(3 * tarfile.BLOCKSIZE, min(_MAX_NAME_BYTES, position) + 1, tarfile.BLOCKSIZE):
-            headers = io.BytesIO(os.pread(file.descriptor, num_bytes, position - num_bytes))
-            # What is no header makes tarfile raise anything.
-            with contextlib.suppress(Exception), tarfile.open(fileobj=headers, mode="r:") as tar:
-                member = tar.next()
-                if member is not None and member.offset_data == num_bytes:
-                    return member.name
         header = os.pread(file.descriptor, tarfile.BLOCKSIZE, position - tarfile.BLOCKSIZE)
         return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
 
@@ -146,12 +139,3 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
         if place and is_image(PurePosixPath(member_name)):
             images[member_name] = place
     return {"members": images}
-
-
-def _advice(path: Path) -> str:
-    with io.FileIO(path, opener=open_regular) as file:
-        start = file.read(8)
-    for magic, method in _COMPRESSED.items():
-        if start.startswith(magic):
-            return f"it is compressed by {method}, which allows no random access: uncompress it first"
-    return "it is truncated or no tar: copy it again"

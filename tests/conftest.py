@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import os
+import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from local_head import RAY_ON_THIS_MACHINE
 
@@ -137,6 +140,15 @@ def samples(num: int, num_classes: int = 5, first: int = 0) -> list[dict[str, ob
 
 
 CLASSES = tuple("abcde")
+
+
+def write_tar(path: str | Path, samples: Iterable[dict[str, Any]]) -> None:
+    """A tar of class folders."""
+    with tarfile.open(path, "w") as tar:
+        for number, sample in enumerate(samples):
+            member = tarfile.TarInfo(f"{CLASSES[sample['label']]}/{number:06d}.jpg")
+            member.size = len(sample["image"])
+            tar.addfile(member, io.BytesIO(sample["image"]))
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -81,12 +83,24 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
         "lmdb": ingest(images, "images.lmdb"),
         "lmdb-shards": ingest(images, "shards.lmdb", "--shards=3"),
         "parquet": ingest(images, "images.parquet"),
-        "webdataset": ingest(images, "webdataset.tar"),
+        "webdataset": webdataset(images, folder / "webdataset.tar"),
         "short-side": ingest(images, "short.lmdb", "--short_side=32"),
         "from-tfrecord": ingest(folder / "images.tfrecord", "tfrecord.lmdb"),
         "from-hdf5": ingest(folder / "images.h5", "hdf5.lmdb"),
         "targets": str(folder / "targets.parquet"),
     }
+
+
+def webdataset(images: Path, tar: Path) -> str:
+    """A tar of key.jpg beside key.cls, in the order of the classes."""
+    with tarfile.open(tar, "w") as file:
+        for index, path in enumerate(sorted(images.rglob("*.*"))):
+            label = b"%d" % CLASSES.index(path.parent.name)
+            for suffix, content in (("cls", label), (path.suffix[1:], path.read_bytes())):
+                member = tarfile.TarInfo(f"{index:09d}.{suffix}")
+                member.size = len(content)
+                file.addfile(member, io.BytesIO(content))
+    return str(tar)
 
 
 def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:

@@ -23,11 +23,10 @@ from raypipe.commands import cli
 from raypipe.commands.tune import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.stores import Store
-from raypipe.stores.destination import write_atomically
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.presets import PRESETS, check_transform
 
-from conftest import CLASSES, samples  # isort: skip
+from conftest import samples, write_tar  # isort: skip
 
 
 def test_there_are_commands_of_every_kind() -> None:
@@ -262,7 +261,7 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
     monkeypatch.setenv("RAY_AIR_LOCAL_CACHE_DIR", str(tmp_path))
     shutil.copy(stores["train"], tmp_path / "train.lmdb")
     for number in range(10):
-        write_atomically(str(tmp_path / f"train-{number:04d}.tar"), samples(10, first=10 * number), CLASSES)
+        write_tar(tmp_path / f"train-{number:04d}.tar", samples(10, first=10 * number))
     given = {
         "pipeline": albumentations.Compose([albumentations.RandomResizedCrop((16, 16))]),
         "model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 5)),
@@ -270,7 +269,7 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
         "use_gpu": False,
     }
     ours = [code for code in blocks("python", ROOT / "docs" / "moving.md") if "import raypipe" in code]
-    assert len(ours) == 3
+    assert len(ours) == 4
     for code in ours:
         names = {"raypipe": raypipe, **given}
         exec(compile(code.replace("0099", "0009"), "moving.md", "exec"), names)

@@ -48,7 +48,7 @@ def ingest(
 
     Args:
         src: LMDB, Parquet, tar, zip, a folder of class folders, TFRecord or HDF5; several as 'train-*.parquet'.
-        dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb, .parquet or .tar (WebDataset).
+        dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
         quality: of the JPEGs that short_side makes, 1 to 100.
         shards: files of the new store; 0 = 1 GiB each.

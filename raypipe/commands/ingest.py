@@ -60,7 +60,7 @@ def ingest(
         src: a store or its address; or samples, each a mapping from columns to values, with an `image`: encoded
             bytes, or pixels, uint8 of shape (H, W, 3), (H, W, 1) or (H, W), which become PNG; or a Dataset of such
             rows. All samples have the columns of the first: int, float, bytes, str, or lists of them.
-        dst: a local path or a URI that ends in `.lmdb`, `.parquet` or `.tar`.
+        dst: a local path or a URI that ends in `.lmdb` or `.parquet`.
         classes: names, position = label, of samples or a Dataset; a store has its own.
         short_side: decode once, and store JPEGs whose shorter side has so many pixels, or fewer where the image
             has; 0 = the bytes as they are.
@@ -90,7 +90,7 @@ def ingest(
     if expand(dst) != [dst]:
         raise StoreError(
             f"{dst}: several files beside others cannot appear all at once: name one destination, such as "
-            "train.tar, and several --shards make it a folder of shards"
+            "train.lmdb, and several --shards make it a folder of shards"
         )
     check_lasting(dst, "the destination")
     with contextlib.ExitStack() as stack:
@@ -175,9 +175,7 @@ def write_shard(
         InterruptedError: see `check_wanted`.
     """
     check_wanted(wanted)
-    # Keys of WebDataset samples are then unique over all shards.
-    options = {"first_key": start} if file.suffix == ".tar" else {}
-    with open_writer(file, columns, store.classes, **options) as writer:
+    with open_writer(file, columns, store.classes) as writer:
         for first, samples in _chunks(wanted, store, columns, start, stop):
             num_bytes, skipped = 0, []
             for index, sample in enumerate(samples, first):

@@ -112,19 +112,17 @@ def open_source(address: str | Path, **options: Any) -> Store | Iterator[dict[st
     refuse_credentials(address)
     text = str(address)
     if text.startswith("file://"):
-        address = Path(unquote(urlsplit(text).path))
-    elif "://" not in text:
-        address = Path(text)
-    kind = _kind_of_path(address) if isinstance(address, Path) else _kind_of_uri(address)
+        text = unquote(urlsplit(text).path)
+    kind = _kind_of(text)
     module, name = _STORES[kind]
     found = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(found).parameters)
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"{address} is {kind}, which has no option {name!r}, as {options[name]!r} was given for"
+                f"{text} is {kind}, which has no option {name!r}, as {options[name]!r} was given for"
             )
-    return found(address, **options)
+    return found(text, **options)
 
 
 def store_options(
@@ -143,6 +141,35 @@ def store_options(
     return {name: value for name, value in given.items() if value != usual[name]}
 
 
+def _kind_of(address: str) -> str:
+    """What a path or URI is by its name, or by what a folder holds, or by the first file that a pattern finds."""
+    from raypipe.storage.filesystem import is_remote, split
+    from raypipe.stores.addresses import list_files, names_at
+
+    name = split(address)[1].lower()
+    if is_remote(address) and _kind_of_name(name) in _REMOTE:
+        return _kind_of_name(name)
+    names = names_at(address, folders=True)
+    if names is not None:
+        return _kind_of_folder(address, names)
+    if not is_remote(address) and not Path(address).exists():
+        if "*" not in name and "{" not in name:
+            raise StoreError(f"{address} does not exist; {_LAYOUTS}")
+        # Who reads them will see whether all are of this kind.
+        first = list_files(address, lambda _: True, "such", folders=True)[0].address
+        kind = _kind_of(first)
+        if kind in ("folder", "hdf5"):
+            raise StoreError(f"{address} finds {first}: a pattern is not for folders and HDF5; {_LAYOUTS}")
+        return kind
+    if not is_remote(address) and (kind := _kind_of_name(name)):
+        return kind
+    if name.endswith(".arrow"):
+        raise StoreError(f"{address} is Arrow, {_FROM_ARROW}")
+    if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
+        raise StoreError(f"{address} is compressed, which allows no random access: uncompress it to *.tar first")
+    raise StoreError(f"{address} is no store; {_LAYOUTS}")
+
+
 def _kind_of_name(name: str) -> str:
     """What a file is by its name; empty where that does not tell."""
     from raypipe.stores.tfrecord import is_tfrecord
@@ -154,62 +181,21 @@ def _kind_of_name(name: str) -> str:
     return next((kind for end, kind in _ENDS.items() if name.endswith(end)), "")
 
 
-def _kind_of_uri(address: str) -> str:
-    from raypipe.stores.addresses import kind_of_folder
-
-    name = address.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
-    kind = _kind_of_name(name)
-    if kind not in _REMOTE:
-        kind = kind_of_folder(address)
-    if not kind:
-        raise StoreError(f"{address} is no folder of *.lmdb, *.parquet or *.tar files of one kind; {_LAYOUTS}")
-    return kind
-
-
-def _kind_of_path(path: Path) -> str:
-    name = path.name.lower()
-    if not path.exists():
-        if "*" in name or "{" in name:
-            return _kind_of_pattern(path)
-        raise StoreError(f"{path} does not exist; {_LAYOUTS}")
-    if path.is_dir():
-        return _kind_of_folder(path)
-    if kind := _kind_of_name(name):
-        return kind
-    if name.endswith(".arrow"):
-        raise StoreError(f"{path} is Arrow, {_FROM_ARROW}")
-    if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
-        raise StoreError(f"{path} is compressed, which allows no random access: uncompress it to *.tar first")
-    raise StoreError(f"{path} is no store; {_LAYOUTS}")
-
-
-def _kind_of_pattern(path: Path) -> str:
-    """What the first of the files is that a pattern finds: who reads them will see whether all are."""
-    from raypipe.stores.addresses import list_files
-
-    first = Path(list_files(str(path.absolute()), lambda _: True, "such")[0])
-    kind = _kind_of_path(first)
-    if kind in ("folder", "hdf5"):
-        raise StoreError(f"{path} finds {first.name}: a pattern is not for folders and HDF5; {_LAYOUTS}")
-    return kind
-
-
-def _kind_of_folder(path: Path) -> str:
-    if (path / "data.mdb").exists():
+def _kind_of_folder(address: str, names: set[str]) -> str:
+    suffixes = {Path(name).suffix[1:] for name in names}
+    if {"lmdb", "parquet"} <= suffixes:
+        raise StoreError(f"{address} holds both *.lmdb and *.parquet files; give the address of one kind")
+    if "data.mdb" in names or "lmdb" in suffixes:
         return "lmdb"
-    children = [child for child in path.iterdir() if not child.name.startswith((".", "_"))]
-    kinds = {child.suffix[1:] for child in children} & {"lmdb", "parquet"}
-    if len(kinds) == 2:
-        raise StoreError(f"{path} holds both *.lmdb and *.parquet files; give the address of one kind")
-    if kinds:
-        return kinds.pop()
-    names = {child.name for child in children}
-    if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names):
-        raise StoreError(f"{path} is a data set in Arrow files, {_FROM_ARROW}")
-    if any(_kind_of_name(name) == "tfrecord" for name in names):
+    if "parquet" in suffixes:
+        return "parquet"
+    if "dataset_dict.json" in names or "arrow" in suffixes:
+        raise StoreError(f"{address} is a data set in Arrow files, {_FROM_ARROW}")
+    here = "://" not in address
+    if here and any(_kind_of_name(name) == "tfrecord" for name in names):
         return "tfrecord"
-    if any(child.is_dir() for child in children):
+    if here and any(Path(address, name).is_dir() for name in names):
         return "folder"
-    if any(child.suffix == ".tar" for child in children):
+    if "tar" in suffixes:
         return "tar"
-    raise StoreError(f"{path} holds no store; {_LAYOUTS}")
+    raise StoreError(f"{address} holds no store; {_LAYOUTS}")

@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.filesystem import explained, join, open_filesystem, split
+from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem, split
 from raypipe.storage.remote_file import RemoteFile
 from raypipe.storage.whole_file import read_json, write_json
 
@@ -39,11 +39,6 @@ PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.
 _SPLIT = re.compile(r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])", re.IGNORECASE)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 100_000
-
-
-def is_pattern(name: str) -> bool:
-    """Whether the last part of an address stands for several files."""
-    return "*" in name or "{" in name
 
 
 def expand(address: str) -> list[str]:
@@ -64,59 +59,85 @@ def expand(address: str) -> list[str]:
     return found
 
 
-def list_files(address: str, is_one: Callable[[str], bool], what: str, *, folders: bool = False) -> list[str]:
-    """The files of a local address.
+def list_files(
+    address: str, is_one: Callable[[str], bool], what: str, *, folders: bool = False
+) -> list[RemoteFile]:
+    """The files of a local address, or the objects of a remote one, as a listing or a manifest tells of them.
 
     Args:
-        address: an absolute path.
+        address: an absolute path or a URI.
         is_one: whether a file of this name in a folder is one of the store's; hidden ones are not.
         what: they are, for the error.
-        folders: count folders as files, as LMDB has environments.
+        folders: count local folders as files, as LMDB has environments.
 
     Raises:
-        StoreError: there are none, or those of a folder are of several splits or not all of one.
+        StoreError: there are none; those of a folder are of several splits, not all of one, or not complete.
     """
-    path = Path(address)
-    if path.is_dir():
-        names = sorted(name for name in _names_in(path, folders) if is_one(name))
-        check_one_split(address, names)
-        found = [str(path / name) for name in names]
-    elif path.exists() or not is_pattern(path.name):
-        found = [address]
-    elif "*" in path.name:
-        names = sorted(name for name in _names_in(path.parent, folders) if fnmatchcase(name, path.name))
-        found = [str(path.parent / name) for name in names]
+    expanded = expand(address)
+    if expanded != [address]:
+        return [RemoteFile(name) for name in expanded]
+    folder, pattern = split(address)
+    if "*" in pattern:
+        found = [name for name in names_at(folder, folders) or () if fnmatchcase(name, pattern)]
     else:
-        found = expand(address)
+        folder, names = address, names_at(address, folders)
+        if names is None:
+            return [RemoteFile(address)]
+        if MANIFEST in names:
+            return _of_manifest(address)
+        found = [name for name in names if is_one(name)]
+        check_one_split(address, found)
     if not found:
         raise StoreError(f"{address} has no {what} files")
-    return found
+    return [RemoteFile(join(folder, name)) for name in sorted(found)]
 
 
-def _names_in(folder: Path, folders: bool) -> list[str]:
-    """Names of what is in a folder, without what is hidden."""
-    try:
-        visible = [child for child in folder.iterdir() if child.name[0] not in "._"]
-        return [child.name for child in visible if folders or not child.is_dir()]
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be listed: {error}") from error
+def names_at(address: str, folders: bool = False) -> set[str] | None:
+    """Names of the files in a folder, with a local one's folders or without, but not of hidden ones.
+
+    None where no folder is.
+
+    Raises:
+        StoreError: it cannot be listed; nothing is at a remote address.
+    """
+    with explained(StoreError, f"{address} cannot be opened"):
+        if not is_remote(address):
+            path = Path(address or "/")
+            if not path.is_dir():
+                return None
+            visible = [child for child in path.iterdir() if child.name[0] not in "._"]
+            return {child.name for child in visible if folders or not child.is_dir()}
+        filesystem, place = open_filesystem(address)
+        kind = filesystem.get_file_info(place).type
+        if kind == pyarrow.fs.FileType.NotFound:
+            raise StoreError(f"{address} does not exist, or its bucket does not")
+        return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, place)
+
+
+def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
+    """Names of the files in a folder of a file system, without hidden ones, but with the manifest."""
+    found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    names = {info.base_name for info in found if info.type == pyarrow.fs.FileType.File}
+    return {name for name in names if name == MANIFEST or name[0] not in "._"}
 
 
 def check_one_split(address: str, names: Iterable[str]) -> None:
     """Raise StoreError unless a folder's files are of one split, as far as their names tell, and all of it."""
     splits: dict[str, list[str]] = {}
-    for name in names:
-        splits.setdefault(_split_of(name), []).append(name)
-    named = {split: sorted(files) for split, files in splits.items() if split}
-    if len(named) > 1:
-        found = ", ".join(f"{split} ({len(files)})" for split, files in sorted(named.items()))
-        split, files = max(named.items())
-        suffix = PurePosixPath(files[0]).suffix
-        example = f"{address.rstrip('/')}/{files[0] if len(files) == 1 else f'{split}*{suffix}, in quotes'}"
+    for name in sorted(names):
+        if match := PART_OF.match(name):
+            splits.setdefault(match["split"], []).append(name)
+        elif match := _SPLIT.match(name):
+            splits.setdefault(match[0].lower(), []).append(name)
+    if len(splits) > 1:
+        found = ", ".join(f"{split} ({len(files)})" for split, files in sorted(splits.items()))
+        split, files = max(splits.items())
+        example = files[0] if len(files) == 1 else f"{split}*{PurePosixPath(files[0]).suffix}, in quotes"
         raise StoreError(
-            f"{address} holds files of several splits: {found}. A store is one of them: give {example}"
+            f"{address} holds files of several splits: {found}. A store is one of them: give "
+            f"{address.rstrip('/')}/{example}"
         )
-    for split, files in named.items():
+    for split, files in splits.items():
         parts = [match for name in files if (match := PART_OF.match(name))]
         if parts and len({match["number"] for match in parts}) < int(parts[0]["num"]):
             raise StoreError(
@@ -125,75 +146,7 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
             )
 
 
-def _split_of(name: str) -> str:
-    part = PART_OF.match(name)
-    if part:
-        return part["split"]
-    split = _SPLIT.match(name)
-    return split[1].lower() if split else ""
-
-
-# In an object store
-
-
-def list_shards(address: str, suffix: str) -> list[RemoteFile]:
-    """The objects of the store at a remote address, as far as a listing or a manifest tells of them.
-
-    Args:
-        address: an object, several of them, or a folder.
-        suffix: of the objects in a folder, such as ".lmdb".
-
-    Raises:
-        StoreError: there is nothing, a folder is not complete or holds several splits, or it cannot be reached.
-    """
-    expanded = expand(address)
-    if expanded != [address]:
-        return [RemoteFile(name) for name in expanded]
-    folder, pattern = split(address)
-    if "*" in pattern:
-        with explained(StoreError, f"{address} cannot be opened"):
-            found = sorted(names_in(*open_filesystem(folder)))
-        found = [name for name in found if fnmatchcase(name, pattern)]
-        if not found:
-            raise StoreError(f"{address} finds no files")
-        return [RemoteFile(join(folder, name)) for name in found]
-    names = _names_at(address)
-    if names is None:
-        return [RemoteFile(address)]
-    if MANIFEST in names:
-        return _of_manifest(address)
-    found = sorted(name for name in names if name.endswith(suffix))
-    if not found:
-        raise StoreError(f"{address} has no *{suffix} files")
-    check_one_split(address, found)
-    return [RemoteFile(join(address, name)) for name in found]
-
-
-def kind_of_folder(address: str) -> str:
-    """The suffix of the shards in a remote folder, without its dot; "" where there is no one such.
-
-    Raises:
-        StoreError: it cannot be reached.
-    """
-    suffixes = {name.rpartition(".")[2] for name in _names_at(address) or ()} & {"lmdb", "parquet", "tar"}
-    return suffixes.pop() if len(suffixes) == 1 else ""
-
-
-def _names_at(address: str) -> set[str] | None:
-    """`names_in` the folder at an address; None where an object is."""
-    with explained(StoreError, f"{address} cannot be opened"):
-        filesystem, path = open_filesystem(address)
-        kind = filesystem.get_file_info(path).type
-        if kind == pyarrow.fs.FileType.NotFound:
-            raise StoreError(f"{address} does not exist, or its bucket does not")
-        return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, path)
-
-
-def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
-    """Names of the files in a folder, without hidden ones."""
-    found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
-    names = {info.base_name for info in found if info.type == pyarrow.fs.FileType.File}
-    return {name for name in names if name == MANIFEST or name[0] not in "._"}
+# The manifest of a folder in an object store
 
 
 def is_complete(address: str) -> bool:

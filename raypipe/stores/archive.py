@@ -27,7 +27,7 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import make_cache_folder, open_regular
 from raypipe.storage.remote_file import RemoteFile, look_up_all
 from raypipe.storage.whole_file import read_json, write_json
-from raypipe.stores.addresses import list_files, list_shards
+from raypipe.stores.addresses import list_files
 from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, part_of
 
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
@@ -44,7 +44,7 @@ class Index:
     """The samples of one archive or of several, one archive after the other.
 
     Attributes:
-        types: all columns, name → one of `raypipe.stores.record.COLUMN_TYPES`, image and label first.
+        types: all columns, name → binary, string or, of labels, int64; image and label first.
         classes: class names, position = label; None where they are not named.
         labels: int64 of shape (N,); None where there are none.
         places: of each column but the label: int64 of shape (N, k), a row per sample: position and num_bytes of
@@ -108,7 +108,8 @@ class _Opened:
                 assert index.labels is not None
                 result[name] = index.labels[indices]
             else:
-                result[name] = _values(self._read(index.places[name], indices), index.types[name])
+                contents = self._read(index.places[name], indices)
+                result[name] = contents if index.types[name] == "binary" else [_text(each) for each in contents]
         return result
 
     def _read(self, places: np.ndarray, indices: np.ndarray) -> list[bytes | None]:
@@ -136,12 +137,11 @@ class ArchiveStore(FileStore[_Opened]):
     Remote archives are read through the node's cache, see `storage.local_cache`. Each node fetches and scans
     all of them once; what was found stays in its cache, as it does of local ones that are not small. The
     fingerprint is a hash over the members' names, sizes, and times of change or checksums. A member over 512 MiB
-    is None; numbers that are damaged are 0.
+    is None.
 
     Args:
         address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
-        options: strings that the scan depends on, and last, of a remote store, the files as they were found by who
-            opened it first; None = they are looked for.
+        options: strings that the scan depends on.
     """
 
     suffix: ClassVar[str]
@@ -149,8 +149,8 @@ class ArchiveStore(FileStore[_Opened]):
 
     def close(self) -> None:
         super().close()
-        if self._options[-1]:
-            shared_cache().close(self._options[-1])
+        if self._found:
+            shared_cache().close(self._found)
 
     @abstractmethod
     def _scan(self, path: Path, name: str) -> Scan:
@@ -171,24 +171,20 @@ class ArchiveStore(FileStore[_Opened]):
         """The name of what is at a place of `Index.places`, for errors."""
 
     def _open(self) -> _Opened:
-        if is_remote(self.address):
-            *options, files = self._options
-            if files is None:
-                listed = list_shards(self.address, self.suffix)
-                found = look_up_all([shard.address for shard in listed])
-                files = [shard.checked(file) for shard, file in zip(listed, found, strict=True)]
-                self._options = (*options, files)
-            archives = [_Archive(file.address, file) for file in files]
-        else:
-            paths = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
-            archives = [_Archive(path) for path in paths]
+        if self._found is None:
+            listed = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
+            if is_remote(self.address):
+                found = look_up_all([file.address for file in listed])
+                self._found = [file.checked(now) for file, now in zip(listed, found, strict=True)]
+        archives = [_Archive(file.address, file) for file in self._found or ()]
+        archives = archives or [_Archive(file.address) for file in listed]
         with ThreadPoolExecutor(_NUM_FETCHES) as pool:
             scans = list(pool.map(self._scanned, archives))
         return _Opened(type(self), archives, self._index([archive.name for archive in archives], scans))
 
     def _scanned(self, archive: _Archive) -> Scan:
         """What is in an archive. Scans of remote and of large ones are kept on the node, for all its processes."""
-        state: list[Any] = list(self._options[:-1])
+        state: list[Any] = list(self._options)
         lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if archive.remote:
             index = shared_cache().folder_of(archive.remote) / self.index_file
@@ -216,27 +212,11 @@ class ArchiveStore(FileStore[_Opened]):
         return scan
 
 
-def _values(contents: list[bytes | None], kind: str) -> Any:
-    """Members as the values of a column."""
-    if kind == "binary":
-        return contents
-    if kind == "string":
-        return [None if content is None else _text(content) for content in contents]
-    return np.array([_number(content, kind) for content in contents], dtype=kind)
-
-
-def _text(content: bytes) -> str | None:
+def _text(content: bytes | None) -> str | None:
     try:
-        return content.decode()
+        return None if content is None else content.decode()
     except UnicodeDecodeError:
         return None
-
-
-def _number(content: bytes | None, kind: str) -> Any:
-    try:
-        return np.dtype(kind).type((content or b"0").decode()[:64])
-    except (ValueError, OverflowError):
-        return 0
 
 
 def is_visible(name: PurePosixPath) -> bool:

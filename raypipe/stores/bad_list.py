@@ -32,32 +32,31 @@ def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.
         return np.empty(0, np.int64)
     if store is None:
         raise ConfigError(f"{setting}: there is {address}, but no store that it could be a list of")
-    mend = f"make a list of {store.address} by `raypipe inspect {store.address} --verify`"
+    problem = ""
     try:
         content = read_json(address)
         fingerprint, bad = content["fingerprint"], [entry["index"] for entry in content["bad"]]
+        if fingerprint != store.fingerprint:
+            problem = (
+                f"was made of {content.get('store', 'another store')} with fingerprint {fingerprint}, "
+                f"{store.address} has fingerprint {store.fingerprint}"
+            )
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
     except (KeyError, TypeError) as error:
+        problem, bad = f"is no list of bad samples ({type(error).__name__}: {error})", []
+    outside = [index for index in bad if type(index) is not int or not 0 <= index < len(store)]
+    if outside and not problem:
+        problem = f"names sample {outside[0]!r}, outside the samples 0 to {len(store) - 1} of {store.address}"
+    if problem:
         raise ConfigError(
-            f"{setting}: {address} is no list of bad samples ({type(error).__name__}: {error}); {mend}"
-        ) from None
-    if fingerprint != store.fingerprint:
-        raise ConfigError(
-            f"{setting}: {address} was made of {content.get('store', 'another store')} with fingerprint "
-            f"{fingerprint}, {store.address} has fingerprint {store.fingerprint}: {mend}"
+            f"{setting}: {address} {problem}: make a list of {store.address} by "
+            f"`raypipe inspect {store.address} --verify`"
         )
-    for index in bad:
-        if type(index) is not int or not 0 <= index < len(store):
-            raise ConfigError(
-                f"{setting}: {address} names sample {index!r}, outside the samples 0 to {len(store) - 1} of "
-                f"{store.address}; {mend}"
-            )
     left_out = np.unique(np.array(bad, np.int64))
     if len(left_out) == len(store):
         raise ConfigError(
-            f"{setting}: {address} leaves out all {len(store)} samples of {store.address}: there is nothing to "
-            "read. Mend the store"
+            f"{setting}: {address} leaves out all {len(store)} samples of {store.address}: mend the store"
         )
     return left_out
 

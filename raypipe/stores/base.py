@@ -89,11 +89,9 @@ class Store(Contents, Protocol):
 
 
 class OpenContents(Contents, Protocol):
-    """What a `FileStore` holds while it is open."""
+    """What a `FileStore` holds while it is open; it is asked for indices and columns that are there."""
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        """`Store.read`, of indices and columns that are there."""
-        ...
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns: ...
 
     def sample_name(self, index: int) -> str: ...
 
@@ -102,7 +100,7 @@ C = TypeVar("C", bound=OpenContents)
 
 
 class FileStore(ABC, Generic[C]):
-    """A `Store` at an address: it pickles as its address and options, and `_open` makes its contents at first use.
+    """A `Store` at an address: `_open` makes its contents at first use.
 
     Args:
         address: a path or URI; a relative path is made absolute, since other processes have other folders.
@@ -113,9 +111,11 @@ class FileStore(ABC, Generic[C]):
         self.address = str(address) if "://" in str(address) else str(Path(address).absolute())
         self._options = options
         self._opened: C | None = None
+        # Of a remote store, what who opened it first has found there: others need not ask, and notice a change.
+        self._found: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address, *self._options)
+        return type(self), (self.address, *self._options), {"_found": self._found}
 
     @abstractmethod
     def _open(self) -> C:

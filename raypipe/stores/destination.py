@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 _WRITERS = {
     ".lmdb": ("lmdb_shard", "LMDBWriter"),
     ".parquet": ("parquet_files", "ParquetWriter"),
-    ".tar": ("tar", "TarWriter"),
 }
 WRITTEN_SUFFIXES = tuple(_WRITERS)
 """Of the files that `open_writer` makes."""
@@ -50,7 +49,7 @@ def open_writer(
     classes: Sequence[str] | None = None,
     **options: Any,
 ) -> FileWriter:
-    """Return the writer, not yet entered, for a new file: `.lmdb`, `.parquet` or `.tar`.
+    """Return the writer, not yet entered, for a new file: `.lmdb` or `.parquet`.
 
     Args:
         path: the file to make.

@@ -30,9 +30,6 @@ class FolderStore(FileStore["_Scan"]):
         address: the root.
     """
 
-    def __init__(self, address: str | Path) -> None:
-        super().__init__(address)
-
     def _open(self) -> _Scan:
         return _Scan(self.address)
 

@@ -5,9 +5,8 @@ Shards in an object store are opened by ranged reads of their metadata; records 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.remote_file import RemoteFile, opened
-from raypipe.stores.addresses import is_pattern, list_files, list_shards
+from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns, FileStore, image_and_label_first, part_of
 from raypipe.stores.lmdb_foreign import ForeignShard
 from raypipe.stores.lmdb_shard import Shard, open_shard
@@ -36,28 +35,25 @@ class LMDBStore(FileStore["_Shards"]):
 
     Args:
         address: a path or URI.
-        layout: of files that are not raypipe's own: "auto" = found out, or "image", "scene-text", "pickle" or
-            `module:function`, see `raypipe.stores.lmdb_foreign`.
-        shards: of a remote store, as they were found by who opened it first; None = they are looked for.
+        layout: of local files that are not raypipe's own: "auto" = found out, or a name, see
+            `raypipe.stores.lmdb_foreign`.
     """
 
-    def __init__(self, address: str | Path, layout: str = "auto", shards: list[RemoteShard] | None = None) -> None:
-        super().__init__(address, layout, shards)
+    def __init__(self, address: str | Path, layout: str = "auto") -> None:
+        super().__init__(address, layout)
 
     def _open(self) -> _Shards:
-        layout, remote = self._options
-        if not is_remote(self.address):
-            return _Shards([open_shard(path) or ForeignShard(path, layout) for path in _local_files(self.address)])
-        remote = remote or _open_remote(self.address, layout)
-        # Other processes need not ask for what this one has found, and are told if it has changed.
-        self._options = (layout, remote)
-        return _Shards(remote)
+        if is_remote(self.address):
+            self._found = self._found or _open_remote(self.address)
+            return _Shards(self._found)
+        files = [RemoteFile(self.address)] if Path(self.address, "data.mdb").exists() else _files(self.address)
+        paths = [Path(file.address) for file in files]
+        return _Shards([open_shard(path) or ForeignShard(path, *self._options) for path in paths])
 
     def close(self) -> None:
         super().close()
-        remote = self._options[1]
-        if remote:
-            shared_cache().close([shard.file for shard in remote])
+        if self._found:
+            shared_cache().close([shard.file for shard in self._found])
 
 
 class _Shards:
@@ -108,15 +104,9 @@ class _Shards:
         return f"{self._shards[number].path}, key {self._shards[number].key(within)}"
 
 
-def _local_files(address: str) -> list[Path]:
-    path = Path(address)
-    if not path.exists() and not is_pattern(path.name):
-        raise StoreError(f"{path} does not exist")
-    if (path / "data.mdb").exists():
-        return [path]
+def _files(address: str) -> list[RemoteFile]:
     what = "data.mdb of an LMDB environment, and no *.lmdb"
-    files = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
-    return [Path(file) for file in files]
+    return list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
 
 
 @dataclass(frozen=True)
@@ -125,12 +115,10 @@ class RemoteShard:
 
     Attributes:
         file: the object.
-        layout: of a file that is not raypipe's own, see `raypipe.stores.lmdb_foreign`; "" of one that is.
         count, types, classes, fingerprint: as its metadata have them.
     """
 
     file: RemoteFile
-    layout: str
     count: int
     types: dict[str, str]
     classes: tuple[str, ...] | None
@@ -142,8 +130,7 @@ class RemoteShard:
 
     def key(self, number: int) -> str:
         """See `Shard.key`."""
-        with self._opened() as shard:
-            return shard.key(number)
+        return str(number)
 
     def read_into(
         self, rows: list[dict[str, Any]], positions: list[int], keys: list[int], columns: tuple[str, ...]
@@ -153,37 +140,22 @@ class RemoteShard:
         Raises:
             StoreError: it cannot be fetched or read, or is another one by now.
         """
-        with self._opened() as shard:
+        with shared_cache().use(self.file, self._open) as shard:
             shard.read_into(rows, positions, keys, columns)
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[Shard | ForeignShard]:
-        with _cached(self.file, self.layout) as shard:
-            # Of a file that is not raypipe's own, the cache knows whether it is the same.
-            if shard.count != self.count or (not self.layout and shard.fingerprint != self.fingerprint):
-                raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
-            yield shard
-
-
-def _cached(file: RemoteFile, layout: str) -> contextlib.AbstractContextManager[Shard | ForeignShard]:
-    """A file in the node's cache, open in the layout in which it is read; see `RemoteShard.layout`."""
-
-    def open_cached(path: Path) -> Shard | ForeignShard:
+    def _open(self, path: Path) -> Shard:
         try:
-            shard = ForeignShard(path, layout) if layout else open_shard(path)
+            shard = open_shard(path)
         except StoreError as error:
-            raise StoreError(f"{file.address}, in the cache: {error}") from error
-        if shard is None:
-            raise StoreError(f"{file.address} is not raypipe's own any more")
+            raise StoreError(f"{self.path}, in the cache: {error}") from error
+        if shard is None or shard.fingerprint != self.fingerprint:
+            raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
         return shard
 
-    return shared_cache().use(file, open_cached, layout)
 
-
-def _open_remote(address: str, layout: str) -> list[RemoteShard]:
-    """The shards of a remote store. Those that are not raypipe's own are downloaded for it."""
+def _open_remote(address: str) -> list[RemoteShard]:
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        shards = list(pool.map(lambda listed: _open_shard(listed, layout), list_shards(address, ".lmdb")))
+        shards = list(pool.map(_look_up, _files(address)))
     # Class names that are equal are one object, so that a pickled store has them once and not once per shard.
     first = shards[0]
     return [
@@ -194,12 +166,13 @@ def _open_remote(address: str, layout: str) -> list[RemoteShard]:
     ]
 
 
-def _open_shard(listed: RemoteFile, layout: str) -> RemoteShard:
+def _look_up(listed: RemoteFile) -> RemoteShard:
     with opened(listed.address) as (source, found):
         file = listed.checked(found)
-        own = open_shard(listed.address, source)
-    if own is not None:
-        return RemoteShard(file, "", own.count, own.types, own.classes, own.fingerprint)
-    # Ranged reads would take a round trip for every page of the index.
-    with _cached(file, layout) as shard:
-        return RemoteShard(file, layout, shard.count, shard.types, None, shard.fingerprint)
+        shard = open_shard(listed.address, source)
+    if shard is None:
+        raise StoreError(
+            f"{listed.address} is LMDB that raypipe did not write, which is read from a disk alone: copy it here, "
+            "and ingest it to where it was"
+        )
+    return RemoteShard(file, shard.count, shard.types, shard.classes, shard.fingerprint)

@@ -24,15 +24,18 @@ import struct
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.base import MAX_SAMPLE_BYTES
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
@@ -62,33 +65,14 @@ _MIN_ENTRY_BYTES = _NODE_BYTES + _POINTER_BYTES
 _MAX_CACHED_BRANCHES = 1024
 
 
-@dataclass(frozen=True)
-class _Meta:
-    """What a meta page says of the file and its main database."""
-
-    page_bytes: int
-    flags: int
-    depth: int
-    num_entries: int
-    root: int
-    last_page: int
-    transaction: int
-
-
-class RandomAccess(Protocol):
-    """A file that is not on this machine, open for ranged reads, such as pyarrow's."""
-
-    def size(self) -> int: ...
-
-    def read_at(self, num_bytes: int, start: int, /) -> bytes: ...
-
-
 class LMDBFile:
     """One file of LMDB, open for reading. The file closes with the object.
 
+    What reads it raises StoreError where its pages are damaged, and OSError where the file cannot be read.
+
     Args:
         path: the file, or, for errors, the address of what is read instead.
-        source: to be read instead of a local file; whoever opened it closes it.
+        source: an object to be read by ranges instead of a local file; whoever opened it closes it.
 
     Attributes:
         path: the file, not the environment's folder.
@@ -101,7 +85,7 @@ class LMDBFile:
         StoreError: it cannot be opened, is no such file, or its meta pages contradict it or themselves.
     """
 
-    def __init__(self, path: Path | str, source: RandomAccess | None = None) -> None:
+    def __init__(self, path: Path | str, source: pa.NativeFile | None = None) -> None:
         self.path = path
         self._pread: Callable[[int, int], bytes]
         try:
@@ -113,136 +97,105 @@ class LMDBFile:
             else:
                 self.num_bytes = source.size()
                 self._pread = source.read_at
-            meta = self._newest_meta()
+            self._read_metas()
         except OSError as error:
             raise StoreError(f"{path} cannot be opened as LMDB: {error}") from error
         except _DamageError as error:
             raise StoreError(f"{path} cannot be opened as LMDB: {error}; copy or ingest it again") from None
-        self._page_bytes, self._root, self._depth = meta.page_bytes, meta.root, meta.depth
-        self._last_page = meta.last_page
-        self.num_entries = meta.num_entries
-        self.declared_bytes = (meta.last_page + 1) * meta.page_bytes
         # Threads may add to it at one time: each finds a whole entry or none.
         self._branches: dict[int, tuple[list[bytes], list[int]]] = {}
 
     def get(self, key: bytes) -> memoryview | None:
-        """Return the value of a key, None where there is none.
-
-        Raises:
-            StoreError: the pages that lead to the value, or the value's own, are damaged.
-            OSError: the file cannot be read.
-        """
-        try:
-            return self._get(key)
-        except _DamageError as error:
-            raise StoreError(f"{self.path} is damaged at key {key!r}: {error}; copy or ingest it again") from None
+        """Return the value of a key, None where there is none."""
+        with self._explained(f" at key {key!r}"):
+            if not self._depth:
+                return None
+            number = self._root
+            for _ in range(self._depth - 1):
+                keys, children = self._branches.get(number) or self._branch(number)
+                number = children[bisect_right(keys, key)]
+            page, num_nodes = self._page(number, _LEAF)
+            slot = bisect_left(range(num_nodes), key, key=lambda slot: _node(page, slot)[1])
+            start, found = _node(page, min(slot, num_nodes - 1))
+            return self._value(page, start) if found == key else None
 
     def leaves(self) -> Iterator[tuple[int, int]]:
         """Yield the number of each leaf page, and how many entries it has, in the order of the keys.
 
         Of a leaf the first and the last key are looked at: that of the leaves the keys ascend also ends a walk
         that comes to a page twice.
-
-        Raises:
-            StoreError: a page is damaged, the leaves' keys do not ascend, or have not as many entries as declared.
-            OSError: the file cannot be read.
         """
-        try:
+        with self._explained():
             num_entries = 0
             last: bytes | None = None
             for number in self._leaf_numbers(self._root, self._depth):
                 page, num_nodes = self._page(number, _LEAF)
-                if not num_nodes:
-                    raise _DamageError(f"leaf page {number} is empty")
-                first = _node(page, 0)[1]
-                if last is not None and first <= last:
-                    raise _DamageError(f"key {_shown(first)} comes after {_shown(last)}")
-                last = _node(page, num_nodes - 1)[1] if num_nodes > 1 else first
-                if last < first:
-                    raise _DamageError(f"key {_shown(last)} comes after {_shown(first)}")
+                before, first, last = last, _node(page, 0)[1], _node(page, num_nodes - 1)[1]
+                if last < first or (before is not None and first <= before):
+                    raise _DamageError(f"key {first[:64]!r} comes after {max(last, before or b'')[:64]!r}")
                 yield number, num_nodes
                 num_entries += num_nodes
             if num_entries != self.num_entries:
                 raise _DamageError(f"{num_entries} keys are there and {self.num_entries} are declared")
-        except _DamageError as error:
-            raise self._damaged(error) from None
 
     def leaf(self, number: int) -> list[tuple[bytes, int]]:
-        """Return the keys in a leaf page, and the lengths of their values in bytes.
-
-        Raises:
-            StoreError: the page is damaged.
-            OSError: the file cannot be read.
-        """
-        try:
-            return _nodes(*self._page(number, _LEAF))
-        except _DamageError as error:
-            raise self._damaged(error) from None
+        """Return the keys in a leaf page, and the lengths of their values in bytes."""
+        with self._explained():
+            page, num_nodes = self._page(number, _LEAF)
+            nodes = (_node(page, slot) for slot in range(num_nodes))
+            return [(key, _NODE.unpack_from(page, start)[0]) for start, key in nodes]
 
     def entry(self, number: int, slot: int) -> tuple[bytes, memoryview]:
-        """Return the key and the value that stand at a place in a leaf page.
-
-        Raises:
-            StoreError: the page, or the value's own, is damaged.
-            OSError: the file cannot be read.
-        """
-        try:
+        """Return the key and the value that stand at a place in a leaf page."""
+        with self._explained():
             page, num_nodes = self._page(number, _LEAF)
             if slot >= num_nodes:
                 raise _DamageError(f"page {number} has {num_nodes} entries, and had more")
             start, key = _node(page, slot)
             return key, self._value(page, start)
+
+    @contextmanager
+    def _explained(self, where: str = "") -> Iterator[None]:
+        try:
+            yield
         except _DamageError as error:
-            raise self._damaged(error) from None
+            raise StoreError(f"{self.path} is damaged{where}: {error}; copy or ingest it again") from None
 
-    def _damaged(self, what: object) -> StoreError:
-        return StoreError(f"{self.path} is damaged: {what}; copy or ingest it again")
-
-    def _newest_meta(self) -> _Meta:
+    def _read_metas(self) -> None:
+        """Set what the newer of the two meta pages says of the file and its main database."""
+        metas = [self._meta(0, 0)]
+        self._page_bytes = metas[0][0]
         # Both must be sound: the older one alone would show an earlier state, and nobody would notice.
-        first = self._meta(0, 0)
-        second = self._meta(1, first.page_bytes)
-        meta = max(first, second, key=lambda meta: meta.transaction)
-        if second.page_bytes != first.page_bytes:
-            raise _DamageError(f"its pages have {first.page_bytes} or {second.page_bytes} bytes")
-        if meta.flags:
-            raise _DamageError(f"its database has the flags {meta.flags:#x}: duplicate, reversed or integer keys")
-        empty = meta.root == _NO_PAGE and not meta.depth and not meta.num_entries
-        if not empty and not 1 <= meta.depth <= _MAX_DEPTH:
-            raise _DamageError(f"its tree has the depth {meta.depth}")
-        if meta.num_entries * _MIN_ENTRY_BYTES > self.num_bytes:
-            raise _DamageError(f"it declares {meta.num_entries} entries in {self.num_bytes} bytes")
-        return meta
+        metas.append(self._meta(1, self._page_bytes))
+        if metas[1][0] != self._page_bytes:
+            raise _DamageError(f"its pages have {self._page_bytes} or {metas[1][0]} bytes")
+        _, _, flags, self._depth, self.num_entries, self._root, self._last_page = max(
+            metas, key=lambda meta: meta[1]
+        )
+        if flags:
+            raise _DamageError(f"its database has the flags {flags:#x}: duplicate, reversed or integer keys")
+        empty = self._root == _NO_PAGE and not self._depth and not self.num_entries
+        if not empty and not 1 <= self._depth <= _MAX_DEPTH:
+            raise _DamageError(f"its tree has the depth {self._depth}")
+        if self.num_entries * _MIN_ENTRY_BYTES > self.num_bytes:
+            raise _DamageError(f"it declares {self.num_entries} entries in {self.num_bytes} bytes")
+        self.declared_bytes = (self._last_page + 1) * self._page_bytes
 
-    def _meta(self, number: int, start: int) -> _Meta:
+    def _meta(self, number: int, start: int) -> tuple[int, ...]:
+        """Page size, transaction number, the database's flags, depth, entries and root, and the last page."""
         page = self._pread(_HEADER_BYTES + _META_BODY.size, start)
         if len(page) < _HEADER_BYTES + _META_BODY.size:
             raise _DamageError(f"it ends within meta page {number}")
         found, _, flags, *_ = _HEADER.unpack_from(page)
-        body = _META_BODY.unpack_from(page, _HEADER_BYTES)
-        if body[0] != _MAGIC or found != number or flags != _META:
+        magic, version, _, _, *free_and_main, last_page, transaction = _META_BODY.unpack_from(page, _HEADER_BYTES)
+        if magic != _MAGIC or found != number or flags != _META:
             raise _DamageError(f"page {number} is no meta page of 64-bit little-endian LMDB")
-        if body[1] != _VERSION:
-            raise _DamageError(f"its data version is {body[1]}; this raypipe reads version {_VERSION}")
-        free, main, last_page, transaction = body[4:12], body[12:20], body[20], body[21]
-        meta = _Meta(free[0], main[1], main[2], main[6], main[7], last_page, transaction)
-        if not _MIN_PAGE_BYTES <= meta.page_bytes <= _MAX_PAGE_BYTES or meta.page_bytes & (meta.page_bytes - 1):
-            raise _DamageError(f"its pages have {meta.page_bytes} bytes")
-        return meta
-
-    def _get(self, key: bytes) -> memoryview | None:
-        if not self._depth:
-            return None
-        number = self._root
-        for _ in range(self._depth - 1):
-            keys, children = self._branches.get(number) or self._branch(number)
-            number = children[bisect_right(keys, key)]
-        page, num_nodes = self._page(number, _LEAF)
-        slot = bisect_left(range(num_nodes), key, key=lambda slot: _node(page, slot)[1])
-        if slot == num_nodes:
-            return None
-        start, found = _node(page, slot)
-        return self._value(page, start) if found == key else None
+        if version != _VERSION:
+            raise _DamageError(f"its data version is {version}; this raypipe reads version {_VERSION}")
+        page_bytes, (_, main_flags, depth, _, _, _, num_entries, root) = free_and_main[0], free_and_main[8:]
+        if not _MIN_PAGE_BYTES <= page_bytes <= _MAX_PAGE_BYTES or page_bytes & (page_bytes - 1):
+            raise _DamageError(f"its pages have {page_bytes} bytes")
+        return page_bytes, transaction, main_flags, depth, num_entries, root, last_page
 
     def _value(self, page: bytes, start: int) -> memoryview:
         """Return the value of the leaf's node at `start`, whose key lies within the page."""
@@ -274,8 +227,6 @@ class LMDBFile:
     def _branch(self, number: int) -> tuple[list[bytes], list[int]]:
         """Return n - 1 keys and n children of a branch page: child i has keys in [keys[i - 1], keys[i])."""
         page, num_nodes = self._page(number, _BRANCH)
-        if not num_nodes:
-            raise _DamageError(f"branch page {number} is empty")
         nodes = [_node(page, slot) for slot in range(num_nodes)]
         keys = [key for _, key in nodes[1:]]
         if any(after <= before for before, after in pairwise(keys)):
@@ -302,6 +253,8 @@ class LMDBFile:
             raise _DamageError(f"page {number} holds a page {found} of flags {flags:#x}, expected {kind:#x}")
         if not _HEADER_BYTES <= lower <= upper <= self._page_bytes:
             raise _DamageError(f"page {number} has its free space from byte {lower} to {upper}")
+        if lower < _HEADER_BYTES + _POINTER_BYTES:
+            raise _DamageError(f"page {number} is empty")
         return page, (lower - _HEADER_BYTES) // _POINTER_BYTES
 
     def _read(self, number: int, num_bytes: int) -> bytes:
@@ -325,25 +278,6 @@ def _node(page: bytes, slot: int) -> tuple[int, bytes]:
     if key_start + key_bytes > len(page):
         raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {len(page)}")
     return start, page[key_start : key_start + key_bytes]
-
-
-def _nodes(page: bytes, num_nodes: int) -> list[tuple[bytes, int]]:
-    """Return the keys of a leaf, and the lengths of their values: `_node` of all, four times as fast."""
-    found, page_bytes = [], len(page)
-    for start in struct.unpack_from(f"<{num_nodes}H", page, _HEADER_BYTES):
-        key_start = start + _NODE_BYTES
-        if key_start > page_bytes:
-            raise _DamageError(f"a node at byte {start} of a page of {page_bytes}")
-        num_bytes, _, key_bytes = _NODE.unpack_from(page, start)
-        key_end = key_start + key_bytes
-        if key_end > page_bytes:
-            raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {page_bytes}")
-        found.append((page[key_start:key_end], num_bytes))
-    return found
-
-
-def _shown(key: bytes) -> str:
-    return repr(key[:64]) + ("…" if len(key) > 64 else "")
 
 
 class _DamageError(Exception):

@@ -12,13 +12,16 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 
 from raypipe.errors import StoreError
-from raypipe.stores.lmdb_pages import LMDBFile, RandomAccess
+from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import NAME, FileWriter, Metadata, RecordLayout
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 METADATA_KEY = NAME.encode()
 KEY = struct.Struct(">Q")
@@ -27,7 +30,7 @@ _FIRST_MAP_BYTES = 1 << 30  # it doubles as often as needed
 _FLUSH_BYTES = 32 << 20  # a few hundred images per commit: the cost of a commit no longer shows
 
 
-def open_shard(path: Path | str, source: RandomAccess | None = None) -> Shard | None:
+def open_shard(path: Path | str, source: pa.NativeFile | None = None) -> Shard | None:
     """Open a file; None if it is sound as far as can be seen, and not raypipe's own.
 
     Args:
@@ -38,23 +41,19 @@ def open_shard(path: Path | str, source: RandomAccess | None = None) -> Shard | 
         StoreError: the file is missing, damaged, truncated, or of another version.
     """
     file = LMDBFile(data_file(path), source)
-    truncated = StoreError(
-        f"{file.path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or ingest it again"
-    )
     is_whole = file.num_bytes >= file.declared_bytes
     try:
         metadata = file.get(METADATA_KEY)
+        if metadata is None or is_whole:
+            return None if metadata is None else Shard(path, file, metadata)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     except StoreError:
         if is_whole:
             raise
-        raise truncated from None
-    if metadata is None:
-        return None
-    if not is_whole:
-        raise truncated
-    return Shard(path, file, metadata)
+    raise StoreError(
+        f"{file.path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or ingest it again"
+    )
 
 
 def data_file(path: Path | str) -> Path | str:
@@ -77,16 +76,12 @@ class Shard:
     def __init__(self, path: Path | str, file: LMDBFile, metadata: memoryview) -> None:
         self.path, self._file = path, file
         found = Metadata.from_json(bytes(metadata), f"{path} has a bad {NAME} record")
-        self.layout = RecordLayout(found.types)
+        self.layout, self.types = RecordLayout(found.types), found.types
         self.count, self.classes, self.fingerprint = found.count, found.classes, found.fingerprint
         if file.num_entries != self.count + 1:
             raise StoreError(
                 f"{path} holds {file.num_entries - 1} samples, but was written with {self.count}; ingest it again"
             )
-
-    @property
-    def types(self) -> dict[str, str]:
-        return self.layout.types
 
     def key(self, number: int) -> str:
         """That of a sample, for errors."""

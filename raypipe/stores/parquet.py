@@ -127,7 +127,9 @@ class _Groups:
         try:
             with open_input(self._dataset.filesystem, group.path) as file:
                 bytes_of, in_dictionaries = bounded(file, group.metadata, group.row_group, leaves)
-                reader = pq.ParquetFile(bytes_of, metadata=group.metadata, read_dictionary=in_dictionaries)
+                options = {"metadata": group.metadata, "read_dictionary": in_dictionaries}
+                # What it reads is there, column by column: it must not ask for several at a time.
+                reader = pq.ParquetFile(bytes_of, pre_buffer=False, **options)
                 # One thread: a reader inside an actor has the CPUs of that actor and no more.
                 table = reader.read_row_group(group.row_group, columns=leaves, use_threads=False)
         except (pa.ArrowException, OSError, ValueError) as error:

@@ -18,8 +18,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.storage.filesystem import explained, is_remote, open_filesystem, open_input
-from raypipe.stores.addresses import is_pattern, list_files, list_shards
+from raypipe.storage.filesystem import explained, open_filesystem, open_input
+from raypipe.stores.addresses import list_files
 from raypipe.stores.record import FileWriter
 
 _MAGIC = b"PAR1"
@@ -81,14 +81,10 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
         StoreError: no file, a broken file, files of different schemas, or a column that is missing or
             of an unusable type.
     """
+    files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
     with explained(StoreError, f"{address} cannot be opened"):
-        filesystem, root = open_filesystem(address)
-        if is_remote(address):
-            paths = [open_filesystem(shard.address)[1] for shard in list_shards(address, ".parquet")]
-        else:
-            if not is_pattern(Path(root).name) and not Path(root).exists():
-                raise FileNotFoundError("no such file or folder")
-            paths = list_files(root, lambda name: name.endswith(".parquet"), "*.parquet")
+        filesystem, _ = open_filesystem(address)
+        paths = [open_filesystem(file.address)[1] for file in files]
     with ThreadPoolExecutor(_NUM_FOOTER_THREADS) as pool:
         footers = list(pool.map(lambda path: _read_footer(filesystem, path), paths))
     metadata = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +25,6 @@ pyarrow doubles what it writes values to. Images hardly shrink: they may unpack 
 _GROWTH = 3  # the values, the largest page, which may be all of them, and what goes beside each
 _MAX_STORED_BYTES = 4 << 30
 
-_NEAR_BYTES = 64 << 10  # columns that are no further apart are read as one: a remote file takes long to answer
 _PIECE_BYTES, _NUM_THREADS = 32 << 20, 4  # what a request asks for, as pyarrow does
 _OLD_HEADER_BYTES = 100  # that old writers did not count, and pyarrow reads in addition (PARQUET-816)
 _MAX_DEPTH = 8  # of what is nested in a page's header
@@ -34,7 +34,7 @@ _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # kinds of pages
 _HEADERS = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # fields of a page's header: that of its kind
 _REPEATED, _DELTA_BYTE_ARRAY = {2, 8}, 7  # encodings
 # Types of Thrift's compact protocol. Of a field that has another one than it should have, pyarrow takes no notice.
-_BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(3, 13)
+_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 
 
 def bounded(
@@ -46,20 +46,32 @@ def bounded(
         StoreError: they would take too much.
         ValueError: a page's header is damaged.
     """
-    group, starts = metadata.row_group(row_group), tuple(f"{leaf}." for leaf in leaves)
-    chunks = []
+    group, starts, size = metadata.row_group(row_group), tuple(f"{leaf}." for leaf in leaves), file.size()
+    chunks, ranges = [], {}
     for number in range(group.num_columns):
         column = metadata.schema.column(number)  # pyarrow goes by the schema's names and types, not by the chunk's
         if column.path in leaves or column.path.startswith(starts):
-            _check_column(file.size(), metadata, row_group, column.path)
-            chunks.append((group.column(number), column))
-    ranges = _Ranges(file, [_range(chunk) for chunk, _ in chunks])
-    columns = [_look(chunk, ranges, column) for chunk, column in chunks]
+            _check_column(size, metadata, row_group, column.path)
+            chunk = group.column(number)
+            ranges[column.path] = _range(chunk, size)
+            chunks.append((chunk, column))
+    num_bytes = sum(end - start for start, end in ranges.values())
+    _check(num_bytes, "as stored", _MAX_STORED_BYTES)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        reads = {
+            start: [
+                pool.submit(file.read_at, min(_PIECE_BYTES, end - at), at)
+                for at in range(start, end, _PIECE_BYTES)
+            ]
+            for start, end in ranges.values()
+        }
+        parts = {start: b"".join(read.result() for read in of_range) for start, of_range in reads.items()}
+    columns = [_look(chunk, memoryview(parts[ranges[column.path][0]]), column) for chunk, column in chunks]
     total = max(c.page_bytes for c in columns) + sum(c.num_bytes for c in columns)
-    _check(total, "unpacked", max(MAX_GROUP_BYTES, _GROWTH * ranges.num_bytes))
+    _check(total, "unpacked", max(MAX_GROUP_BYTES, _GROWTH * num_bytes))
     repeated = [c for c in columns if c.repeated_bytes]
     fits = total + sum(c.repeated_bytes for c in repeated) <= MAX_GROUP_BYTES // 4
-    return pa.PythonFile(ranges, "r"), [] if fits else [c.path for c in repeated]
+    return pa.PythonFile(_Parts(size, parts), "r"), [] if fits else [c.path for c in repeated]
 
 
 def _check_column(num_bytes: int, metadata: pq.FileMetaData, row_group: int, path: str) -> None:
@@ -68,7 +80,7 @@ def _check_column(num_bytes: int, metadata: pq.FileMetaData, row_group: int, pat
     `RowGroupMetaData.column` would end the process: pyarrow 26 does not catch what C++ throws there. Its reader
     does, and looks at the entry before it reads anything.
     """
-    empty = _Empty(num_bytes)
+    empty = _Parts(num_bytes, {})
     reader = pq.ParquetFile(pa.PythonFile(empty, "r"), metadata=metadata)
     try:
         reader.read_row_group(row_group, columns=[path], use_threads=False)
@@ -77,23 +89,31 @@ def _check_column(num_bytes: int, metadata: pq.FileMetaData, row_group: int, pat
             raise
 
 
-class _Empty:
-    """A file that says how long it is, and has nothing. An error of its own would be kept by Arrow for ever."""
+class _Parts:
+    """A file that says how long it is, and has some parts, by their first bytes. What it lacks reads as nothing,
+    since an error of its own would be kept by Arrow for ever."""
 
     closed = False
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes, self.was_read = num_bytes, False
+    def __init__(self, num_bytes: int, parts: dict[int, bytes]) -> None:
+        self._num_bytes, self._parts, self._at, self.was_read = num_bytes, parts, 0, False
+
+    def read_buffer(self, num_bytes: int) -> memoryview:
+        start = max((start for start in self._parts if start <= self._at), default=0)
+        first = self._at - start
+        found = memoryview(self._parts.get(start, b""))[first : first + num_bytes]
+        self._at, self.was_read = self._at + len(found), True
+        return found
 
     def read(self, num_bytes: int) -> bytes:
-        self.was_read = True
-        return b""
+        return bytes(self.read_buffer(num_bytes))
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        return self._num_bytes
+        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence]
+        return self._at
 
     def tell(self) -> int:
-        return self._num_bytes
+        return self._at
 
     def close(self) -> None: ...
 
@@ -117,9 +137,9 @@ class _Column:
     repeated_bytes: int
 
 
-def _look(chunk: pq.ColumnChunkMetaData, ranges: _Ranges, column: pq.ColumnSchema) -> _Column:
+def _look(chunk: pq.ColumnChunkMetaData, data: memoryview, column: pq.ColumnSchema) -> _Column:
     num_values = num_repeated = all_bytes = largest = dictionary = delta = 0
-    for kind, num_bytes, num_of_page, encoding in _pages(ranges.part(*_range(chunk)), chunk.num_values):
+    for kind, num_bytes, num_of_page, encoding in _pages(data, chunk.num_values):
         all_bytes += num_bytes
         if kind == _DICTIONARY:
             dictionary = max(dictionary, num_bytes)
@@ -137,24 +157,23 @@ def _look(chunk: pq.ColumnChunkMetaData, ranges: _Ranges, column: pq.ColumnSchem
     return _Column(chunk.path_in_schema, values, largest + dictionary, repeated)
 
 
-def _range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """First byte and end of a column's pages, as pyarrow finds them."""
+def _range(chunk: pq.ColumnChunkMetaData, size: int) -> tuple[int, int]:
+    """First byte and end of a column's pages in a file of a size, as pyarrow finds them."""
     start, first = chunk.data_page_offset, chunk.dictionary_page_offset
     start = first if first is not None and 0 < first < start else start
-    if min(start, chunk.total_compressed_size) < 0:
+    if not 0 <= start < size or chunk.total_compressed_size < 0:
         raise ValueError(f"column {chunk.path_in_schema!r} has {chunk.total_compressed_size} bytes at {start}")
-    return start, start + chunk.total_compressed_size + _OLD_HEADER_BYTES
+    return start, min(start + chunk.total_compressed_size + _OLD_HEADER_BYTES, size)
 
 
 def _pages(data: memoryview, num_values: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield kind, bytes unpacked, number of values and encoding of each page, until there are as many values."""
     at = seen = 0
     while seen < num_values and at < len(data):
-        header: dict[tuple[int, ...], int] = {}
-        at = _struct(data, at, (), header)
-        kind, num_bytes, stored_bytes = (header.get((number,), -1) for number in (1, 2, 3))
-        own = _HEADERS.get(kind, 0)
-        num, encoding = header.get((own, 1), 0), header.get((own, 4 if kind == _DATA_V2 else 2), 0)
+        header, at = _value(data, at, _STRUCT)
+        kind, num_bytes, stored_bytes = (_integer(header, number) for number in (1, 2, 3))
+        own = header.get(_HEADERS.get(kind))
+        num, encoding = (_integer(own, number, 0) for number in (1, 4 if kind == _DATA_V2 else 2))
         if min(num_bytes, stored_bytes, num) < 0:
             raise ValueError(f"a page of {num_bytes} bytes, {stored_bytes} of them stored, and {num} values")
         at += stored_bytes
@@ -162,103 +181,54 @@ def _pages(data: memoryview, num_values: int) -> Iterator[tuple[int, int, int, i
         yield kind, num_bytes, num, encoding
 
 
-class _Ranges:
-    """A file that has nothing but some ranges of another, read at once."""
-
-    def __init__(self, file: pa.NativeFile, ranges: list[tuple[int, int]]) -> None:
-        self._size, self._at, self.closed = file.size(), 0, False
-        joined: list[tuple[int, int]] = []
-        for start, end in sorted(ranges):
-            if joined and start <= joined[-1][1] + _NEAR_BYTES:
-                start, end = joined[-1][0], max(joined.pop()[1], end)
-            joined.append((start, min(end, self._size)))
-        self.num_bytes = sum(end - start for start, end in joined)
-        _check(self.num_bytes, "as stored", _MAX_STORED_BYTES)
-        self._parts = {start: _read(file, start, end) for start, end in joined if start < end}
-
-    def part(self, start: int, end: int) -> memoryview:
-        for first, content in self._parts.items():
-            if first <= start < first + len(content):
-                return memoryview(content)[start - first : end - first]
-        raise ValueError(f"its data would begin at byte {start} of {self._size}")
-
-    def read_buffer(self, num_bytes: int) -> memoryview:
-        part = self.part(self._at, self._at + num_bytes)
-        self._at += len(part)
-        return part
-
-    def read(self, num_bytes: int) -> bytes:
-        return bytes(self.read_buffer(num_bytes))
-
-    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def close(self) -> None:
-        self.closed = True
+def _integer(fields: Any, number: int, default: int = -1) -> int:
+    """An integer of a struct's fields, where both are what they should be."""
+    value = fields.get(number) if isinstance(fields, dict) else None
+    return value if isinstance(value, int) else default
 
 
-def _read(file: pa.NativeFile, start: int, end: int) -> bytes:
-    if end - start <= _PIECE_BYTES:
-        return file.read_at(end - start, start)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        pieces = range(start, end, _PIECE_BYTES)
-        return b"".join(pool.map(lambda at: file.read_at(min(_PIECE_BYTES, end - at), at), pieces))
+def _value(data: memoryview, at: int, kind: int, depth: int = 0) -> tuple[Any, int]:
+    """A value in Thrift's compact protocol, as pyarrow reads it, and where it ends.
 
-
-# Thrift's compact protocol, as pyarrow reads it
-
-
-def _struct(data: memoryview, at: int, path: tuple[int, ...], found: dict[tuple[int, ...], int]) -> int:
-    """Add the integers of 32 bits of a struct, by the fields' numbers that lead there; return where it ends."""
-    number = 0
-    while kind := _byte(data, at):
-        at += 1
-        if kind >> 4:
-            number += kind >> 4
-        else:
-            number, at = _integer(data, at)
-        kind &= 15
-        if kind == _I32:
-            found[(*path, number)], at = _integer(data, at)
-        elif kind == _STRUCT and len(path) < _MAX_DEPTH:
-            at = _struct(data, at, (*path, number), found)
-        elif kind not in (1, 2):  # a boolean is its kind
-            at = _skip(data, at, kind, len(path))
-    return at + 1
-
-
-def _skip(data: memoryview, at: int, kind: int, depth: int) -> int:
+    Of a struct it is the fields that are structs or integers of 32 bits, by number; of these an integer; of all
+    others None.
+    """
     if depth > _MAX_DEPTH:
         raise ValueError("a page's header is nested too deeply")
+    if kind in (_TRUE, _FALSE, _BYTE, _DOUBLE):
+        return None, at + (8 if kind == _DOUBLE else 1)
     if kind == _STRUCT:
-        return _struct(data, at, (0,) * (depth + 1), {})
-    if kind in (_I16, _I32, _I64):
-        return _varint(data, at)[1]
-    if kind == _BINARY:
-        num_bytes, at = _varint(data, at)
-        return at + num_bytes
-    if kind in (1, 2, _BYTE, _DOUBLE):
-        return at + (8 if kind == _DOUBLE else 1)
-    size = _byte(data, at)
+        fields, number = {}, 0
+        while head := _byte(data, at):
+            at += 1
+            if head >> 4:
+                number += head >> 4
+            else:
+                number, at = _zigzag(data, at)
+            if head & 15 not in (_TRUE, _FALSE):  # a boolean is its kind
+                value, at = _value(data, at, head & 15, depth + 1)
+                fields[number] = value
+        return fields, at + 1
     if kind in (_LIST, _SET):
-        kinds, num, at = [size & 15], size >> 4, at + 1
-        if num == 15:
-            num, at = _varint(data, at)
+        size = _byte(data, at)
+        num, at = (size >> 4, at + 1) if size < 0xF0 else _varint(data, at + 1)
+        kinds = [size & 15]
     elif kind == _MAP:
         num, at = _varint(data, at)
         kinds = [_byte(data, at) >> 4, _byte(data, at) & 15] if num else []
-        at += len(kinds[1:])
+        at += 1 if num else 0
+    elif kind == _I32:
+        return _zigzag(data, at)
+    elif kind in (_I16, _I64, _BINARY):
+        num, at = _varint(data, at)
+        return None, at + (num if kind == _BINARY else 0)
     else:
         raise ValueError(f"a page's header has a field of type {kind}")
     for _ in range(num):
         for each in kinds:
             _byte(data, at)  # there is one
-            at = _skip(data, at, each, depth + 1)
-    return at
+            _, at = _value(data, at, each, depth + 1)
+    return None, at
 
 
 def _byte(data: memoryview, at: int) -> int:
@@ -267,19 +237,17 @@ def _byte(data: memoryview, at: int) -> int:
     return data[at]
 
 
-def _integer(data: memoryview, at: int) -> tuple[int, int]:
+def _zigzag(data: memoryview, at: int) -> tuple[int, int]:
     value, at = _varint(data, at)
     value &= 0xFFFFFFFF
     return (value >> 1) ^ -(value & 1), at
 
 
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
     """Return the number that begins at `at`, in 64 bits without a sign, and where it ends."""
     value = 0
     for shift in range(0, 70, 7):
-        if at >= len(message):
-            raise ValueError("it ends within a number")
-        byte = message[at]
+        byte = _byte(data, at)
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:

@@ -25,7 +25,7 @@ COLUMN_TYPES = ("int64", "float64", "binary", "string")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
 
 NAME = "__raypipe__"
-"""What a writer notes in its file: the key of a record in LMDB, the name of the first member of a tar."""
+"""The key of what the writer of an LMDB file notes in it."""
 VERSION = 1
 
 # What parsing damage raises: OverflowError for a count of 1e999, RecursionError for a thousand brackets.

@@ -1,32 +1,26 @@
-"""Uncompressed tars: class folders, as ImageFolder has them, or the WebDataset layout, which is written too.
+"""Uncompressed tars: class folders, as ImageFolder has them, or the WebDataset layout.
 
 A scan of the headers makes an index, and trusts nothing in them. The layout is in `raypipe.stores.webdataset`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.record import NAME, FileWriter, Metadata
-from raypipe.stores.webdataset import Grouper, encode_sample, index_samples, suffixes_of
+from raypipe.stores.webdataset import Labels, Place, find_samples, index_samples
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
-_MAX_NAME_BYTES = 6 << 10
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class TarStore(ArchiveStore):
@@ -37,39 +31,34 @@ class TarStore(ArchiveStore):
     counts, as in extraction. Links, hidden files, absolute names and names with `..` do not count.
 
     WebDataset: members `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`. Samples are in the order of the
-    tars and of their members. Class names are known where raypipe wrote the tars. A tar is of this layout if any
-    sample has a label as it has them, if raypipe wrote it, or if text or JSON stands beside every image.
+    tars and of their members. A tar is of this layout if any sample has a label as it has them, or if text or JSON
+    stands beside every image.
 
     Args:
         address: see `ArchiveStore`.
         image_column: of WebDataset: the suffix of the images; "image" = any that is one of images.
         label_column: of WebDataset: the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
             field `label`.
-        files: see `ArchiveStore`.
     """
 
     suffix = ".tar"
-    index_file = "tar-3.json"
+    index_file = "tar-4.json"
 
-    def __init__(
-        self,
-        address: str | Path,
-        image_column: str = "image",
-        label_column: str = "label",
-        files: list[RemoteFile] | None = None,
-    ) -> None:
-        super().__init__(address, image_column, label_column, files)
+    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
+        super().__init__(address, image_column, label_column)
 
     def _scan(self, path: Path, name: str) -> Scan:
         try:
-            return _scan(path, name, *self._options[:2])
+            return _scan(path, name, *self._options)
         except StoreError:
             raise
-        except (tarfile.TarError, OSError) as error:
-            raise StoreError(f"{name} cannot be read as tar: {error}; {_advice(path)}") from error
         except Exception as error:  # tarfile lets half a dozen types through on bad headers
-            reason = f"damaged header: {type(error).__name__}: {error}"
-            raise StoreError(f"{name} cannot be read as tar: {reason}; {_advice(path)}") from error
+            known = isinstance(error, tarfile.TarError | OSError)
+            reason = error if known else f"damaged header: {type(error).__name__}: {error}"
+            raise StoreError(
+                f"{name} cannot be read as tar: {reason}; it is compressed, which allows no random access, or "
+                "truncated or no tar: uncompress it, or copy it again"
+            ) from error
 
     def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
         has_samples = ["samples" in scan for scan in scans]
@@ -81,8 +70,8 @@ class TarStore(ArchiveStore):
                 f"{first} has the WebDataset layout, and {other} has not, or no labels: all tars of one store "
                 "have one layout"
             )
-        if self._options[:2] != ("image", "label"):
-            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options[:2]}")
+        if self._options != ("image", "label"):
+            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options}")
         return index_class_folders(self.address, scans, 2, ", or that of WebDataset, key.jpg beside key.cls")
 
     @staticmethod
@@ -98,15 +87,8 @@ class TarStore(ArchiveStore):
 
     @staticmethod
     def member(file: OpenFile, place: list[int]) -> str:
-        # A long name stands before the header proper, in an extended one: three blocks or more.
+        # Of a name beyond 100 characters, or of an extended header's, this has the beginning.
         position = place[0]
-        for num_bytes in range(3 * tarfile.BLOCKSIZE, min(_MAX_NAME_BYTES, position) + 1, tarfile.BLOCKSIZE):
-            headers = io.BytesIO(os.pread(file.descriptor, num_bytes, position - num_bytes))
-            # What is no header makes tarfile raise anything.
-            with contextlib.suppress(Exception), tarfile.open(fileobj=headers, mode="r:") as tar:
-                member = tar.next()
-                if member is not None and member.offset_data == num_bytes:
-                    return member.name
         header = os.pread(file.descriptor, tarfile.BLOCKSIZE, position - tarfile.BLOCKSIZE)
         return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
 
@@ -131,109 +113,29 @@ class _HeaderReader(io.BufferedReader):
 
 def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
     """Read all headers of a tar, and the labels of a WebDataset's; name is for errors."""
-    images: dict[str, list[float]] = {}
+    found: list[tuple[str, Place | None]] = []
     with _HeaderReader(io.FileIO(path, opener=open_regular)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        # Data is read by pread, which leaves the position of the scan alone.
-        grouper = Grouper(name, image_column, label_column, lambda at, num: os.pread(file.fileno(), num, at))
         start = -1
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
             if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
                 raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
-            is_first, start = start < 0, tar.offset
-            path_in_tar, is_file = PurePosixPath(member.name), member.isreg() and not member.issparse()
-            if is_first and is_file and member.name == NAME:
-                grouper.note(member.offset_data, member.size)
-                continue
-            if is_file:
-                grouper.add(path_in_tar, (member.offset_data, member.size, member.mtime))
-            if grouper.is_certain:
-                images.clear()
-                continue
-            # A name replaced later by a link or a folder is that link or folder, so no sample.
-            images.pop(str(path_in_tar), None)
-            if is_file and is_image(path_in_tar):
-                images[str(path_in_tar)] = [member.offset_data, member.size, member.mtime]
+            is_file = member.isreg() and not member.issparse()
+            start = tar.offset
+            place = (member.offset_data, member.size, member.mtime) if is_file else None
+            found.append((str(PurePosixPath(member.name)), place))
         # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        samples = grouper.result()
-    return {"members": images} if samples is None else {"samples": samples}
-
-
-def _advice(path: Path) -> str:
-    try:
-        with io.FileIO(path, opener=open_regular) as file:
-            start = file.read(8)
-    except OSError:
-        return "check the path"
-    for magic, method in _COMPRESSED.items():
-        if start.startswith(magic):
-            return f"it is compressed by {method}, which allows no random access: uncompress it first"
-    return "it is truncated or no tar: copy it again"
-
-
-class TarWriter(FileWriter):
-    """Writes one new tar in the WebDataset layout, see `raypipe.stores.webdataset.encode_sample`.
-
-    The file depends on the samples alone, not on when, where or by whom it was written. Columns with their types
-    and the class names are in the first member, `__raypipe__`, which WebDataset skips. The names of columns become
-    suffixes, in lower case.
-
-    Args:
-        path, columns, classes: see `FileWriter`.
-        first_key: the key of the first sample, a number; the others count on.
-
-    Raises:
-        StoreError: a column's name can be no suffix.
-    """
-
-    failures = (tarfile.TarError, OSError)
-
-    def __init__(
-        self,
-        path: str | Path,
-        columns: Mapping[str, str] | None = None,
-        classes: Sequence[str] | None = None,
-        first_key: int = 0,
-    ) -> None:
-        super().__init__(path, columns, classes)
-        self._first_key, self._count = first_key, 0
-        self._suffixes = suffixes_of(self._layout.types)
-
-    def _begin(self) -> None:
-        self._file = self._path.open("r+b")
-        self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)
-        # Room for what it will say in the end, a longer count.
-        self._metadata_bytes = len(self._metadata()) + 20
-        self._member(NAME, self._metadata().ljust(self._metadata_bytes))
-
-    def _add(self, sample: Mapping[str, Any], record: bytes) -> None:
-        members = encode_sample(sample, self._layout.types, self._suffixes)
-        if not members:
-            raise StoreError(f"{self._path}: a sample of which all columns are None leaves no trace in a tar")
-        for suffix in sorted(members):
-            self._member(f"{self._first_key + self._count:09d}.{suffix}", members[suffix])
-        self._count += 1
-
-    def _finish(self) -> None:
-        self._tar.close()
-        self._file.seek(tarfile.BLOCKSIZE)  # where the data of the first member is
-        self._file.write(self._metadata().ljust(self._metadata_bytes))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    def _metadata(self) -> bytes:
-        return Metadata(self._count, self._layout.types, self._classes, self._fingerprint.hexdigest()).to_json()
-
-    def _member(self, name: str, content: bytes) -> None:
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        self._tar.addfile(member, io.BytesIO(content))
-        self._tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
+        labels = Labels(label_column, lambda at, num: os.pread(file.fileno(), num, at))
+        samples = find_samples(name, found, image_column, labels)
+    if samples is not None:
+        return {"samples": samples}
+    images: dict[str, Place] = {}
+    for member_name, place in found:
+        images.pop(member_name, None)  # the last of a name counts, and if it is a link, none
+        if place and is_image(PurePosixPath(member_name)):
+            images[member_name] = place
+    return {"members": images}

@@ -79,7 +79,7 @@ def tfrecord_samples(
         StoreError: a file cannot be read, is no TFRecord file, damaged or truncated; no feature has such a name;
             an Example has no label, and others have; or a library is missing.
     """
-    paths = list_files(str(Path(address).absolute()), is_tfrecord, "TFRecord")
+    paths = [file.address for file in list_files(str(Path(address).absolute()), is_tfrecord, "TFRecord")]
     records = itertools.chain.from_iterable(map(_records, paths))
     start: list[tuple[str, Mapping[str, Any]]] = []
     for where, features in records:

@@ -16,7 +16,6 @@ from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.storage.remote_file import RemoteFile
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 
@@ -37,9 +36,6 @@ class ZipStore(ArchiveStore):
     suffix = ".zip"
     index_file = "zip-2.json"
 
-    def __init__(self, address: str | Path, files: list[RemoteFile] | None = None) -> None:
-        super().__init__(address, files)
-
     def _scan(self, path: Path, name: str) -> Scan:
         """Each member is [position of the local header, num_bytes, checksum, bytes in the file, method]."""
         try:
@@ -55,14 +51,10 @@ class ZipStore(ArchiveStore):
             is_folder = info.filename.endswith("/")  # `is_dir` stumbles over an empty name
             if is_folder or stat.S_ISLNK(info.external_attr >> 16) or not is_image(PurePosixPath(key)):
                 continue
-            if info.flag_bits & _ENCRYPTED:
+            if info.flag_bits & _ENCRYPTED or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                how = "encrypted" if info.flag_bits & _ENCRYPTED else f"compressed by method {info.compress_type}"
                 raise StoreError(
-                    f"{name}: {key!r} is encrypted, which is not read: make the zip without a password"
-                )
-            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise StoreError(
-                    f"{name}: {key!r} is compressed by method {info.compress_type}; stored and deflated members "
-                    "are read: make the zip anew (zip -0)"
+                    f"{name}: {key!r} is {how}, which is not read: make the zip anew (zip -0), without a password"
                 )
             if not 0 <= info.header_offset <= num_bytes - _LOCAL_HEADER.size - info.compress_size:
                 raise StoreError(f"{name}: {key!r} would end behind the zip's end: it is truncated, copy it again")

@@ -68,7 +68,7 @@ def test_numbers_of_another_width_have_the_same_digest() -> None:
     assert digest([narrow]) == digest([SAMPLES[0]])
 
 
-@pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
 def test_the_digest_of_a_file_is_that_of_its_samples(suffix: str, tmp_path: Path) -> None:
     many = [SAMPLES[i % 2] | {"label": i} for i in range(150)]
     with open_writer(tmp_path / f"a{suffix}", TYPES) as writer:

@@ -18,6 +18,8 @@ from raypipe.storage.file_lock import locked, open_lock, try_lock
 from raypipe.storage.local_file import is_own_folder, make_own_folder, open_regular
 from raypipe.stores import open_writer
 
+from conftest import write_tar  # isort: skip
+
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "FIFO": (os.mkfifo, "a FIFO"),
     "link to a FIFO": (lambda path: _linked(path, os.mkfifo), "a FIFO"),
@@ -152,6 +154,8 @@ def test_one_of_several_shards(suffix: str, kind: str, read: Read, tmp_path: Pat
     shards.mkdir()
     if suffix == "tfrecord":
         (shards / "a.tfrecord").write_bytes(tfrecords.record(b""))
+    elif suffix == "tar":
+        write_tar(shards / "a.tar", [{"image": b"x", "label": 1}])
     else:
         with open_writer(shards / f"a.{suffix}") as writer:
             writer.append({"image": b"x", "label": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import subprocess
@@ -80,14 +81,23 @@ def make_tar(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder / "data.tar")
 
 
+def _write_webdataset(path: Path, start: int, end: int, images: list[bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number in range(start, end):
+            for suffix, content in (("png", images[number]), ("cls", b"%d" % LABELS[number])):
+                member = tarfile.TarInfo(f"{number:03d}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
 def make_webdataset(folder: Path, images: list[bytes]) -> Store:
-    _write(folder / "data.tar", images, LABELS)
+    _write_webdataset(folder / "data.tar", 0, 10, images)
     return open_store(folder / "data.tar")
 
 
 def make_webdataset_shards(folder: Path, images: list[bytes]) -> Store:
     for number, (start, end) in enumerate([(0, 4), (4, 5), (5, 10)]):
-        _write(folder / f"{number:05d}.tar", images[start:end], LABELS[start:end])
+        _write_webdataset(folder / f"{number:05d}.tar", start, end, images)
     return open_store(folder)
 
 
@@ -195,9 +205,9 @@ def test_result_belongs_to_the_reader(store: Store) -> None:
     assert store.read(np.arange(4))["label"].tolist() == LABELS[:4]
 
 
-def test_columns_and_classes(store: Store) -> None:
+def test_columns_and_classes(store: Store, kind: str) -> None:
     assert store.columns == ("image", "label")
-    assert store.classes == CLASSES
+    assert store.classes == (None if "webdataset" in kind else CLASSES)
 
 
 NAMES = {
@@ -207,8 +217,8 @@ NAMES = {
     "parquet_hf": "/train-1.parquet, row group 0, row 3",
     "folder": "/cat/009.PNG",
     "tar": "/data.tar, ./train/cat/009.PNG",
-    "webdataset": "/data.tar, 000000009.png",
-    "webdataset_shards": "/00002.tar, 000000004.png",
+    "webdataset": "/data.tar, 009.png",
+    "webdataset_shards": "/00002.tar, 009.png",
     "zip": "/data.zip, train/cat/009.PNG",
 }
 
@@ -274,7 +284,7 @@ def test_fingerprint_shows_other_contents(store: Store, kind: str, tmp_path: Pat
 
 def test_fingerprint_of_writers_shows_one_bit(tmp_path: Path) -> None:
     images = [*IMAGES[:-1], IMAGES[-1][:-1] + b"!"]
-    for make in (make_lmdb, make_lmdb_shards, make_parquet, make_webdataset):
+    for make in (make_lmdb, make_lmdb_shards, make_parquet):
         folders = tmp_path / make.__name__ / "a", tmp_path / make.__name__ / "b"
         for folder in folders:
             folder.mkdir(parents=True)

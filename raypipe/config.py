@@ -107,8 +107,8 @@ class TransformConfig:
     Attributes:
         train: preset (none, light, heavy, center, resize, flip-crop, small, tv-light, autoaugment, randaugment,
             trivialaugment, augmix); or `module:function`; or a list of Albumentations transforms,
-            `[{NAME: {argument: value, …}}, …]`; or a file of such a list (*.yaml, *.json), or of what
-            albumentations.save writes, a local path or a URI. docs/transforms.md has more.
+            `[{NAME: {argument: value, …}}, …]`; or a file of such a list (*.yaml, *.json), a local path or a URI.
+            docs/transforms.md has more.
         val: the same, for validation.
         size: side of the images that the presets make, pixels.
         decode: "cpu": actors decode and transform. "gpu": they cut nothing, encoded bytes go to the training

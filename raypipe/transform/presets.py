@@ -23,14 +23,13 @@ with the arguments of torchvision's own training scripts; they import torch and 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
-from raypipe.transform.transform_steps import Steps, albumentations, build_steps, is_file, read_steps
+from raypipe.transform.transform_steps import Steps, albumentations, build_steps, choices, is_file, read_steps
 
 Transform = Callable[..., Any]
 
@@ -85,11 +84,9 @@ def _check_name(name: str) -> None:
     known = ["none", *PRESETS]
     if name in known or ":" in name:
         return
-    close = difflib.get_close_matches(name, known, 1, 0.6)
-    meant = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"there is no transform preset {name!r}{meant or ';'} known are {', '.join(known)}; module:name, a list of"
-        " steps, and a file of them (*.yaml, *.json) will do as well"
+        f"there is no transform preset {name!r}{choices(name, known)}; module:name, a list of steps, and a file of"
+        " them (*.yaml, *.json) will do as well"
     )
 
 

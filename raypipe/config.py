@@ -118,8 +118,6 @@ class TransformConfig:
         crop_decode: what is decoded of a JPEG where the transform begins with a random resized crop. "exact": the
             crop alone, its pixels those of "off", the whole image, to the bit. "scaled": the crop, at 1/2, 1/4 or
             1/8 of its size where that is no smaller than its target; other pixels, and much faster on photos.
-        check_whole: read such a JPEG to its end, so that damage below the crop makes a bad sample as well. Off, it
-            goes unseen, and decoding is a tenth faster; every node then needs raypipe's JPEG extension.
         exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, which goes with the image through its
             transform; empty = none. See docs/targets.md.
@@ -138,7 +136,6 @@ class TransformConfig:
     decode: Literal["cpu", "gpu"] = "cpu"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
-    check_whole: bool = True
     exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""

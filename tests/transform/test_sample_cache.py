@@ -28,7 +28,7 @@ from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import sample_cache
-from raypipe.transform.decode import decode, encode_jpeg, why_no_extension
+from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.sample_cache import Decoded, SampleCache, open_caches
 
 from conftest import picture  # isort: skip
@@ -422,17 +422,6 @@ def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(place: Cache, 
 
 def whole_side_of(size: int) -> Any:
     return whole_side
-
-
-def test_without_a_look_at_the_rest_damage_below_the_crop_stays_unseen_with_a_cache_too() -> None:
-    if why_no_extension():
-        pytest.skip(f"no JPEG extension: {why_no_extension()}")
-    whole = encode_jpeg(pixels_of(1, (200, 200)))
-    store = MemoryStore([picture(i) for i in range(11)] + [whole[: len(whole) * 3 // 4]], [0] * 12)
-    transform = TransformConfig(size=16, check_whole=False, max_bad_fraction=1.0)
-    streams = [spec_of(store, place, transform, epochs=6) for place in ("off", "memory")]
-    off, on = (digests_of(spec, TransformWorker(spec)) for spec in streams)
-    assert on == off
 
 
 def test_a_limit_that_holds_a_few_changes_no_pixel() -> None:

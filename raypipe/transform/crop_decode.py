@@ -163,18 +163,13 @@ class CropDecoder:
         return size, functools.partial(self._decode, data, *size)
 
     def _decode(self, data: bytes, height: int, width: int, box: Box) -> np.ndarray:
-        eighths = self._eighths(height, width, box)
-        if eighths < WHOLE:
-            top, rows = _scaled_span(box[0], box[2], height, eighths)
-            left, columns = _scaled_span(box[1], box[3], width, eighths)
-            box = top, left, rows, columns
-        return decode_box(data, box, eighths)
-
-    def _eighths(self, height: int, width: int, box: Box) -> int:
         if self._config.crop_decode != "scaled" or min(height, width) < _MIN_SCALED_SIDE:
-            return WHOLE
+            return decode_box(data, box)
         enough = (n for n in SCALES if box[2] * n >= 8 * self._target[0] and box[3] * n >= 8 * self._target[1])
-        return next(enough, WHOLE)
+        eighths = next(enough, WHOLE)
+        top, rows = _scaled_span(box[0], box[2], height, eighths)
+        left, columns = _scaled_span(box[1], box[3], width, eighths)
+        return decode_box(data, (top, left, rows, columns), eighths)
 
 
 def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
@@ -195,9 +190,14 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     if part is None:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
         short_side = _scaled(min(height, width), eighths)
-        whole = decode(data) if eighths == WHOLE else decode_jpeg_at(data, short_side)
-        part = whole[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
+        part = cut(decode(data) if eighths == WHOLE else decode_jpeg_at(data, short_side), box)
     return part
+
+
+def cut(image: np.ndarray, box: Box) -> np.ndarray:
+    """The box of an image; a view."""
+    top, left, height, width = box
+    return image[top : top + height, left : left + width]
 
 
 def _scaled(side: int, eighths: int) -> int:

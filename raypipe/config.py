@@ -9,7 +9,7 @@ from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 
 Shuffle = Literal["auto", "global", "window", "off"]
-Cache = Literal["off", "memory", "disk"]
+Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
 
 # Micro-batches in flight for each actor: one in work, one queued behind it, two finished and waiting.
@@ -187,8 +187,8 @@ class PoolConfig:
             flight is this times B·H·W·3 bytes. 0 = 4 per running actor and 2 per rank.
         read: "actor": actors read the store themselves; "stage": one reader feeds them encoded
             micro-batches; "auto": stage for stores that are read in groups.
-        cache: keep decoded samples across epochs, on each node for all of its actors: "memory", in /dev/shm;
-            "disk", in RAYPIPE_CACHE. Pixels are those of "off"; it is for stores of small images (docs/cache.md).
+        cache: keep decoded samples across epochs, on each node for all of its actors, in RAYPIPE_CACHE ("disk").
+            Pixels are those of "off"; it is for stores of small images (docs/cache.md).
         cache_bytes: limit of that cache on a node; when it is full, the other samples are decoded in every epoch.
             0 = a quarter of what its place has free at the start.
         recycle_after: micro-batches after which an actor's process is replaced, for transforms that leak memory;

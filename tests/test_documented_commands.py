@@ -149,9 +149,9 @@ def test_readme_sizes_a_cluster_by_what_it_has_measured(folder: Path, capsys: py
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", samples(200), CLASSES)
-    off, memory = of("cache.md", "digest")
+    off, kept = of("cache.md", "digest")
     assert run(off, capsys)["samples"] == 2 * 192
-    assert run(memory, capsys)["equal"]
+    assert run(kept, capsys)["equal"]
 
 
 @pytest.mark.soak

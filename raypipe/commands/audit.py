@@ -92,7 +92,7 @@ def digest(
     transform: str | list[dict[str, Any]] = "light",
     val_transform: str | list[dict[str, Any]] = "center",
     size: int = 224,
-    cache: Literal["off", "memory", "disk"] = "off",
+    cache: Literal["off", "disk"] = "off",
     mask_column: str = "",
     boxes_column: str = "",
     leave_out: str = "",

@@ -1,4 +1,4 @@
-"""Decoded samples of a store that a node keeps across epochs, in its memory or on its disk.
+"""Decoded samples of a store that a node keeps across epochs, on its disk.
 
     ROOT/KEY     one file per store (its fingerprint), settings and versions of the decode, limit, and start of the
                  machine; what is in it is a pure function of these and of a sample's index
@@ -8,10 +8,12 @@
                  a shared lock on it: a process has it open; exclusive: it is being removed
     ROOT/.lock   exclusive lock: somebody opens caches, and removes those that no process has open
 
-ROOT is /dev/shm/raypipe-UID/samples, or RAYPIPE_CACHE/samples. A sample's word is set last and in one store of
-8 bytes. So a process that dies while it writes leaves a record that nothing points to, and two that write the same
-sample leave two equal records, of which the later word shows one. After a start of the machine everything is new:
-what was written before a failure of its power may be there in part.
+ROOT is RAYPIPE_CACHE/samples; the page cache makes memory of it as far as there is any.
+
+A sample's word is set last and in one store of 8 bytes. So a process that dies while it writes leaves a record
+that nothing points to, and two that write the same sample leave two equal records, of which the later word shows
+one. After a start of the machine everything is new: what was written before a failure of its power may be there in
+part.
 
 When there is no room left, later samples are decoded as without a cache. Nothing is evicted: an epoch takes each
 sample once, so what would be evicted is wanted before what takes its place is wanted again.
@@ -37,19 +39,12 @@ from pathlib import Path
 
 import numpy as np
 
-from raypipe.config import Cache, PoolConfig, TransformConfig
+from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import version_of
 from raypipe.plan.schedule import Split
 from raypipe.storage.file_lock import locked, try_lock, wait_for_lock
-from raypipe.storage.local_file import (
-    boot_id,
-    cache_folder,
-    is_own_folder,
-    make_cache_folder,
-    make_own_folder,
-    open_regular,
-)
+from raypipe.storage.local_file import boot_id, cache_folder, make_cache_folder, open_regular
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
 
@@ -58,10 +53,8 @@ logger = logging.getLogger(__name__)
 # To be raised by whoever changes the files' format, or the pixels that raypipe.transform.decode makes.
 _FORMAT = 3
 _DECODERS = ("raypipe", "simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
-_MEMORY = Path("/dev/shm")
 _KEY = re.compile(r"[0-9a-f]{32}(\.new)?")
-# Ray's object store lies in /dev/shm as well, where it takes 3/5 of it as it fills; on a disk there are shards.
-_DEFAULT_SHARE, _MOST = 0.25, 0.9
+_DEFAULT_SHARE, _MOST = 0.25, 0.9  # of what is free: there are shards as well
 _HEADER = struct.Struct("<QQQ")  # of the file
 _RECORD = struct.Struct("<qqII")  # index, label, height, width
 
@@ -210,8 +203,6 @@ def open_caches(
 ) -> dict[Split, SampleCache]:
     """Open the caches of a stream's stores, make those that are not there, and remove those that nobody uses.
 
-    A stream without a cache removes what ended ones have left in memory.
-
     Args:
         pool: `cache`, and `cache_bytes`, which the stores share in proportion to their samples.
         stores: by split; the same store twice has one cache.
@@ -221,12 +212,12 @@ def open_caches(
         ConfigError: there is no such place, or no room at all in it.
     """
     if pool.cache == "off":
-        if is_own_folder(_memory_folder()):
-            root = _root("memory")
-            with locked(root / ".lock"):
-                _sweep(root)
         return {}
-    root = _root(pool.cache)
+    try:
+        root = make_cache_folder("samples")
+    except OSError as error:
+        why = f"{cache_folder()} cannot be used: {error}"
+        raise ConfigError(f"pool.cache: {why}; set RAYPIPE_CACHE to another folder, or pool.cache=off") from error
     num_samples = sum(len(store) for store in {store.fingerprint: store for store in stores.values()}.values())
     shared = (
         *(_FORMAT, boot_id(), pool.cache_bytes, num_samples, transform.decode_min_side, transform.exif),
@@ -252,26 +243,6 @@ def _key(store: Store, shared: tuple[object, ...]) -> str:
         changed_ns = 0
     parts = (store.fingerprint, len(store), store.address, changed_ns, *shared)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
-
-def _memory_folder() -> Path:
-    return _MEMORY / f"raypipe-{os.getuid()}"
-
-
-def _root(cache: Cache) -> Path:
-    """The folder of all caches in one place, which is made if it is not there."""
-    in_memory = cache == "memory"
-    folder = _memory_folder() if in_memory else cache_folder()
-    instead = "pool.cache=disk or off" if in_memory else "RAYPIPE_CACHE to another folder, or pool.cache=off"
-    try:
-        if not in_memory:
-            return make_cache_folder("samples")
-        # Anybody may write into /dev/shm, and what somebody else has put there is not to be read.
-        make_own_folder(folder)
-        make_own_folder(folder / "samples")
-        return folder / "samples"
-    except OSError as error:
-        raise ConfigError(f"pool.cache={cache}: {folder} cannot be used: {error}; set {instead}") from error
 
 
 def _sweep(root: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,19 +34,16 @@ from raypipe.transform.sample_cache import Decoded, SampleCache, open_caches
 
 from conftest import picture  # isort: skip
 
-PLACES: list[Cache] = ["memory", "disk"]
 LIMIT = 32 << 20
 
 
 @pytest.fixture(autouse=True)
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Both places are empty; memory stays in memory."""
-    memory = Path("/dev/shm") / f"raypipe-test-{os.getpid()}"
-    memory.mkdir()
-    monkeypatch.setattr(sample_cache, "_MEMORY", memory)
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
-    yield memory
-    subprocess.run(["rm", "-r", str(memory)], check=True)
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of caches, in memory: empty, and nobody else's."""
+    folder = Path("/dev/shm") / f"raypipe-test-{os.getpid()}"
+    monkeypatch.setenv("RAYPIPE_CACHE", str(folder))
+    yield folder / "samples"
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def numbered(num: int, shape: tuple[int, int] = (8, 9)) -> MemoryStore:
@@ -57,10 +55,9 @@ def pixels_of(index: int, shape: tuple[int, int] = (8, 9)) -> np.ndarray:
     return np.random.default_rng(index).integers(0, 256, (*shape, 3), np.uint8)
 
 
-def opened(store: Any, place: Cache = "memory", limit: int = LIMIT, **transform: Any) -> SampleCache:
-    return open_caches(PoolConfig(cache=place, cache_bytes=limit), {"train": store}, TransformConfig(**transform))[
-        "train"
-    ]
+def opened(store: Any, limit: int = LIMIT, **transform: Any) -> SampleCache:
+    pool = PoolConfig(cache="disk", cache_bytes=limit)
+    return open_caches(pool, {"train": store}, TransformConfig(**transform))["train"]
 
 
 def fill(cache: SampleCache, num: int, shape: tuple[int, int] = (8, 9)) -> None:
@@ -74,18 +71,16 @@ def check(found: dict[int, Decoded], shape: tuple[int, int] = (8, 9)) -> None:
         assert np.array_equal(sample.pixels, pixels_of(index, shape)) and sample.label == index * 10
 
 
-def files(place: Cache = "memory") -> set[str]:
-    root = sample_cache._root(place)
+def files(root: Path) -> set[str]:
     return {path.name for path in root.iterdir() if path.name != ".lock"}
 
 
 # What is kept
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_one_has_put_another_finds_and_cannot_change(place: Cache) -> None:
+def test_what_one_has_put_another_finds_and_cannot_change() -> None:
     store = numbered(50)
-    one, other = opened(store, place), opened(store, place)
+    one, other = opened(store), opened(store)
     fill(one, 30)
     found = other.find(np.array([3, -1, 40, 29, 3]))
     assert set(found) == {0, 3, 4}
@@ -165,13 +160,10 @@ def test_words_and_records_that_no_process_has_written_are_not_read() -> None:
 # The limit
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_full_cache_keeps_to_its_limit_and_says_so_once(
-    place: Cache, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_full_cache_keeps_to_its_limit_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     limit = 40_000
     store = numbered(500)
-    one, other = opened(store, place, limit), opened(store, place, limit)
+    one, other = opened(store, limit), opened(store, limit)
     fill(one, 500)
     fill(other, 500)
     kept = one.find(np.arange(500))
@@ -181,7 +173,7 @@ def test_a_full_cache_keeps_to_its_limit_and_says_so_once(
     (record,) = caplog.records
     assert f"40,000 bytes hold {len(kept)} of 500 samples" in record.message
     needed = int(record.message.split("pool.cache_bytes=")[1].split()[0])
-    larger = opened(store, place, needed)
+    larger = opened(store, needed)
     fill(larger, 500)
     assert len(larger.find(np.arange(500))) == 500
 
@@ -197,7 +189,7 @@ def test_an_image_larger_than_the_limit_names_the_limit_that_would_do(caplog: py
 
 
 def test_a_disk_that_is_full_ends_the_adding_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
-    cache = opened(numbered(100), "disk")
+    cache = opened(numbered(100))
     fill(cache, 3)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
@@ -224,7 +216,7 @@ def test_by_default_it_takes_a_quarter_of_what_is_free() -> None:
 
 def test_stores_share_the_limit_by_their_samples_and_one_store_has_one_cache() -> None:
     train, val = numbered(300), numbered(100)
-    pool = PoolConfig(cache="memory", cache_bytes=4_000_000)
+    pool = PoolConfig(cache="disk", cache_bytes=4_000_000)
     caches = open_caches(pool, {"train": train, "val": val}, TransformConfig())
     assert [caches[split]._limit for split in ("train", "val")] == [3_000_000, 1_000_000]
     caches = open_caches(pool, {"train": train, "val": numbered(300)}, TransformConfig())
@@ -239,21 +231,21 @@ def test_a_limit_below_the_table_of_its_samples_is_refused() -> None:
 # Which cache it is, and how long it is there
 
 
-def test_another_store_finds_nothing_and_what_nobody_uses_is_removed(tmp_path: Path) -> None:
+def test_another_store_finds_nothing_and_what_nobody_uses_is_removed(tmp_path: Path, root: Path) -> None:
     image = tmp_path / "store" / "class" / "a.jpg"
     image.parent.mkdir(parents=True)
     image.write_bytes(picture(0))
-    cache = opened(FolderStore(tmp_path / "store"), "disk")
+    cache = opened(FolderStore(tmp_path / "store"))
     cache.put(0, 0, pixels_of(0))
-    before = files("disk")
+    before = files(root)
     image.write_bytes(picture(1) + b"longer")
-    other = opened(FolderStore(tmp_path / "store"), "disk")
+    other = opened(FolderStore(tmp_path / "store"))
     assert other.find(np.array([0])) == {}
-    assert len(files("disk")) == 2  # the first is still open
+    assert len(files(root)) == 2  # the first is still open
     del cache
     gc.collect()
-    other = opened(FolderStore(tmp_path / "store"), "disk")
-    assert len(files("disk")) == 1 and not files("disk") & before
+    other = opened(FolderStore(tmp_path / "store"))
+    assert len(files(root)) == 1 and not files(root) & before
 
 
 @pytest.mark.parametrize("change", ["min_side", "exif", "limit", "version", "start of the machine", "time"])
@@ -283,15 +275,6 @@ def test_another_setting_version_or_start_of_the_machine_has_another_cache(
     assert opened(store, **settings).find(np.array([0])) == {}
 
 
-def test_the_next_stream_without_a_cache_frees_the_memory_but_not_what_is_used() -> None:
-    disk, kept, left = opened(numbered(1), "disk"), opened(numbered(2)), opened(numbered(3))
-    used = kept._path.name
-    del disk, left
-    gc.collect()
-    assert open_caches(PoolConfig(), {"train": numbered(1)}, TransformConfig()) == {}
-    assert files() == {used} and len(files("disk")) == 1
-
-
 def test_a_cache_that_is_removed_while_it_is_used_takes_no_more() -> None:
     cache = opened(numbered(100))
     other = opened(numbered(100))
@@ -303,25 +286,14 @@ def test_a_cache_that_is_removed_while_it_is_used_takes_no_more() -> None:
     assert other.full
 
 
-def test_what_another_user_has_put_into_memory_is_not_used(places: Path) -> None:
-    (places / "elsewhere").mkdir()
-    sample_cache._memory_folder().symlink_to(places / "elsewhere")
-    with pytest.raises(ConfigError, match=r"another user, or is a link: remove it; set pool\.cache=disk or off"):
-        opened(numbered(1))
-    assert open_caches(PoolConfig(), {"train": numbered(1)}, TransformConfig()) == {}
-
-
 def test_a_place_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(
-        ConfigError, match=r"pool\.cache=disk: .*/file/cache cannot be used: .*; set RAYPIPE_CACHE"
-    ):
-        opened(numbered(1), "disk")
-    monkeypatch.setattr(sample_cache, "_MEMORY", tmp_path / "nothing")
-    with pytest.raises(
-        ConfigError, match=r"pool\.cache=memory: .* cannot be used: .*; set pool\.cache=disk or off"
-    ):
+    with pytest.raises(ConfigError, match=r"pool\.cache: .*/file/cache cannot be used: .*; set RAYPIPE_CACHE"):
+        opened(numbered(1))
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    (tmp_path / "samples").symlink_to("/dev/shm")
+    with pytest.raises(ConfigError, match="another user, or is a link: remove it; set RAYPIPE_CACHE"):
         opened(numbered(1))
 
 
@@ -336,7 +308,7 @@ def test_it_is_refused_where_what_is_decoded_is_not_the_same_in_each_epoch(
     transform: TransformConfig, message: str, stores: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        StreamSpec.of(str(stores["train"]), transform=transform, pool=PoolConfig(cache="memory"))
+        StreamSpec.of(str(stores["train"]), transform=transform, pool=PoolConfig(cache="disk"))
 
 
 # The stream
@@ -391,22 +363,22 @@ def whole_side(image: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("place", "settings"),
+    "settings",
     [
-        ("memory", {"train": "light"}),
-        ("disk", {"train": "heavy", "exif": True}),
-        ("memory", {"train": "light", "crop_decode": "off"}),
-        ("disk", {"train": "light", "decode_min_side": 60, "exif": True}),
-        ("memory", {"train": "flip-crop", "val": "resize"}),
-        ("disk", {"train": f"{__name__}:whole_side_of"}),
+        {"train": "light"},
+        {"train": "heavy", "exif": True},
+        {"train": "light", "crop_decode": "off"},
+        {"train": "light", "decode_min_side": 60, "exif": True},
+        {"train": "flip-crop", "val": "resize"},
+        {"train": f"{__name__}:whole_side_of"},
     ],
     ids=str,
 )
-def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(place: Cache, settings: dict[str, Any]) -> None:
+def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(settings: dict[str, Any]) -> None:
     transform = TransformConfig(**{"val": "center", "size": 32, "max_bad_fraction": 1.0} | settings)
     store = mixed()
     without = spec_of(store, "off", transform)
-    spec = spec_of(store, place, transform)
+    spec = spec_of(store, "disk", transform)
     one, other = TransformWorker(spec), TransformWorker(spec)
     expected = digests_of(without, TransformWorker(without))
     assert digests_of(spec, one, other) == expected
@@ -428,7 +400,7 @@ def test_a_limit_that_holds_a_few_changes_no_pixel() -> None:
     store = MemoryStore([picture(i) for i in range(40)], [0] * 40)
     transform = TransformConfig(size=16)
     off = spec_of(store, "off", transform)
-    small = spec_of(store, "memory", transform, limit=30_000)
+    small = spec_of(store, "disk", transform, limit=30_000)
     worker = TransformWorker(small)
     assert digests_of(small, worker) == digests_of(off, TransformWorker(off))
     assert 0 < len(worker._caches["train"].find(np.arange(40))) < 10 and worker._caches["train"].full
@@ -446,7 +418,7 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
     store = Watched([picture(i) for i in range(40)], list(range(40)))
     transform = TransformConfig(size=16)
     plan = {"epochs": 3, "val_every": 0, "micro_batch": 8}
-    spec, off = spec_of(store, "memory", transform, **plan), spec_of(store, "off", transform, **plan)
+    spec, off = spec_of(store, "disk", transform, **plan), spec_of(store, "off", transform, **plan)
     whole = digests_of(off, TransformWorker(off))
     store.was_read = []
     first = TransformWorker(spec)
@@ -482,21 +454,20 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
 
     # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
     caches = open_caches(
-        PoolConfig(cache="memory", cache_bytes=limit),
+        PoolConfig(cache="disk", cache_bytes=limit),
         {"train": open_store(stores[name]), "val": open_store(stores["val"])},
         TransformConfig(size=24),
     )
     alone = digests("off", 1)
-    assert combine(digests("memory", 1)) == combine(alone)
-    assert combine(digests("disk", 2)) == combine(alone)
-    with_another = digests("memory", 2, from_step=4)
+    assert combine(digests("disk", 1)) == combine(alone)
+    with_another = digests("disk", 2, from_step=4)
     assert combine(with_another) == combine(alone[-len(with_another) :])
     # 96 of 100 in an epoch; which are left out differs.
     assert len(caches["train"].find(np.arange(100))) >= 96 and len(caches["val"].find(np.arange(22))) == 22
 
 
-def test_only_caches_are_removed_from_the_folder_of_caches(tmp_path: Path) -> None:
-    (tmp_path / "cache" / "samples" / "class").mkdir(parents=True)
-    (tmp_path / "cache" / "samples" / "class" / "image.jpg").write_bytes(b"x")
-    opened(numbered(1), "disk")
-    assert [path.name for path in (tmp_path / "cache" / "samples" / "class").iterdir()] == ["image.jpg"]
+def test_only_caches_are_removed_from_the_folder_of_caches(root: Path) -> None:
+    (root / "class").mkdir(parents=True)
+    (root / "class" / "image.jpg").write_bytes(b"x")
+    opened(numbered(1))
+    assert [path.name for path in (root / "class").iterdir()] == ["image.jpg"]

@@ -3,8 +3,8 @@
     python benchmarks/crop_decode.py STORE [--transform light] [--samples 500] [--repeats 3]
 
 Every image goes through all modes in turn, with the same key, so that what else the machine does falls on all of
-them alike; the times are CPU seconds of the thread. A name with "-" is with check_whole off. The last line is
-JSON: images/s of one core, medians over the repeats.
+them alike; the times are CPU seconds of the thread. The last line is JSON: images/s of one core, medians over the
+repeats.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from raypipe import TransformConfig, open_store
+from raypipe.config import CropDecode
 from raypipe.transform.decode import why_no_extension
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import EncodedSample, Images
@@ -48,15 +49,9 @@ def main() -> None:
     store = open_store(options.store)
     encoded = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
     images = [EncodedSample(image) for image in encoded]
-    names = ["off", "exact", "scaled"] if why_no_extension() else ["off", "exact", "exact-", "scaled", "scaled-"]
+    names: list[CropDecode] = ["off", "exact", "scaled"]
     transform = build_transform(options.transform, options.size)
-    modes = {
-        name: Images(
-            transform,
-            TransformConfig(crop_decode=name.rstrip("-"), check_whole=not name.endswith("-")),  # type: ignore[arg-type]
-        ).one
-        for name in names
-    }
+    modes = {name: Images(transform, TransformConfig(crop_decode=name)).one for name in names}
     measure(images[:5], modes, 0)
     repeats = [measure(images, modes, epoch) for epoch in range(1, options.repeats + 1)]
     print(f"{len(images)} images, {options.transform}; extension: {why_no_extension() or 'used'}")

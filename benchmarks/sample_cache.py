@@ -4,7 +4,7 @@
 
 Encoded images are in memory, so reading is not measured. The first epoch fills the caches; in the others the modes
 take turns at each micro-batch, so that what else the machine does falls on all of them alike; the times are CPU
-seconds of the thread. "memory" and "disk" are the caches of a node; their pixels are compared with those of "off".
+seconds of the thread. The pixels of "disk", the cache of a node, are compared with those of "off".
 The last line is JSON: images/s of one core, medians over the later epochs.
 """
 
@@ -24,7 +24,7 @@ from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import SampleCache, open_caches
 from raypipe.transform.sample_transform import EncodedSample
 
-MODES = ("off", "memory", "disk")
+MODES = ("off", "disk")
 MICRO_BATCH = 50
 
 

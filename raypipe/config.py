@@ -9,7 +9,7 @@ from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 
 Shuffle = Literal["auto", "global", "window", "off"]
-Cache = Literal["off", "memory", "disk"]
+Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
 
 # Micro-batches in flight for each actor: one in work, one queued behind it, two finished and waiting.
@@ -104,8 +104,9 @@ class TransformConfig:
 
     Attributes:
         train: preset (none, light, heavy, center, resize, flip-crop, small, tv-light, autoaugment, randaugment,
-            trivialaugment, augmix); `module:function`; a list of Albumentations transforms,
-            `[{NAME: {argument: value, …}}, …]`; or a file or URI of such a list. docs/transforms.md has more.
+            trivialaugment, augmix); or `module:function`; or a list of Albumentations transforms,
+            `[{NAME: {argument: value, …}}, …]`; or a file of such a list (*.yaml, *.json), a local path or a URI.
+            docs/transforms.md has more.
         val: the same, for validation.
         size: side of the images that the presets make, pixels.
         decode: "cpu": actors decode and transform. "gpu": they cut nothing, encoded bytes go to the training
@@ -115,8 +116,6 @@ class TransformConfig:
         crop_decode: what is decoded of a JPEG where the transform begins with a random resized crop. "exact": the
             crop alone, its pixels those of "off", the whole image, to the bit. "scaled": the crop, at 1/2, 1/4 or
             1/8 of its size where that is no smaller than its target; other pixels, and much faster on photos.
-        check_whole: read such a JPEG to its end, so that damage below the crop makes a bad sample as well. Off, it
-            goes unseen, and decoding is a tenth faster; every node then needs raypipe's JPEG extension.
         exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, which goes with the image through its
             transform; empty = none. See docs/targets.md.
@@ -135,7 +134,6 @@ class TransformConfig:
     decode: Literal["cpu", "gpu"] = "cpu"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
-    check_whole: bool = True
     exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
@@ -186,8 +184,8 @@ class PoolConfig:
             flight is this times B·H·W·3 bytes. 0 = 4 per running actor and 2 per rank.
         read: "actor": actors read the store themselves; "stage": one reader feeds them encoded
             micro-batches; "auto": stage for stores that are read in groups.
-        cache: keep decoded samples across epochs, on each node for all of its actors: "memory", in /dev/shm;
-            "disk", in RAYPIPE_CACHE. Pixels are those of "off"; it is for stores of small images (docs/cache.md).
+        cache: keep decoded samples across epochs, on each node for all of its actors, in RAYPIPE_CACHE ("disk").
+            Pixels are those of "off"; it is for stores of small images (docs/cache.md).
         cache_bytes: limit of that cache on a node; when it is full, the other samples are decoded in every epoch.
             0 = a quarter of what its place has free at the start.
         max_attempts: actors that one micro-batch may cost before the run ends, where no sample of it is to blame;

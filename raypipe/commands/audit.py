@@ -116,7 +116,7 @@ def digest(
     to_step: int = 0,
     unbroken: bool = True,
     val_transform: str | list[dict[str, Any]] = "center",
-    cache: Literal["off", "memory", "disk"] = "off",
+    cache: Literal["off", "disk"] = "off",
     leave_out: str = "",
     val_leave_out: str = "",
     output: str = "",

@@ -46,7 +46,7 @@ def bench(
     *,
     transform: str | list[dict[str, Any]] = "heavy",
     size: int = 224,
-    cache: Literal["off", "memory", "disk"] = "off",
+    cache: Literal["off", "disk"] = "off",
     actors: int = 0,
     micro_batch: int = 256,
     seconds: float = 20.0,

@@ -8,9 +8,7 @@
 
 So a mode fixes the pixels, and which samples are bad; the extension (`raypipe.transform.decode.extension`) only
 fixes the speed, and nodes with and without it can make one run together. Whatever it refuses, and whatever is
-not a JPEG, is decoded whole. With `check_whole` off, a JPEG is not read beyond the blocks of the crop's last
-row, and damage behind them makes no bad sample. A decoder of whole images cannot do the same, so this needs the
-extension.
+not a JPEG, is decoded whole.
 
 The library draws the crop itself, by its own code from its own generators, from an image that has the size
 alone; the crop is then decoded, and the library resizes it and goes on. Recognised, and nothing that only looks
@@ -35,7 +33,7 @@ import numpy as np
 import simplejpeg
 
 from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import SampleError
 from raypipe.transform.decode import (
     SCALES,
     WHOLE,
@@ -45,7 +43,6 @@ from raypipe.transform.decode import (
     decode_part,
     extension,
     jpeg_orientation,
-    why_no_extension,
 )
 from raypipe.transform.image_header import jpeg_size
 
@@ -144,17 +141,9 @@ class CropDecoder:
         config: its `crop_decode` is not "off"; JPEGs that `exif` turns, and those that `decode_min_side` reduces,
             are decoded whole.
         target: (height, width) to which crops are resized, pixels.
-
-    Raises:
-        ConfigError: `check_whole` is off, and there is no extension.
     """
 
     def __init__(self, config: TransformConfig, target: tuple[int, int]) -> None:
-        if not config.check_whole and extension() is None:
-            raise ConfigError(
-                "transform.check_whole=False needs raypipe's JPEG extension in every actor, and here it cannot be"
-                f" used: {why_no_extension()}. Build it (see docs/decode.md), or leave transform.check_whole on"
-            )
         self._config, self._target = config, target
         self._useful = config.crop_decode == "scaled" or extension() is not None
 
@@ -174,47 +163,41 @@ class CropDecoder:
         return size, functools.partial(self._decode, data, *size)
 
     def _decode(self, data: bytes, height: int, width: int, box: Box) -> np.ndarray:
-        eighths = self._eighths(height, width, box)
-        if eighths < WHOLE:
-            top, rows = _scaled_span(box[0], box[2], height, eighths)
-            left, columns = _scaled_span(box[1], box[3], width, eighths)
-            box = top, left, rows, columns
-        return decode_box(data, box, eighths, self._config.check_whole)
-
-    def _eighths(self, height: int, width: int, box: Box) -> int:
         if self._config.crop_decode != "scaled" or min(height, width) < _MIN_SCALED_SIDE:
-            return WHOLE
+            return decode_box(data, box)
         enough = (n for n in SCALES if box[2] * n >= 8 * self._target[0] and box[3] * n >= 8 * self._target[1])
-        return next(enough, WHOLE)
+        eighths = next(enough, WHOLE)
+        top, rows = _scaled_span(box[0], box[2], height, eighths)
+        left, columns = _scaled_span(box[1], box[3], width, eighths)
+        return decode_box(data, (top, left, rows, columns), eighths)
 
 
-def decode_box(data: bytes, box: Box, eighths: int = WHOLE, check_whole: bool = True) -> np.ndarray:
+def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     """Decode a box of a JPEG: the same with and without the extension.
 
     Args:
         data: a JPEG whose header can be read.
         box: of the image at its scale, inside it.
         eighths: the scale, in the DCT: 8, or, of an image of at least 16 x 16 pixels, 1, 2 or 4.
-        check_whole: find damage behind the box as well; without the extension it is found in any case.
 
     Returns:
         uint8 RGB of shape (h, w, 3), writable; a view.
 
     Raises:
-        SampleError: the file is damaged.
+        SampleError: the file is damaged, in the box or anywhere else.
     """
-    part = decode_part(data, box, eighths, check_whole)
-    if part is not None:
-        return part
+    part = decode_part(data, box, eighths)
+    if part is None:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+        short_side = _scaled(min(height, width), eighths)
+        part = cut(decode(data) if eighths == WHOLE else decode_jpeg_at(data, short_side), box)
+    return part
+
+
+def cut(image: np.ndarray, box: Box) -> np.ndarray:
+    """The box of an image; a view."""
     top, left, height, width = box
-    return _decode_whole(data, eighths)[top : top + height, left : left + width]
-
-
-def _decode_whole(data: bytes, eighths: int) -> np.ndarray:
-    if eighths == WHOLE:
-        return decode(data)
-    height, width, *_ = simplejpeg.decode_jpeg_header(data)
-    return decode_jpeg_at(data, _scaled(min(height, width), eighths))
+    return image[top : top + height, left : left + width]
 
 
 def _scaled(side: int, eighths: int) -> int:

@@ -101,7 +101,7 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
         size = plain_size(encoded, kind)
         if size is not None:
             return size
-        with _damage_in(kind, encoded):
+        with damage_in(kind, encoded):
             image = open_pillow(encoded, kind)
             return image.height, image.width
     height, width, _ = decode(encoded, exif=exif).shape
@@ -195,11 +195,7 @@ def _by_simplejpeg(data: bytes, side: int, min_factor: float) -> np.ndarray:
 
 
 def decode_part(
-    data: bytes,
-    box: Box,
-    eighths: int = WHOLE,
-    check_whole: bool = True,
-    extra_columns: int = _EXTRA_COLUMNS,
+    data: bytes, box: Box, eighths: int = WHOLE, extra_columns: int = _EXTRA_COLUMNS
 ) -> np.ndarray | None:
     """Decode a box of a JPEG with the extension.
 
@@ -207,7 +203,6 @@ def decode_part(
         data: a JPEG whose header can be read.
         box: of the image at its scale.
         eighths: the scale, in the DCT.
-        check_whole: find damage behind the box as well.
         extra_columns: room for what it decodes beside the box; for a whole image 0: C-contiguous.
 
     Returns:
@@ -217,22 +212,18 @@ def decode_part(
     if compiled is None:
         return None
     try:
-        return _by_extension(compiled, data, box, eighths, check_whole, extra_columns)
+        return _by_extension(compiled, data, box, eighths, extra_columns)
     except Exception:  # whatever it does not like, simplejpeg has the last word on
         return None
 
 
 def _by_extension(
-    compiled: Callable[..., int],
-    data: bytes,
-    box: Box,
-    eighths: int,
-    check_whole: bool = True,
-    extra_columns: int = _EXTRA_COLUMNS,
+    compiled: Callable[..., int], data: bytes, box: Box, eighths: int, extra_columns: int = _EXTRA_COLUMNS
 ) -> np.ndarray:
     top, left, height, width = box
     pixels = np.empty((height, width + extra_columns, 3), np.uint8)
-    first = compiled(data, left, top, width, height, eighths, check_whole, pixels, width + extra_columns)
+    # True: it reads behind the box as well, so that damage there is found.
+    first = compiled(data, left, top, width, height, eighths, True, pixels, width + extra_columns)
     return pixels[:, first : first + width]
 
 
@@ -310,7 +301,7 @@ def _upright(image: np.ndarray, orientation: int) -> np.ndarray:
 def _decode_pillow(data: bytes, kind: str, exif: bool) -> np.ndarray:
     from PIL import ImageOps  # 0.1 s, and most stores are JPEG alone
 
-    with _damage_in(kind, data):
+    with damage_in(kind, data):
         image = open_pillow(data, kind)
         image.load()
         if image.mode in ("I", "F"):
@@ -319,7 +310,7 @@ def _decode_pillow(data: bytes, kind: str, exif: bool) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _damage_in(kind: str, data: bytes) -> Iterator[None]:
+def damage_in(kind: str, data: bytes) -> Iterator[None]:
     """Makes a SampleError of what Pillow raises within, and silences what it warns of: metadata, large images."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

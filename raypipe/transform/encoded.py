@@ -56,26 +56,22 @@ class EncodedTransform:
     A pure function of the bytes and the key. An object serves one thread at a time.
 
     Args:
-        transform: "light", "center" or "resize". config: its `size`, in pixels, is the side of the images that
-        the decoder makes, of which "center" needs the
-            proportion; with `exif` boxes are of the image turned upright, and the decoder is to be told the same.
+        transform: one of PRESETS.
+        config: its `size`, in pixels, is the side of the images that the decoder makes, of which "center" needs
+            the proportion; with `exif` boxes are of the image turned upright, as the decoder must be told too.
 
     Raises:
         ConfigError: it cannot be done on the device.
     """
 
     def __init__(self, transform: Any, config: TransformConfig) -> None:
-        if not isinstance(transform, str):
-            raise ConfigError(
-                "transform.decode='gpu' knows presets only (light, center, resize): steps and callables need"
-                " pixels, so decode='cpu'"
-            )
         if config.decode_min_side:
             raise ConfigError("transform.decode_min_side is of the CPU's decoder: leave it out with decode='gpu'")
-        if transform not in PRESETS:
+        if not isinstance(transform, str) or transform not in PRESETS:
+            what = f"preset {transform!r}" if isinstance(transform, str) else "pipeline of steps, or callable,"
             raise ConfigError(
-                f"the transform {transform!r} needs pixels; transform.decode='gpu' can do"
-                f" {', '.join(PRESETS)}: choose one of them, or decode='cpu'"
+                f"the {what} needs pixels; transform.decode='gpu' knows the presets {', '.join(PRESETS)} only: "
+                "choose one of them, or decode='cpu'"
             )
         self._preset, self._size, self._exif = transform, config.size, config.exif
         self._keyed = KeyedGenerator()
@@ -91,7 +87,6 @@ class EncodedTransform:
         return sample.image, center_box(height, width, self._size) if is_center else (0, 0, height, width), False
 
     def pack(self, cuts: Iterable[Cut | None], num_samples: int) -> EncodedMicroBatch:
-        """See the function."""
         return pack(cuts)
 
 

@@ -152,25 +152,18 @@ class MicroBatchTransform:
             try:
                 made, label[position] = self._try(wanted, int(label[position]), sample, key, attempt)
             except SampleError as error:
+                bad = f"{self._title(wanted)}: {error}"
                 if self._on_bad_sample == "raise":
                     hint = "transform.on_bad_sample='substitute' would go on without it"
-                    raise SampleError(f"{self._title(wanted)}: {error} ({hint})") from error
-                record = {
-                    "store": self._store_address,
-                    "index": wanted,
-                    "name": self._sample_name(wanted),
-                    "substitute": None,
-                    "error": str(error),
-                }
-                result.bad.append(record)
+                    raise SampleError(f"{bad} ({hint})") from error
+                substitute = None
                 if self._exact:
-                    label[position], weight[position] = 0, 0
-                    yield None
-                    continue
-                made, label[position], index[position] = self._substitute(
-                    position, f"{self._title(wanted)}: {error}", read_substitute, attempt
-                )
-                record["substitute"] = int(index[position])
+                    made, label[position], weight[position] = None, 0, 0
+                else:
+                    made, label[position], substitute = self._substitute(position, bad, read_substitute, attempt)
+                    index[position] = substitute
+                record = {"store": self._store_address, "index": wanted, "name": self._sample_name(wanted)}
+                result.bad.append(record | {"substitute": substitute, "error": str(error)})
             yield made
 
     def _try(
@@ -215,10 +208,8 @@ def read_encoded(
         targets: columns of masks and boxes, see `TransformConfig.target_columns`. With targets, a store may do
             without labels: they are 0.
     """
-    if not targets:
-        columns = store.read(indices)
-        return [EncodedSample(image) for image in columns["image"]], columns["label"]
-    label = ("label",) if "label" in store.columns else ()
+    targets = targets or {}
+    label = ("label",) if not targets or "label" in store.columns else ()
     columns = store.read(indices, ("image", *label, *targets.values()))
     nothing = [None] * len(indices)
     masks, boxes = (columns[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))

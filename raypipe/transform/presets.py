@@ -1,36 +1,24 @@
-"""CPU transforms by name.
+"""CPU transforms by name; docs/transforms.md says what each is for.
 
-    name             for                        does
-    none             any                        nothing: images as they are stored
-    light            training, photographs      random resized crop, flip
-    heavy            training, photographs      light, then motion blur (0.2) and colour jitter
-    center           validation, photographs    short side to size × 256/224, centre crop
-    resize           validation, tiny images    resize, whatever the proportions
-    flip-crop        training, CIFAR and alike  pad 4, random crop, flip
-    small            training, tiny images      resize, then a small shift, turn and scale; no flip
-    tv-light         training, photographs      light, by torchvision
-    autoaugment      training, photographs      tv-light, then AutoAugment as learned on ImageNet
-    randaugment      training, photographs      tv-light, then RandAugment: 2 operations of magnitude 9
-    trivialaugment   training, photographs      tv-light, then TrivialAugment (wide): one operation
-    augmix           training, photographs      tv-light, then AugMix of severity 3
-    steps                                       a list of Albumentations transforms, or a file of one
-    module:name                                 a function of the size that makes a transform, or a transform
+    none            nothing: images as they are stored
+    light … small   pipelines of Albumentations, see _ALBUMENTATIONS
+    tv-light …      pipelines of torchvision.transforms.v2, with the arguments of its own training scripts, see
+                    _TORCHVISION; they import torch and torchvision into each process
+    steps           a list of Albumentations transforms, or a file of one
+    module:name     a function of the size that makes a transform, or a transform
 
-The named ones end at size × size, except "none". Down to "small" they are Albumentations pipelines, imported
-without their torch part: 0.7 s per process instead of 2.5 to 4 s. The others are of torchvision.transforms.v2,
-with the arguments of torchvision's own training scripts; they import torch and torchvision.
+The named ones end at size × size, except "none".
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
-from raypipe.transform.transform_steps import Steps, albumentations, build_steps, is_file, read_steps
+from raypipe.transform.transform_steps import Steps, albumentations, build_steps, choices, is_file, read_steps
 
 Transform = Callable[..., Any]
 
@@ -85,11 +73,9 @@ def _check_name(name: str) -> None:
     known = ["none", *PRESETS]
     if name in known or ":" in name:
         return
-    close = difflib.get_close_matches(name, known, 1, 0.6)
-    meant = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"there is no transform preset {name!r}{meant or ';'} known are {', '.join(known)}; module:name, a list of"
-        " steps, and a file of them (*.yaml, *.json) will do as well"
+        f"there is no transform preset {name!r}{choices(name, known)}; module:name, a list of steps, and a file of"
+        " them (*.yaml, *.json) will do as well"
     )
 
 

@@ -1,19 +1,19 @@
-"""Decoded samples of a store that a node keeps across epochs, in its memory or on its disk.
+"""Decoded samples of a store that a node keeps across epochs, on its disk.
 
-    ROOT/KEY/      one folder per store (its fingerprint), settings and versions of the decode, limit, and start of
-                   the machine; what is in it is a pure function of these and of a sample's index
-        use.lock   shared lock: a process has it open; exclusive: it is being removed
-        slots      uint64 (1 + N,): the limit, bytes; then one word per sample, 0 = it is not here
-        pixels     parts of equal size, holes at first; each is written by one process, and all are mapped by all
-        part-0, …  somebody has taken this part
-        full       somebody has told that there is no part left
-    ROOT/.lock     exclusive lock: somebody opens caches, and removes those that no process has open
+    ROOT/KEY     one file per store (its fingerprint), settings and versions of the decode, limit, and start of the
+                 machine; what is in it is a pure function of these and of a sample's index
+        header   uint64 (3,): the limit, bytes; the store's samples, N; whether somebody has told that it is full
+        words    uint64 (N,): where each sample's record begins; 0 = it is not here
+        records  index, label, height and width, then the pixels; all processes append them
+                 a shared lock on it: a process has it open; exclusive: it is being removed
+    ROOT/.lock   exclusive lock: somebody opens caches, and removes those that no process has open
 
-ROOT is /dev/shm/raypipe-UID/samples, or RAYPIPE_CACHE/samples. A sample's record is its index, its label and its
-pixels. Its word, which says where the record begins and how large the image is, is set last and in one store of
-8 bytes. So a process that dies while it writes leaves a record that nothing points to, and two that write the same
-sample leave two equal records, of which the later word shows one. After a start of the machine everything is new:
-what was written before a failure of its power may be there in part.
+ROOT is RAYPIPE_CACHE/samples; the page cache makes memory of it as far as there is any.
+
+A sample's word is set last and in one store of 8 bytes. So a process that dies while it writes leaves a record
+that nothing points to, and two that write the same sample leave two equal records, of which the later word shows
+one. After a start of the machine everything is new: what was written before a failure of its power may be there in
+part.
 
 When there is no room left, later samples are decoded as without a cache. Nothing is evicted: an epoch takes each
 sample once, so what would be evicted is wanted before what takes its place is wanted again.
@@ -39,31 +39,24 @@ from pathlib import Path
 
 import numpy as np
 
-from raypipe.config import Cache, PoolConfig, TransformConfig
+from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import version_of
 from raypipe.plan.schedule import Split
-from raypipe.storage.file_lock import locked, open_lock, try_lock, wait_for_lock
-from raypipe.storage.local_file import boot_id, cache_folder, is_own_folder, make_cache_folder, make_own_folder
+from raypipe.storage.file_lock import locked, try_lock, wait_for_lock
+from raypipe.storage.local_file import boot_id, cache_folder, make_cache_folder, open_regular
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
 
 logger = logging.getLogger(__name__)
 
 # To be raised by whoever changes the files' format, or the pixels that raypipe.transform.decode makes.
-_FORMAT = 2
+_FORMAT = 3
 _DECODERS = ("raypipe", "simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
-_MEMORY = Path("/dev/shm")
-_KEY = re.compile("[0-9a-f]{32}")
-# Ray's object store lies in /dev/shm as well, where it takes 3/5 of it as it fills; on a disk there are shards.
-_DEFAULT_SHARE, _MOST = 0.25, 0.9
-# A process that ends leaves what it has not filled of its part: little, where there are many.
-_NUM_PARTS, _LEAST_PART_BYTES = 256, 4 << 20
-_HEADER = struct.Struct("<qq")  # index, label
-# A word: where the record begins, in units of 64 bytes, 34 bits; height and width, 15 bits each.
-_ALIGN, _SIDE_BITS = 64, 15
-_MAX_SIDE = (1 << _SIDE_BITS) - 1
-_MAX_BYTES = _ALIGN << (64 - 2 * _SIDE_BITS)
+_KEY = re.compile(r"[0-9a-f]{32}(\.new)?")
+_DEFAULT_SHARE, _MOST = 0.25, 0.9  # of what is free: there are shards as well
+_HEADER = struct.Struct("<QQQ")  # of the file
+_RECORD = struct.Struct("<qqII")  # index, label, height, width
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +76,22 @@ class SampleCache:
     """The decoded samples of one store, shared by all processes of the node. Open it with `open_caches`.
 
     Args:
-        folder: with its slots.
-        lock: descriptor of its use.lock, held; closed with this object.
+        path: of its file, which is kept as long as this object is there.
         config: how samples are decoded.
 
     Attributes:
         full: this process can add nothing more.
     """
 
-    def __init__(self, folder: Path, lock: int, config: TransformConfig) -> None:
-        self._folder, self._config = folder, config
-        self._slots = np.asarray(np.memmap(folder / "slots", np.uint64, "r+"))
-        self._num_parts, self._part_bytes = _parts_of(int(self._slots[0]), len(self._slots) - 1)
-        self._file = os.open(folder / "pixels", os.O_RDWR | os.O_CLOEXEC)
-        self._pixels = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
-        for descriptor in (lock, self._file):
-            weakref.finalize(self, os.close, descriptor)
-        self._number, self._at, self._end = -1, 0, 0  # of the part that this process writes
+    def __init__(self, path: Path, config: TransformConfig) -> None:
+        self._path, self._config = path, config
+        self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+        weakref.finalize(self, os.close, self._file)
+        wait_for_lock(self._file, exclusive=False)
+        self._limit, num_samples, _ = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0))
+        table = np.frombuffer(mmap.mmap(self._file, _HEADER.size + 8 * num_samples), np.uint64)
+        self._header, self._words = table[:3], table[3:]
+        self._records = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
         self.full = False
 
     def find(self, indices: np.ndarray) -> dict[int, Decoded]:
@@ -108,7 +100,9 @@ class SampleCache:
         Args:
             indices: int64 (n,); negative ones are padding.
         """
-        words = np.where(indices >= 0, self._slots[indices + 1], 0)
+        words = np.where(indices >= 0, self._words[indices], 0)
+        if words.any() and os.fstat(self._file).st_size > len(self._records):
+            self._records = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
         found = {}
         for position in np.flatnonzero(words).tolist():
             sample = self._sample(int(indices[position]), int(words[position]))
@@ -135,22 +129,20 @@ class SampleCache:
             label: int64.
             pixels: uint8 (H, W, 3), C-contiguous.
         """
-        height, width, _ = pixels.shape
-        num_bytes = _HEADER.size + pixels.nbytes
-        if self.full or self._slots[1 + index]:
+        if self.full or self._words[index]:
             return
-        if max(height, width) > _MAX_SIDE or num_bytes > self._part_bytes:
-            if self._number < 0:  # the first that there is to keep: most are as large
-                self._give_up(
-                    f"an image of {height}x{width} takes more than its parts of {self._part_bytes:,} bytes; "
-                    f"pool.cache_bytes={_NUM_PARTS * num_bytes} would do"
-                )
+        num_bytes = _RECORD.size + pixels.nbytes
+        found = os.fstat(self._file)
+        if not found.st_nlink:
+            self._give_up("it has been removed")
             return
+        if found.st_size + num_bytes > self._limit:  # several that look at once may pass it by an image each
+            self._end(found.st_size + num_bytes)
+            return
+        head = _RECORD.pack(index, label, *pixels.shape[:2])
         try:
-            if self._at + num_bytes > self._end and not self._take_part():
-                return
             # Written, not mapped: where the disk is full this is an error, and not the end of the process.
-            written = os.pwritev(self._file, [_HEADER.pack(index, label), pixels.data], self._at)
+            written = os.writev(self._file, [head, pixels.data])  # where the file ends by now
         except OSError as error:
             self._give_up(str(error))
             return
@@ -159,75 +151,50 @@ class SampleCache:
             return
         # An aligned store of 8 bytes is seen whole or not at all; and, on any CPU, not before the pixels: the
         # kernel's locks of the write, and the interpreter's behind it, lie between the two.
-        self._slots[1 + index] = self._at // _ALIGN << 2 * _SIDE_BITS | height << _SIDE_BITS | width
-        self._at += -(-num_bytes // _ALIGN) * _ALIGN
+        self._words[index] = os.lseek(self._file, 0, os.SEEK_CUR) - num_bytes
 
-    def _sample(self, index: int, word: int) -> Decoded | None:
-        height, width = word >> _SIDE_BITS & _MAX_SIDE, word & _MAX_SIDE
-        at = (word >> 2 * _SIDE_BITS) * _ALIGN
+    def _sample(self, index: int, at: int) -> Decoded | None:
+        start = at + _RECORD.size
+        if start > len(self._records):
+            return None
+        found, label, height, width = _RECORD.unpack_from(self._records, at)
         num_values = height * width * 3
-        if not num_values or at + _HEADER.size + num_values > len(self._pixels):
-            return None
-        found, label = _HEADER.unpack_from(self._pixels, at)
-        if found != index:  # no process has written this
-            return None
-        pixels = np.frombuffer(self._pixels, np.uint8, num_values, at + _HEADER.size)
+        if found != index or not num_values or start + num_values > len(self._records):
+            return None  # no process has written this
+        pixels = np.frombuffer(self._records, np.uint8, num_values, start)
         return Decoded(pixels.reshape(height, width, 3), label)
 
-    def _take_part(self) -> bool:
-        """Take the next part that nobody has taken; whether there was one."""
-        for number in range(self._number + 1, self._num_parts):
-            if self._is_first(f"part-{number}"):
-                self._number, self._at = number, number * self._part_bytes
-                self._end = self._at + self._part_bytes
-                return True
-        self._give_up("")
-        return False
+    def _end(self, wanted: int) -> None:
+        """There is no room left for what would make the file so many bytes; the first to see it tells."""
+        if self._header[2]:
+            self.full = True
+            return
+        self._header[2] = 1
+        num_samples, num_kept = len(self._words), int(np.count_nonzero(self._words))
+        self._give_up(
+            f"it is full: its {self._limit:,} bytes hold {num_kept:,} of {num_samples:,} samples, and the others "
+            "are decoded in every epoch; "
+            f"pool.cache_bytes={round(1.1 * wanted * num_samples / (num_kept + 1))} would hold about all of them"
+        )
 
-    def _is_first(self, name: str) -> bool:
-        """Whether no process has asked this of the name before."""
-        try:
-            os.close(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            return False
-        return True
-
-    def _give_up(self, error: str) -> None:
+    def _give_up(self, reason: str) -> None:
         self.full = True
-        num_samples, num_kept = len(self._slots) - 1, int(np.count_nonzero(self._slots[1:]))
-        if error:
-            logger.warning("nothing more goes into the cache of decoded samples in %s: %s", self._folder, error)
-        elif self._is_first("full"):
-            limit = int(self._slots[0])
-            logger.warning(
-                "the cache of decoded samples in %s is full: its %s bytes hold %s of %s samples, and the others"
-                " are decoded in every epoch; pool.cache_bytes=%s would hold about all of them",
-                self._folder,
-                f"{limit:,}",
-                f"{num_kept:,}",
-                f"{num_samples:,}",
-                round(1.1 * limit * num_samples / max(1, num_kept)),
-            )
+        logger.warning("nothing more goes into the cache of decoded samples %s: %s", self._path, reason)
 
 
 def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
     """Raise ConfigError where what is decoded is not the same in each epoch."""
-    if pool.cache == "off":
-        return
+    reason = ""
     if transform.decode == "gpu":
+        reason = "with transform.decode='gpu' the training device decodes"
+    elif transform.target_columns:
+        reason = "transform.mask_column and transform.boxes_column name what it does not keep"
+    elif transform.crop_decode == "scaled":
+        reason = "with transform.crop_decode='scaled' each crop is decoded at a scale of its own"
+    if reason and pool.cache != "off":
         raise ConfigError(
-            f"pool.cache={pool.cache!r} keeps what actors decode, and with transform.decode='gpu' the training "
-            "device decodes: set pool.cache='off'"
-        )
-    if transform.target_columns:
-        raise ConfigError(
-            f"pool.cache={pool.cache!r} keeps images, and neither masks nor boxes: set pool.cache='off', or leave "
-            "transform.mask_column and transform.boxes_column out"
-        )
-    if transform.crop_decode == "scaled":
-        raise ConfigError(
-            f"pool.cache={pool.cache!r} keeps whole images, and with transform.crop_decode='scaled' each crop is "
-            "decoded at a scale of its own, to other pixels: set transform.crop_decode='exact' or pool.cache='off'"
+            f"pool.cache={pool.cache!r} keeps whole images as actors decode them, and {reason}: leave that out, "
+            "or set pool.cache='off'"
         )
 
 
@@ -235,8 +202,6 @@ def open_caches(
     pool: PoolConfig, stores: Mapping[Split, Store], transform: TransformConfig
 ) -> dict[Split, SampleCache]:
     """Open the caches of a stream's stores, make those that are not there, and remove those that nobody uses.
-
-    A stream without a cache removes what ended ones have left in memory.
 
     Args:
         pool: `cache`, and `cache_bytes`, which the stores share in proportion to their samples.
@@ -247,30 +212,26 @@ def open_caches(
         ConfigError: there is no such place, or no room at all in it.
     """
     if pool.cache == "off":
-        if is_own_folder(_memory_folder()):
-            root = _root("memory")
-            with locked(root / ".lock"):
-                _sweep(root)
         return {}
-    root = _root(pool.cache)
+    try:
+        root = make_cache_folder("samples")
+    except OSError as error:
+        why = f"{cache_folder()} cannot be used: {error}"
+        raise ConfigError(f"pool.cache: {why}; set RAYPIPE_CACHE to another folder, or pool.cache=off") from error
     num_samples = sum(len(store) for store in {store.fingerprint: store for store in stores.values()}.values())
     shared = (
         *(_FORMAT, boot_id(), pool.cache_bytes, num_samples, transform.decode_min_side, transform.exif),
         *(version_of(name) for name in _DECODERS),
     )
     keys = {split: _key(store, shared) for split, store in stores.items()}
-    caches: dict[str, SampleCache] = {}
     with locked(root / ".lock"):
-        locks = {key: _use(root / key) for key in keys.values()}
+        caches = {key: SampleCache(root / key, transform) for key in keys.values() if (root / key).exists()}
         _sweep(root)
-        limit = 0
-        for split, key in keys.items():
-            if key in caches:
-                continue
-            if not (root / key / "slots").exists():
-                limit = limit or _limit(root, pool)
-                _make(root / key, len(stores[split]), limit * len(stores[split]) // num_samples)
-            caches[key] = SampleCache(root / key, locks[key], transform)
+        missing = {key: len(stores[split]) for split, key in keys.items() if key not in caches}
+        limit = _limit(root, pool) if missing else 0
+        for key, num in missing.items():
+            _make(root / key, num, limit * num // num_samples)
+            caches[key] = SampleCache(root / key, transform)
     return {split: caches[key] for split, key in keys.items()}
 
 
@@ -284,49 +245,22 @@ def _key(store: Store, shared: tuple[object, ...]) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _memory_folder() -> Path:
-    return _MEMORY / f"raypipe-{os.getuid()}"
-
-
-def _root(cache: Cache) -> Path:
-    """The folder of all caches in one place, which is made if it is not there."""
-    in_memory = cache == "memory"
-    folder = _memory_folder() if in_memory else cache_folder()
-    instead = "pool.cache=disk or off" if in_memory else "RAYPIPE_CACHE to another folder, or pool.cache=off"
-    try:
-        if not in_memory:
-            return make_cache_folder("samples")
-        # Anybody may write into /dev/shm, and what somebody else has put there is not to be read.
-        make_own_folder(folder)
-        make_own_folder(folder / "samples")
-        return folder / "samples"
-    except OSError as error:
-        raise ConfigError(f"pool.cache={cache}: {folder} cannot be used: {error}; set {instead}") from error
-
-
-def _use(folder: Path) -> int:
-    """The descriptor of the lock that keeps a folder, which is made if it is not there."""
-    folder.mkdir(exist_ok=True)
-    descriptor = open_lock(folder / "use.lock")
-    wait_for_lock(descriptor, exclusive=False)
-    return descriptor
-
-
 def _sweep(root: Path) -> None:
     """Remove the caches that no process has open. The caller holds ROOT/.lock, and so nobody is about to."""
-    for folder in root.iterdir():
-        if _KEY.fullmatch(folder.name):  # nothing else: RAYPIPE_CACHE may be a folder with samples of the user's
-            descriptor = open_lock(folder / "use.lock")
+    for path in root.iterdir():
+        # Nothing else: RAYPIPE_CACHE may be a folder with samples of the user's.
+        if _KEY.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            descriptor = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
             if try_lock(descriptor, exclusive=True):
-                shutil.rmtree(folder, ignore_errors=True)
+                path.unlink()
             os.close(descriptor)
 
 
 def _limit(root: Path, pool: PoolConfig) -> int:
     free = shutil.disk_usage(root).free
     wanted = pool.cache_bytes or int(_DEFAULT_SHARE * free)
-    limit = min(wanted, int(_MOST * free), _MAX_BYTES)
-    if limit < wanted and pool.cache_bytes:
+    limit = min(wanted, int(_MOST * free))
+    if limit < wanted:
         logger.warning(
             "pool.cache_bytes is %s, and %s has %s bytes free: the cache of decoded samples takes %s at most",
             *(f"{wanted:,}", root, f"{free:,}", f"{limit:,}"),
@@ -335,28 +269,19 @@ def _limit(root: Path, pool: PoolConfig) -> int:
     return limit
 
 
-def _make(folder: Path, num_samples: int, limit: int) -> None:
-    """Make the files of a cache. The caller holds ROOT/.lock."""
-    table = 8 * (1 + num_samples)
+def _make(path: Path, num_samples: int, limit: int) -> None:
+    """Make the file of a cache. The caller holds ROOT/.lock."""
+    table = _HEADER.size + 8 * num_samples
     if table > limit:
         raise ConfigError(
-            f"a cache of decoded samples in {folder.parent} may take {limit:,} bytes, and where {num_samples:,} "
+            f"a cache of decoded samples in {path.parent} may take {limit:,} bytes, and where {num_samples:,} "
             f"samples lie takes {table:,}: raise pool.cache_bytes, or set pool.cache=off"
         )
-    slots = np.zeros(1 + num_samples, np.uint64)
-    slots[0] = limit
-    num_parts, part_bytes = _parts_of(limit, num_samples)
+    new = path.with_suffix(".new")
     try:
-        with (folder / "pixels").open("wb") as pixels:
-            pixels.truncate(max(num_parts * part_bytes, 1))  # what is empty cannot be mapped
-        slots.tofile(folder / "slots.new")  # not a hole: a full disk is to show here, where it is an error
-        (folder / "slots.new").replace(folder / "slots")
+        with new.open("wb") as file:
+            file.write(_HEADER.pack(limit, num_samples, 0))
+            file.write(bytes(8 * num_samples))  # no hole: a full disk is to show here, where it is an error
+        new.replace(path)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; make room, or set pool.cache=off") from error
-
-
-def _parts_of(limit: int, num_samples: int) -> tuple[int, int]:
-    """How many parts a cache may have, and how many bytes each, a multiple of pages."""
-    room = max(0, limit - 8 * (1 + num_samples))
-    part_bytes = max(room // _NUM_PARTS, min(_LEAST_PART_BYTES, room)) // mmap.PAGESIZE * mmap.PAGESIZE
-    return (room // part_bytes, part_bytes) if part_bytes else (0, 0)
+        raise ConfigError(f"{path} cannot be written: {error}; make room, or set pool.cache=off") from error

@@ -29,12 +29,14 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.crop_decode import Box, CropDecoder, Undecoded, find_crop_first
+from raypipe.transform.crop_decode import CropDecoder, Undecoded, cut, find_crop_first
 from raypipe.transform.decode import decode
 from raypipe.transform.sample_cache import Decoded
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
+
+Kind = Literal["none", "albumentations", "torchvision", "plain"]
 
 
 class EncodedSample(NamedTuple):
@@ -80,20 +82,17 @@ class SampleTransform:
         cv2.setNumThreads(1)
         self.kind = _kind_of(transform)
         self.transform = copy.deepcopy(transform) if self.kind == "albumentations" else transform
-        self._keyed = KeyedGenerator()
-        generators = self._keyed.generator, random.Random()
-        self._random = generators[1]
-        self._rng_name = _rng_parameter(transform) if self.kind == "plain" else None
+        self._keyed, self._random = KeyedGenerator(), random.Random()
+        generators = self._keyed.generator, self._random
+        rng_name = _rng_parameter(transform) if self.kind == "plain" else None
+        self._rng = {rng_name: self._keyed.generator} if rng_name else {}
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(*generators)
         self._crop_first = find_crop_first(self.transform, generators)
 
-    def __getstate__(self) -> Any:
-        return {"transform": self.transform}
-
-    def __setstate__(self, state: Any) -> None:
-        self.__init__(state["transform"])  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return SampleTransform, (self.transform,)
 
     @property
     def crop_target(self) -> tuple[int, int] | None:
@@ -120,11 +119,7 @@ class SampleTransform:
     def with_targets(
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
     ) -> dict[str, np.ndarray]:
-        """Transform one image and what goes with it, by a pipeline of `raypipe.transform.targets.target_pipeline`.
-
-        Args:
-            image, key: as for a call.
-            targets: `mask`, `bboxes`, as Albumentations takes them.
+        """A call for an image and what goes with it, `mask` and `bboxes` as Albumentations takes them.
 
         Returns:
             `image`, the same as without targets, and the targets.
@@ -132,30 +127,33 @@ class SampleTransform:
         if self.transform is None:
             assert isinstance(image, np.ndarray)
             return {"image": image, **targets}
-        k0, k1 = int(key[0]), int(key[1])
-        if self.kind == "albumentations":
-            self._rewind(k0, k1)
-            whole = isinstance(image, np.ndarray)
-            result = self.transform(image=image, **targets) if whole else self._on_crop(image, **targets)
-            _checked(result["image"], "HWC")
-            return result
-        if self._rng_name is not None:
-            self._rewind(k0, k1)
-            return {"image": _checked(self.transform(image, **{self._rng_name: self._keyed.generator}), "HWC")}
-        _seed_globals(k0, k1)
-        if self.kind == "plain":
-            return {"image": _checked(self.transform(image), "HWC")}
-        tensor = self._by_torchvision(image) if isinstance(image, np.ndarray) else self._on_crop(image)
-        return {"image": _checked_tensor(tensor)}
+        self._seed(int(key[0]), int(key[1]))
+        if not isinstance(image, np.ndarray):
+            assert self._crop_first is not None
+            made = self._crop_first(*image, **targets)
+        elif self.kind == "albumentations":
+            made = self.transform(image=image, **targets)
+        elif self.kind == "torchvision":
+            made = self._by_torchvision(image)
+        else:
+            made = self.transform(image, **self._rng)
+        if self.kind != "albumentations":
+            return {"image": _checked(made, self.kind)}
+        _checked(made["image"], self.kind)
+        return made
 
-    def _rewind(self, k0: int, k1: int) -> None:
-        self._keyed.rewind((k0, k1))
-        self._random.seed(k0 << 64 | k1)
+    def _seed(self, k0: int, k1: int) -> None:
+        """Seed what the transform draws from: generators that it is handed (5 µs), or the global ones (15 µs)."""
         cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
-
-    def _on_crop(self, image: Any, **targets: Any) -> Any:
-        assert self._crop_first is not None
-        return self._crop_first(*image, **targets)
+        if self.kind == "albumentations" or self._rng:
+            self._keyed.rewind((k0, k1))
+            self._random.seed(k0 << 64 | k1)
+            return
+        random.seed(k0 << 64 | k1)
+        np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
+        torch = sys.modules.get("torch")  # a transform that uses torch has imported it
+        if torch is not None:
+            torch.default_generator.manual_seed(k0)  # not torch.manual_seed, which goes to the GPUs as well
 
     def _by_torchvision(self, image: np.ndarray) -> Any:
         import torch
@@ -164,7 +162,7 @@ class SampleTransform:
         return self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
 
 
-def _kind_of(transform: Any) -> Literal["none", "albumentations", "torchvision", "plain"]:
+def _kind_of(transform: Any) -> Kind:
     if transform is None:
         return "none"
     if not callable(transform):
@@ -189,36 +187,18 @@ def _rng_parameter(transform: Any) -> str | None:
     return next(names, None)
 
 
-def _seed_globals(k0: int, k1: int) -> None:
-    """Seed what a transform may draw from without being handed anything; about 15 µs."""
-    random.seed(k0 << 64 | k1)
-    np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-    cv2.setRNGSeed(k0 & 0x7FFFFFFF)
-    torch = sys.modules.get("torch")  # a transform that uses torch has imported it
-    if torch is not None:
-        torch.default_generator.manual_seed(k0)  # not torch.manual_seed, which goes to the GPUs as well
-
-
-def _checked(result: Any, layout: Literal["HWC", "CHW"]) -> np.ndarray:
-    if not isinstance(result, np.ndarray):
-        raise _wrong(f"a {type(result).__name__}", layout)
-    shape = result.shape
-    channels = 2 if layout == "HWC" else 0
-    if result.dtype != np.uint8 or len(shape) != 3 or shape[channels] != 3 or 0 in shape:
-        raise _wrong(f"{result.dtype} of shape {shape}", layout)
-    return result
-
-
-def _checked_tensor(result: Any) -> np.ndarray:
-    import torch
-
-    if not isinstance(result, torch.Tensor):
-        raise _wrong(f"a {type(result).__name__}", "CHW")
-    return _checked(result.detach().numpy(), "CHW").transpose(1, 2, 0)
-
-
-def _wrong(came: str, layout: str) -> ConfigError:
-    return ConfigError(
+def _checked(result: Any, kind: Kind) -> np.ndarray:
+    """What a transform of an image returned, as uint8 (h, w, 3)."""
+    array, layout, channels = result, "HWC", 2
+    if kind == "torchvision":
+        is_tensor = isinstance(result, sys.modules["torch"].Tensor)
+        array, layout, channels = result.detach().numpy() if is_tensor else None, "CHW", 0
+    came = f"a {type(result).__name__}"
+    if isinstance(array, np.ndarray):
+        if array.dtype == np.uint8 and array.ndim == 3 and array.shape[channels] == 3 and array.size:
+            return array if channels else array.transpose(1, 2, 0)
+        came = f"{array.dtype} of shape {array.shape}"
+    raise ConfigError(
         f"the transform returned {came}; expected is uint8 {layout} with 3 channels (normalisation and the"
         " conversion to floating point happen on the GPU: leave them out of the CPU transform)"
     )
@@ -250,17 +230,21 @@ class Images:
 
     def one(self, sample: EncodedSample | Decoded, key: Key) -> np.ndarray:
         """uint8 (H, W, 3); raises as `open` and `run` do."""
-        image = self._of_pixels(sample.pixels) if isinstance(sample, Decoded) else self.open(sample.image)
-        return self.run(image, {}, key)["image"]
+        return self.run(self.open(sample), {}, key)["image"]
 
-    def open(self, data: bytes | None) -> np.ndarray | Undecoded:
+    def open(self, sample: EncodedSample | Decoded) -> np.ndarray | Undecoded:
         """An image for `run`: decoded, or not yet where the transform begins with a random resized crop.
 
         Raises:
             SampleError: it cannot be decoded.
         """
-        jpeg = self._crop_decoder.open(data) if self._crop_decoder else None
-        return jpeg or decode(data, min_side=self._config.decode_min_side, exif=self._config.exif)
+        if isinstance(sample, Decoded):
+            pixels = sample.pixels  # which may be read-only
+            if self._crop_decoder:
+                return pixels.shape[:2], lambda box: cut(pixels, box).copy()
+            return pixels if pixels.flags.writeable else pixels.copy()
+        jpeg = self._crop_decoder.open(sample.image) if self._crop_decoder else None
+        return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.exif)
 
     def run(self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:
         """`SampleTransform.with_targets`, whose image is of the size of those before.
@@ -301,17 +285,6 @@ class Images:
             out = np.empty((num_samples, *(self._size or self._probed_size()), 3), np.uint8)
         out[missing] = 0
         return {"image": out}
-
-    def _of_pixels(self, pixels: np.ndarray) -> np.ndarray | Undecoded:
-        """A whole image, which may be read-only, as `open` gives it."""
-        if self._crop_decoder is None:
-            return pixels if pixels.flags.writeable else pixels.copy()
-
-        def cut(box: Box) -> np.ndarray:
-            top, left, height, width = box
-            return pixels[top : top + height, left : left + width].copy()
-
-        return pixels.shape[:2], cut
 
     def _probed_size(self) -> tuple[int, int]:
         for sample in self._probe():

@@ -26,6 +26,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store
+from raypipe.transform.decode import damage_in
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.presets import IGNORE
 from raypipe.transform.sample_transform import EncodedSample, Images, Key
@@ -81,27 +82,20 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
         raise SampleError(f"the mask is no PNG: it {what}")
     from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            image = PngImageFile(io.BytesIO(data))
-            if image.size != size[::-1]:  # before anything is allocated; the image has kept to the decoder's limit
-                raise SampleError(
-                    f"the mask has {image.width}x{image.height} pixels (width x height), the image "
-                    f"{size[1]}x{size[0]}"
-                )
-            # Greyscale of 2 and 4 bits would come scaled to 255.
-            bits = data[24]
-            if image.mode not in ("L", "P", "1") or (image.mode == "L" and bits != 8):
-                raise SampleError(
-                    f"the mask is a PNG of mode {image.mode!r} with {bits} bits: expected is one channel of 8 "
-                    "bits, or a palette"
-                )
-            return np.array(image, dtype=np.uint8)
-        except SampleError:
-            raise
-        except Exception as error:  # Pillow raises a dozen types on bad bytes
-            raise SampleError(f"the mask is a damaged PNG: {type(error).__name__}: {error}") from error
+    with damage_in("PNG of a mask", data):
+        image = PngImageFile(io.BytesIO(data))
+        if image.size != size[::-1]:  # before anything is allocated; the image has kept to the decoder's limit
+            raise SampleError(
+                f"the mask has {image.width}x{image.height} pixels (width x height), the image {size[1]}x{size[0]}"
+            )
+        # Greyscale of 2 and 4 bits would come scaled to 255.
+        bits = data[24]
+        if image.mode not in ("L", "P", "1") or (image.mode == "L" and bits != 8):
+            raise SampleError(
+                f"the mask is a PNG of mode {image.mode!r} with {bits} bits: expected is one channel of 8 bits, or"
+                " a palette"
+            )
+        return np.array(image, dtype=np.uint8)
 
 
 def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
@@ -118,23 +112,21 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
         SampleError: they are malformed, or a box reaches out of the image by more than a pixel, or lies outside.
     """
     boxes = _numbers(value)
-    strange = np.any(~np.isfinite(boxes), axis=1)
-    if strange.any():
-        raise SampleError(f"box {_first(strange, boxes)} is not finite")
     corners, labels = boxes[:, :4], boxes[:, 4]
-    wrong = (labels < 0) | (labels != np.floor(labels))
-    if wrong.any():
-        raise SampleError(f"box {_first(wrong, boxes)} has a label that is no whole number from 0 on")
     limits = np.array(size[::-1] * 2, np.float64)
-    outside = np.any((corners < -1) | (corners > limits + 1), axis=1)
-    if outside.any():
-        where = f"{size[1]}x{size[0]} pixels (width x height)"
-        raise SampleError(f"box {_first(outside, boxes)} reaches out of the image of {where}")
-    corners = np.clip(corners, 0, limits)
-    empty = (corners[:, :2] >= corners[:, 2:]).any(1)
-    if empty.any():
-        raise SampleError(f"box {_first(empty, boxes)} is empty: expected is x0 < x1, y0 < y1, in the image")
-    return np.hstack([corners, labels[:, None]]).astype(np.float32)
+    cut = np.clip(corners, 0, limits)
+    wrong = {
+        "is not finite": ~np.isfinite(boxes).all(1),
+        "has a label that is no whole number from 0 on": (labels < 0) | (labels != np.floor(labels)),
+        f"reaches out of the image of {size[1]}x{size[0]} pixels (width x height)": (
+            (corners < -1) | (corners > limits + 1)
+        ).any(1),
+        "is empty: expected is x0 < x1, y0 < y1, in the image": (cut[:, :2] >= cut[:, 2:]).any(1),
+    }
+    for why, which in wrong.items():
+        for number in np.flatnonzero(which)[:1]:
+            raise SampleError(f"box {number} of {len(boxes)}, {boxes[number].tolist()}, {why}")
+    return np.hstack([cut, labels[:, None]]).astype(np.float32)
 
 
 def _numbers(value: Any) -> np.ndarray:
@@ -157,11 +149,6 @@ def _numbers(value: Any) -> np.ndarray:
             f"the boxes are numbers of shape {numbers.shape}: expected are five to a box, [x0, y0, x1, y1, label]"
         )
     return numbers.reshape(-1, 5)
-
-
-def _first(wrong: np.ndarray, boxes: np.ndarray) -> str:
-    number = int(np.flatnonzero(wrong)[0])
-    return f"{number} of {len(boxes)}, {[float(value) for value in boxes[number]]},"
 
 
 def target_pipeline(transform: Any, boxes: bool) -> Any:
@@ -233,18 +220,18 @@ class ImagesWithTargets:
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
         store_address: str = "",
     ) -> None:
-        self._targets, self._max_boxes = config.target_columns, config.max_boxes
-        pipeline = target_pipeline(transform, "boxes" in self._targets)
-        self._images = Images(pipeline, config, probe, store_address)
+        self._has_mask, self._has_boxes = bool(config.mask_column), bool(config.boxes_column)
+        self._max_boxes = config.max_boxes
+        self._images = Images(target_pipeline(transform, self._has_boxes), config, probe, store_address)
 
     def one(self, sample: EncodedSample, key: Key) -> TransformedSample:
         """One sample; raises as `Images.one` does, and ConfigError for more boxes than there is room for."""
-        image = self._images.open(sample.image)
+        image = self._images.open(sample)
         size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
         given: dict[str, np.ndarray] = {}
-        if "mask" in self._targets:
+        if self._has_mask:
             given["mask"] = decode_mask(sample.mask, size)
-        if "boxes" in self._targets:
+        if self._has_boxes:
             given["bboxes"] = decode_boxes(sample.boxes, size)
         made = self._images.run(image, given, key)
         mask, boxes = made.get("mask"), made.get("bboxes")
@@ -266,16 +253,17 @@ class ImagesWithTargets:
 
     def pack(self, samples: Iterable[TransformedSample | None], num_samples: int) -> dict[str, np.ndarray]:
         """See the module's table; None is padding, or a bad sample that is left out."""
-        kept = list(samples)
-        arrays = self._images.pack((sample and sample.image for sample in kept), num_samples)
-        if "mask" in self._targets:
+        all_of_them = list(samples)
+        arrays = self._images.pack((sample and sample.image for sample in all_of_them), num_samples)
+        kept = [(position, sample) for position, sample in enumerate(all_of_them) if sample is not None]
+        if self._has_mask:
             arrays["mask"] = np.full(arrays["image"].shape[:3], IGNORE, np.uint8)
-        if "boxes" in self._targets:
+            for position, sample in kept:
+                arrays["mask"][position] = sample.mask
+        if self._has_boxes:
             arrays["boxes"] = np.zeros((num_samples, self._max_boxes, 5), np.float32)
             arrays["boxes"][:, :, 4] = NO_BOX
-        for position, sample in enumerate(kept):
-            if sample is not None and sample.mask is not None:
-                arrays["mask"][position] = sample.mask
-            if sample is not None and sample.boxes is not None:
+            for position, sample in kept:
+                assert sample.boxes is not None
                 arrays["boxes"][position, : len(sample.boxes)] = sample.boxes
         return arrays

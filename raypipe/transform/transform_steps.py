@@ -4,21 +4,18 @@
     - HorizontalFlip: {p: 0.5}
     - OneOf: {transforms: [{Blur: {p: 1}}, {MotionBlur: {p: 1}}], p: 0.3}
 
-Steps come from a run's YAML, from the command line, or from a file of their own, which may be one that
-`albumentations.save` wrote. `albumentations.from_dict` builds them, of public transforms of Albumentations and
-nothing else: no name in them is imported, and none of a function is called.
+Steps come from a run's YAML, from the command line, or from a file of their own. They are built of public
+transforms of Albumentations and nothing else: no name in them is imported, and none of a function is called.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -37,24 +34,12 @@ T = TypeVar("T")
 # aliases), and for lists that hold themselves.
 _MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 1 << 20, 10_000, 24
 
-_NAME = "__class_fullname__"  # what the library calls it
 _BASES = {"BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"}
 _OF_FLOATS = {"Normalize", "ToFloat", "FromFloat", "ToTensorV2", "ToTensor3D"}
 # They ask for these in the middle of their work, and do not say so before.
 _NEED = {
     **dict.fromkeys(("AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop"), ("bboxes",)),
     **dict.fromkeys(("ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists"), ("mask",)),
-}
-
-# What albumentations.save writes beside all arguments of these: those of their parents, which they do not take.
-_MASKING = {"fill", "fill_mask", "mask_x_length", "mask_y_length", "num_masks_x", "num_masks_y"}
-_OF_PARENTS = {
-    "FrequencyMasking": _MASKING,
-    "TimeMasking": _MASKING,
-    "PadIfNeeded": {"padding"},
-    "RGBShift": {"approximation", "noise_params", "noise_type", "spatial_mode"},
-    "SafeRotate": {"balanced_scale", "fit_output", "keep_ratio", "rotate", "scale", "shear"}
-    | {"translate_percent", "translate_px"},
 }
 
 
@@ -79,7 +64,7 @@ def brief(transform: str | Steps) -> str:
 
 
 def read_steps(address: str) -> Steps:
-    """The steps of a file: a list of them, as JSON or YAML, or what `albumentations.save` writes.
+    """The steps of a file, a list of them as JSON or YAML.
 
     Args:
         address: a local path or a URI.
@@ -97,52 +82,21 @@ def read_steps(address: str) -> Steps:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{address} is neither JSON nor YAML: {type(error).__name__}: {reason}") from None
     _check_plain(content, address)
-    if isinstance(content, dict) and isinstance(content.get("transform"), dict):
-        step = _from_saved(content["transform"], address)
-        compose = step.get("Compose", {})
-        # What it writes for a Compose about which nothing was said.
-        silent: dict[str, Any] = {"p": 1.0, "bbox_params": None, "keypoint_params": None, "additional_targets": {}}
-        is_silent = compose == {**silent, "is_check_shapes": True, "transforms": compose.get("transforms")}
-        return compose["transforms"] if is_silent else [step]
     if not isinstance(content, list):
-        raise ConfigError(
-            f"{address} holds no transform: expected is a list of steps `- NAME: {{argument: value, …}}`, or what"
-            " albumentations.save writes"
-        )
+        expected = "expected is a list of steps `- NAME: {argument: value, …}`"
+        raise ConfigError(f"{address} holds no transform: {expected}")
     return content
-
-
-def _from_saved(saved: Any, address: str) -> dict[str, Any]:
-    """The step of a transform, or pipeline, that `albumentations.save` wrote."""
-    name = saved.get(_NAME) if isinstance(saved, dict) else None
-    nested = saved.get("transforms", []) if isinstance(saved, dict) else None
-    if not isinstance(name, str) or not isinstance(nested, list):
-        raise ConfigError(f"{address}: {_cut(saved)} is no transform that albumentations.save wrote")
-    # Old versions wrote the module as well; the name of anybody else's class stays whole, and is refused.
-    name = name.rpartition(".")[2] if name.startswith("albumentations.") else name
-    ignored = {_NAME, *_OF_PARENTS.get(name, ())}
-    arguments = {key: value for key, value in saved.items() if key not in ignored}
-    if "transforms" in saved:
-        arguments["transforms"] = [_from_saved(each, address) for each in nested]
-    return {name: arguments}
 
 
 def albumentations() -> Any:
     """The library, imported without its torch part: 0.7 s in each process instead of 2.5 to 4 s."""
     # It asks the network for a newer version at import, in every actor; and the newer one is AGPL.
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    with _without_torch():
-        return importlib.import_module("albumentations")
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Within, Albumentations goes on as where there is no torch, unless torch is imported already."""
     hides = "torch" not in sys.modules and "albumentations.pytorch" not in sys.modules
     if hides:
         sys.modules["albumentations.pytorch"] = None  # type: ignore[assignment]
     try:
-        yield
+        return importlib.import_module("albumentations")
     finally:
         if hides:
             del sys.modules["albumentations.pytorch"]
@@ -160,25 +114,20 @@ def build_steps(steps: Steps) -> Any:
     _check_plain(steps, "transform")
     if not steps:
         raise ConfigError("transform is an empty list of steps; the preset 'none' leaves images as they are")
-    forms = _forms(steps, "transform")
-    is_pipeline = len(forms) == 1 and forms[0][_NAME] == "Compose"
-    return _made(forms[0] if is_pipeline else {_NAME: "Compose", "transforms": forms})
-
-
-def _made(form: dict[str, Any]) -> Any:
+    built = _built(steps, "transform")
     library = albumentations()
-    with _without_torch():
-        return library.from_dict({"transform": form})
+    is_pipeline = len(built) == 1 and type(built[0]) is library.Compose
+    return built[0] if is_pipeline else library.Compose(built)
 
 
-def _forms(steps: Any, where: str) -> list[dict[str, Any]]:
+def _built(steps: Any, where: str) -> list[Any]:
     if not isinstance(steps, list):
         raise ConfigError(f"{where}: expected is a list of steps, got {_cut(steps)}")
-    return [_form(step, f"{where} step {number}") for number, step in enumerate(steps, 1)]
+    return [_step(step, f"{where} step {number}") for number, step in enumerate(steps, 1)]
 
 
-def _form(step: Any, where: str) -> dict[str, Any]:
-    """A step as `from_dict` takes it, which then makes a transform of an image alone."""
+def _step(step: Any, where: str) -> Any:
+    """The transform of an image alone that a step names."""
     if not isinstance(step, dict) or len(step) != 1:
         raise ConfigError(f"{where}: expected is one NAME: {{argument: value, …}}, got {_cut(step)}")
     ((name, arguments),) = step.items()
@@ -187,33 +136,32 @@ def _form(step: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: expected is {name}: {{argument: value, …}}, got {_cut(arguments)}")
     kind = _class_of(name, where)
     where = f"{where}, {name}"
-    parameters = dict(inspect.signature(kind).parameters)
-    form = {_NAME: name, "p": parameters["p"].default, **arguments}  # it would take 0.5 where there is no p
     is_composition = issubclass(kind, albumentations().BaseCompose)
+    known = list(inspect.signature(kind).parameters)
     if is_composition:  # the transforms of OneOrOther have two names each
-        parameters = {each: of for each, of in parameters.items() if each not in ("first", "second", "kwargs")}
+        known = [argument for argument in known if argument not in ("first", "second", "kwargs")]
     for argument in arguments:
-        if argument not in parameters:
-            meant = _meant(argument, parameters) or ";"
-            raise ConfigError(f"{where}: there is no argument {argument!r}{meant} {_known(parameters)}")
+        if argument not in known:
+            raise ConfigError(f"{where}: there is no argument {argument!r}{choices(argument, known)}")
     if is_composition:
         _check_composition(arguments, where)
-        form["transforms"] = _forms(arguments["transforms"], where)
-    elif kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS:
+        given = arguments | {"transforms": _built(arguments["transforms"], where)}
+    else:
         # Around most constructors there is a check of Albumentations', which warns and takes the defaults where it
-        # fails itself.
-        form["strict"] = True
+        # fails itself, but for this.
+        has_check = kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS
+        given = arguments | {"strict": True} if has_check else arguments
     try:
-        made = _made(form)
+        made = kind(**given)
     except Exception as error:
-        raise ConfigError(f"{where}: {_reason(error, arguments)}; {_known(parameters)}") from error
+        raise ConfigError(f"{where}: {_reason(error, arguments)}; known are {', '.join(known)}") from error
     needed = {*getattr(made, "targets_as_params", ()), *_NEED.get(name, ())} - {"image"}
     if "image" not in made.available_keys:
         needed = {"volume"}
     if needed:
         what = ", ".join(sorted(needed))
         raise ConfigError(f"{where}: it needs {what}, and a step must do with the image alone: leave it out")
-    return form
+    return made
 
 
 def _class_of(name: str, where: str) -> Any:
@@ -226,36 +174,38 @@ def _class_of(name: str, where: str) -> Any:
         if isinstance(kind, type) and issubclass(kind, both) and each not in _BASES
     }
     if name in _OF_FLOATS:
-        raise ConfigError(
-            f"{where}: {name} is of floats; leave it out: images stay uint8 here, and the device normalises them"
-        )
-    if name not in found:
-        meant = _meant(name, found) or f"; {_known(sorted(found))}"
-        raise ConfigError(f"{where}: Albumentations has no transform {name!r}{meant}")
-    if not found[name].is_serializable():
-        raise ConfigError(f"{where}: {name} needs a Python function: give the whole pipeline as module:function")
-    return found[name]
+        why = f"{name} is of floats; leave it out: images stay uint8 here, and the device normalises them"
+    elif name not in found:
+        why = f"Albumentations has no transform {name!r}{choices(name, sorted(found))}"
+    elif not found[name].is_serializable():
+        why = f"{name} needs a Python function: give the whole pipeline as module:function"
+    else:
+        return found[name]
+    raise ConfigError(f"{where}: {why}")
 
 
 def _check_composition(arguments: dict[str, Any], where: str) -> None:
     """What a composition is given it hardly checks."""
-    if not arguments.get("transforms"):
-        raise ConfigError(f"{where}: transforms are missing: expected is a list of steps")
     p, n = arguments.get("p", 1), arguments.get("n", 1)
-    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
-        raise ConfigError(f"{where}: p must be in [0, 1], got {_cut(p)}")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ConfigError(f"{where}: n must be a whole number of at least 1, got {_cut(n)}")
+    wrong = ""
+    if not arguments.get("transforms"):
+        wrong = "transforms are missing: expected is a list of steps"
+    elif not isinstance(p, int | float) or not 0 <= p <= 1:
+        wrong = f"p must be in [0, 1], got {_cut(p)}"
+    elif not isinstance(n, int) or n < 1:
+        wrong = f"n must be a whole number of at least 1, got {_cut(n)}"
+    elif arguments.get("seed") is not None:
+        wrong = "leave out seed: each sample has one of its own, from plan.seed"
     for name in ("bbox_params", "keypoint_params", "additional_targets"):
         if arguments.get(name):
             what = "transform.mask_column and transform.boxes_column say what goes with the image"
-            raise ConfigError(f"{where}: leave out {name}: {what}")
-    if arguments.get("seed") is not None:
-        raise ConfigError(f"{where}: leave out seed: each sample has one of its own, from plan.seed")
+            wrong = f"leave out {name}: {what}"
+    if wrong:
+        raise ConfigError(f"{where}: {wrong}")
 
 
 def _check_plain(content: Any, where: str) -> None:
-    """Raise ConfigError unless it is lists, dicts with names as keys, and scalars; not too many, not too deep."""
+    """Raise ConfigError unless something is of dicts, lists, text and numbers, not too many, not too deep."""
     todo, num_values, num_characters = [(content, 0)], 0, 0
     while todo:
         value, depth = todo.pop()
@@ -290,13 +240,11 @@ def _reason(error: Exception, arguments: dict[str, Any]) -> str:
     return "; ".join(dict.fromkeys(reasons))
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 3, 0.7)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _known(names: Iterable[str]) -> str:
-    return f"known are {', '.join(names)}"
+def choices(name: str, known: list[str]) -> str:
+    """What could have been meant by a name, to end a message with."""
+    close = difflib.get_close_matches(name, known, 3, 0.7)
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"; {meant}known are {', '.join(known)}"
 
 
 def _cut(value: Any) -> str:

@@ -163,6 +163,6 @@ def test_masks_and_boxes_are_checked_where_they_are_asked_for() -> None:
     assert bad() == {}
     found = bad(mask="seg")
     assert found.keys() == {2, 3, 4}
-    assert found[2] == "the mask has no value" and "damaged PNG" in found[3] and "no PNG" in found[4]
+    assert found[2] == "the mask has no value" and "PNG of a mask: " in found[3] and "no PNG" in found[4]
     assert "reaches out of the image of 48x40 pixels" in bad(boxes="objects")[5]
     assert bad(mask="seg", boxes="objects").keys() == {2, 3, 4, 5}

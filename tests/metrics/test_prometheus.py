@@ -76,7 +76,7 @@ def spec(ray_cluster: None) -> StreamSpec:
         plan=PlanConfig(epochs=2, micro_batch=8, per_step=2),
         transform=TransformConfig(train="small", val="resize", size=12),
         # A limit is part of what a cache is known by: this one is new.
-        pool=PoolConfig(in_flight=6, cache="memory", cache_bytes=(8 << 20) + os.getpid()),
+        pool=PoolConfig(in_flight=6, cache="disk", cache_bytes=(8 << 20) + os.getpid()),
         run=RUN,
         log="json",
     )

@@ -15,7 +15,7 @@ import simplejpeg
 from PIL import Image
 
 from raypipe.config import PlanConfig, TransformConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import SampleError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.spec import StreamSpec
@@ -83,8 +83,7 @@ def test_a_box_has_the_pixels_of_the_whole_to_the_bit(kind: str, shape: tuple[in
     data = KINDS[kind](noise(*shape))
     whole = decode(data)
     for box in boxes(*shape, 12):
-        for check_whole in (True, False):
-            assert np.array_equal(decode_box(data, box, check_whole=check_whole), cut(whole, box)), box
+        assert np.array_equal(decode_box(data, box), cut(whole, box)), box
 
 
 @needs_extension
@@ -103,7 +102,7 @@ def test_at_a_scale_it_has_the_pixels_of_simplejpeg_at_that_scale(kind: str, eig
 
 @needs_extension
 def test_the_extension_decodes_all_but_the_unusual_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crop_decode, "_decode_whole", lambda *a: pytest.fail("decoded whole"))
+    monkeypatch.setattr(crop_decode, "decode", lambda *a: pytest.fail("decoded whole"))
     for kind, encode in KINDS.items():
         if kind != "CMYK":
             assert decode_box(encode(noise(40, 40)), (3, 5, 7, 9)).shape == (7, 9, 3)
@@ -146,23 +145,6 @@ def test_damage_anywhere_is_found_and_named_as_in_the_whole(kind: str) -> None:
         assert part == whole
         found.add(type(part))
     assert found == {bytes, str}, "all of it was damaged, or nothing"
-
-
-@needs_extension
-def test_unchecked_damage_counts_down_to_the_crop_and_not_behind_it() -> None:
-    data = simplejpeg.encode_jpeg(noise(160, 160), 90, "RGB", "420")
-    truncated = data[: len(data) // 2]
-    above, below = (0, 0, 40, 40), (120, 0, 40, 40)
-    assert np.array_equal(decode_box(truncated, above, check_whole=False), cut(decode(data), above))
-    with pytest.raises(SampleError, match="truncated JPEG"):
-        decode_box(truncated, below, check_whole=False)
-    with pytest.raises(SampleError, match="truncated JPEG"):
-        decode_box(truncated, above)
-
-
-def test_unchecked_decoding_without_the_extension_says_so() -> None:
-    with no_extension(), pytest.raises(ConfigError, match=r"check_whole=False needs raypipe's JPEG extension"):
-        decoder("exact", check_whole=False)
 
 
 # --- which images, at which scale
@@ -247,5 +229,3 @@ def test_the_settings_of_a_run_reach_its_actors() -> None:
         for mode in ("off", "exact", "scaled")
     )
     assert np.array_equal(off, exact) and not np.array_equal(off, scaled)
-    with no_extension(), pytest.raises(ConfigError, match="check_whole"):
-        worker(check_whole=False)

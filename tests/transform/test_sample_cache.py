@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,24 +31,21 @@ from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import sample_cache
-from raypipe.transform.decode import decode, encode_jpeg, why_no_extension
+from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.sample_cache import Decoded, SampleCache, open_caches
 
 from conftest import picture  # isort: skip
 
-PLACES: list[Cache] = ["memory", "disk"]
 LIMIT = 32 << 20
 
 
 @pytest.fixture(autouse=True)
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Both places are empty; memory stays in memory."""
-    memory = Path("/dev/shm") / f"raypipe-test-{os.getpid()}"
-    memory.mkdir()
-    monkeypatch.setattr(sample_cache, "_MEMORY", memory)
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
-    yield memory
-    subprocess.run(["rm", "-r", str(memory)], check=True)
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of caches, in memory: empty, and nobody else's."""
+    folder = Path("/dev/shm") / f"raypipe-test-{os.getpid()}"
+    monkeypatch.setenv("RAYPIPE_CACHE", str(folder))
+    yield folder / "samples"
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def numbered(num: int, shape: tuple[int, int] = (8, 9)) -> MemoryStore:
@@ -59,10 +57,9 @@ def pixels_of(index: int, shape: tuple[int, int] = (8, 9)) -> np.ndarray:
     return np.random.default_rng(index).integers(0, 256, (*shape, 3), np.uint8)
 
 
-def opened(store: Any, place: Cache = "memory", limit: int = LIMIT, **transform: Any) -> SampleCache:
-    return open_caches(PoolConfig(cache=place, cache_bytes=limit), {"train": store}, TransformConfig(**transform))[
-        "train"
-    ]
+def opened(store: Any, limit: int = LIMIT, **transform: Any) -> SampleCache:
+    pool = PoolConfig(cache="disk", cache_bytes=limit)
+    return open_caches(pool, {"train": store}, TransformConfig(**transform))["train"]
 
 
 def fill(cache: SampleCache, num: int, shape: tuple[int, int] = (8, 9)) -> None:
@@ -76,18 +73,16 @@ def check(found: dict[int, Decoded], shape: tuple[int, int] = (8, 9)) -> None:
         assert np.array_equal(sample.pixels, pixels_of(index, shape)) and sample.label == index * 10
 
 
-def folders(place: Cache = "memory") -> set[str]:
-    root = sample_cache._root(place)
-    return {path.name for path in root.iterdir() if path.is_dir()}
+def files(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if path.name != ".lock"}
 
 
 # What is kept
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_one_has_put_another_finds_and_cannot_change(place: Cache) -> None:
+def test_what_one_has_put_another_finds_and_cannot_change() -> None:
     store = numbered(50)
-    one, other = opened(store, place), opened(store, place)
+    one, other = opened(store), opened(store)
     fill(one, 30)
     found = other.find(np.array([3, -1, 40, 29, 3]))
     assert set(found) == {0, 3, 4}
@@ -102,7 +97,7 @@ def test_many_processes_write_and_read_the_same_samples_and_none_reads_another()
     context = multiprocessing.get_context("fork")
 
     def write_and_read() -> None:
-        own = SampleCache(cache._folder, os.dup(0), TransformConfig())
+        own = SampleCache(cache._path, TransformConfig())
         for index in range(300):
             own.put(index, index * 10, pixels_of(index))
             if index % 10 == 0:
@@ -120,13 +115,12 @@ def test_many_processes_write_and_read_the_same_samples_and_none_reads_another()
 
 
 _WRITE = """
-import os, sys
+import sys
 from pathlib import Path
 import numpy as np
 from raypipe.config import TransformConfig
-from raypipe.transform import sample_cache
-sample_cache._NUM_PARTS = 2
-cache = sample_cache.SampleCache(Path(sys.argv[1]), os.dup(0), TransformConfig())
+from raypipe.transform.sample_cache import SampleCache
+cache = SampleCache(Path(sys.argv[1]), TransformConfig())
 pixels = np.random.default_rng(1).integers(0, 256, (6000, 9000, 3), np.uint8)
 print("ready", flush=True)
 cache.put(1, 10, pixels)
@@ -134,22 +128,18 @@ cache.put(0, 0, pixels)
 """
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read() -> None:
     shape = (6000, 9000)  # 162 MB: many milliseconds of writing
-    monkeypatch.setattr(sample_cache, "_NUM_PARTS", 2)
     cache = opened(numbered(3), limit=400 << 20)
-    folder = cache._folder
-    process = subprocess.Popen([sys.executable, "-c", _WRITE, str(folder)], stdout=subprocess.PIPE)
+    file = cache._path
+    process = subprocess.Popen([sys.executable, "-c", _WRITE, str(file)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    part, size = folder / "pixels", 0
-    while size < 1 << 20 and process.poll() is None:
-        size = part.stat().st_blocks * 512 if part.exists() else 0
+    while file.stat().st_blocks * 512 < 1 << 20 and process.poll() is None:
+        pass
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    assert 1 << 20 <= part.stat().st_blocks * 512 < 160_000_000, "it was not in the midst of its writing"
+    assert 1 << 20 <= file.stat().st_blocks * 512 < 160_000_000, "it was not in the midst of its writing"
     assert cache.find(np.arange(3)) == {}
     cache.put(1, 10, pixels_of(1, shape))
     found = cache.find(np.arange(3))
@@ -160,10 +150,11 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(
 def test_words_and_records_that_no_process_has_written_are_not_read() -> None:
     cache = opened(numbered(4))
     fill(cache, 2)
-    word = int(cache._slots[1])
-    cache._slots[3] = word  # the record of another sample
-    cache._slots[4] = word + (1 << 63)  # a part that is not there
-    cache._slots[2] |= np.uint64(sample_cache._MAX_SIDE << 15 | sample_cache._MAX_SIDE)  # beyond the part's end
+    cache._words[2] = cache._words[0]  # the record of another sample
+    cache._words[3] = 1 << 63  # behind the file's end
+    with cache._path.open("r+b") as file:
+        file.seek(int(cache._words[1]) + 16)
+        file.write(b"\xff\xff\xff\xff")  # a height that reaches beyond it
     check(cache.find(np.arange(4)))
     assert set(cache.find(np.arange(4))) == {0}
 
@@ -171,42 +162,36 @@ def test_words_and_records_that_no_process_has_written_are_not_read() -> None:
 # The limit
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_full_cache_keeps_to_its_limit_and_says_so_once(
-    place: Cache, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_full_cache_keeps_to_its_limit_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     limit = 40_000
     store = numbered(500)
-    one, other = opened(store, place, limit), opened(store, place, limit)
+    one, other = opened(store, limit), opened(store, limit)
     fill(one, 500)
     fill(other, 500)
     kept = one.find(np.arange(500))
     assert one.full and other.full and 100 < len(kept) < 200
     check(kept)
-    assert sum(path.stat().st_blocks * 512 for path in one._folder.glob("pixels*")) <= limit
+    assert one._path.stat().st_size <= limit
     (record,) = caplog.records
     assert f"40,000 bytes hold {len(kept)} of 500 samples" in record.message
     needed = int(record.message.split("pool.cache_bytes=")[1].split()[0])
-    larger = opened(store, place, needed)
+    larger = opened(store, needed)
     fill(larger, 500)
     assert len(larger.find(np.arange(500))) == 500
 
 
-def test_images_larger_than_a_part_are_left_out_and_named_where_the_first_is_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    cache = opened(numbered(3), limit=100_000)
-    cache.put(0, 0, pixels_of(0))
+def test_an_image_larger_than_the_limit_names_the_limit_that_would_do(caplog: pytest.LogCaptureFixture) -> None:
+    cache = opened(numbered(4), limit=100_000)
     cache.put(1, 10, pixels_of(1, (200, 300)))
-    assert set(cache.find(np.arange(3))) == {0} and not cache.full and not caplog.records
-    fresh = opened(numbered(4), limit=100_000)
-    fresh.put(1, 10, pixels_of(1, (200, 300)))
-    assert fresh.full
-    assert "an image of 200x300 takes more than its parts of 98,304 bytes" in caplog.records[0].message
+    assert cache.full
+    needed = int(caplog.records[0].message.split("pool.cache_bytes=")[1].split()[0])
+    larger = opened(numbered(4), limit=needed)
+    fill(larger, 4, (200, 300))
+    assert set(larger.find(np.arange(4))) == {0, 1, 2, 3}
 
 
 def test_a_disk_that_is_full_ends_the_adding_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
-    cache = opened(numbered(100), "disk")
+    cache = opened(numbered(100))
     fill(cache, 3)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
@@ -221,48 +206,48 @@ def test_a_disk_that_is_full_ends_the_adding_and_not_the_process(caplog: pytest.
 def test_a_limit_over_what_is_free_is_lowered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     cache = opened(numbered(3), limit=1 << 50)
     free = os.statvfs("/dev/shm")
-    assert int(cache._slots[0]) <= 0.9 * free.f_bavail * free.f_frsize * 1.01
+    assert cache._limit <= 0.9 * free.f_bavail * free.f_frsize * 1.01
     assert "pool.cache_bytes is 1,125,899,906,842,624" in caplog.records[0].message
 
 
 def test_by_default_it_takes_a_quarter_of_what_is_free() -> None:
     free = os.statvfs("/dev/shm")
-    limit = int(opened(numbered(3), limit=0)._slots[0])
+    limit = opened(numbered(3), limit=0)._limit
     assert limit == pytest.approx(0.25 * free.f_bavail * free.f_frsize, rel=0.05)
 
 
 def test_stores_share_the_limit_by_their_samples_and_one_store_has_one_cache() -> None:
     train, val = numbered(300), numbered(100)
-    pool = PoolConfig(cache="memory", cache_bytes=4_000_000)
+    pool = PoolConfig(cache="disk", cache_bytes=4_000_000)
     caches = open_caches(pool, {"train": train, "val": val}, TransformConfig())
-    assert [int(caches[split]._slots[0]) for split in ("train", "val")] == [3_000_000, 1_000_000]
+    assert [caches[split]._limit for split in ("train", "val")] == [3_000_000, 1_000_000]
     caches = open_caches(pool, {"train": train, "val": numbered(300)}, TransformConfig())
-    assert caches["train"] is caches["val"] and int(caches["val"]._slots[0]) == 4_000_000
+    assert caches["train"] is caches["val"] and caches["val"]._limit == 4_000_000
 
 
 def test_a_limit_below_the_table_of_its_samples_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"may take 1,000 bytes, .* 500 samples lie takes 4,008: raise pool"):
+    with pytest.raises(ConfigError, match=r"may take 1,000 bytes, .* 500 samples lie takes 4,024: raise pool"):
         opened(numbered(500), limit=1000)
 
 
 # Which cache it is, and how long it is there
 
 
-def test_another_store_finds_nothing_and_what_nobody_uses_is_removed(tmp_path: Path) -> None:
+def test_another_store_finds_nothing_and_what_nobody_uses_is_removed(tmp_path: Path, root: Path) -> None:
     image = tmp_path / "store" / "class" / "a.jpg"
     image.parent.mkdir(parents=True)
     image.write_bytes(picture(0))
-    cache = opened(FolderStore(tmp_path / "store"), "disk")
+    cache = opened(FolderStore(tmp_path / "store"))
     cache.put(0, 0, pixels_of(0))
-    before = folders("disk")
+    before = files(root)
     image.write_bytes(picture(1) + b"longer")
-    other = opened(FolderStore(tmp_path / "store"), "disk")
+    other = opened(FolderStore(tmp_path / "store"))
     assert other.find(np.array([0])) == {}
-    assert len(folders("disk")) == 2  # the first is still open
+    assert len(files(root)) == 2  # the first is still open
     del cache
     gc.collect()
-    other = opened(FolderStore(tmp_path / "store"), "disk")
-    assert len(folders("disk")) == 1 and not folders("disk") & before
+    other = opened(FolderStore(tmp_path / "store"))
+    assert len(files(root)) == 1 and not files(root) & before
 
 
 @pytest.mark.parametrize("change", ["min_side", "exif", "limit", "version", "start of the machine", "time"])
@@ -292,45 +277,25 @@ def test_another_setting_version_or_start_of_the_machine_has_another_cache(
     assert opened(store, **settings).find(np.array([0])) == {}
 
 
-def test_the_next_stream_without_a_cache_frees_the_memory_but_not_what_is_used() -> None:
-    disk, kept, left = opened(numbered(1), "disk"), opened(numbered(2)), opened(numbered(3))
-    used = kept._folder.name
-    del disk, left
-    gc.collect()
-    assert open_caches(PoolConfig(), {"train": numbered(1)}, TransformConfig()) == {}
-    assert folders() == {used} and len(folders("disk")) == 1
-
-
 def test_a_cache_that_is_removed_while_it_is_used_takes_no_more() -> None:
     cache = opened(numbered(100))
     other = opened(numbered(100))
     fill(cache, 3)
-    subprocess.run(["rm", "-r", str(cache._folder)], check=True)
+    cache._path.unlink()
     fill(other, 100)
     for one in (cache, other):
         assert set(one.find(np.arange(100))) == {0, 1, 2}
     assert other.full
 
 
-def test_what_another_user_has_put_into_memory_is_not_used(places: Path) -> None:
-    (places / "elsewhere").mkdir()
-    sample_cache._memory_folder().symlink_to(places / "elsewhere")
-    with pytest.raises(ConfigError, match=r"another user, or is a link: remove it; set pool\.cache=disk or off"):
-        opened(numbered(1))
-    assert open_caches(PoolConfig(), {"train": numbered(1)}, TransformConfig()) == {}
-
-
 def test_a_place_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(
-        ConfigError, match=r"pool\.cache=disk: .*/file/cache cannot be used: .*; set RAYPIPE_CACHE"
-    ):
-        opened(numbered(1), "disk")
-    monkeypatch.setattr(sample_cache, "_MEMORY", tmp_path / "nothing")
-    with pytest.raises(
-        ConfigError, match=r"pool\.cache=memory: .* cannot be used: .*; set pool\.cache=disk or off"
-    ):
+    with pytest.raises(ConfigError, match=r"pool\.cache: .*/file/cache cannot be used: .*; set RAYPIPE_CACHE"):
+        opened(numbered(1))
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    (tmp_path / "samples").symlink_to("/dev/shm")
+    with pytest.raises(ConfigError, match="another user, or is a link: remove it; set RAYPIPE_CACHE"):
         opened(numbered(1))
 
 
@@ -345,7 +310,7 @@ def test_it_is_refused_where_what_is_decoded_is_not_the_same_in_each_epoch(
     transform: TransformConfig, message: str, stores: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        StreamSpec.of(str(stores["train"]), transform=transform, pool=PoolConfig(cache="memory"))
+        StreamSpec.of(str(stores["train"]), transform=transform, pool=PoolConfig(cache="disk"))
 
 
 # The stream
@@ -383,7 +348,7 @@ def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = L
         store,
         plan=PlanConfig(**{"epochs": 2, "micro_batch": 6, "seed": 3} | plan),
         transform=transform,
-        pool=PoolConfig(cache=place, cache_bytes=limit),
+        pool=PoolConfig(cache="disk", cache_bytes=limit),
     )
 
 
@@ -399,7 +364,6 @@ def whole_side(image: np.ndarray) -> np.ndarray:
     return image[:32, :32].copy()
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -412,11 +376,11 @@ def whole_side(image: np.ndarray) -> np.ndarray:
     ],
     ids=str,
 )
-def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(place: Cache, settings: dict[str, Any]) -> None:
+def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(settings: dict[str, Any]) -> None:
     transform = TransformConfig(**{"val": "center", "size": 32, "max_bad_fraction": 1.0} | settings)
     store = mixed()
     without = spec_of(store, "off", transform)
-    spec = spec_of(store, place, transform)
+    spec = spec_of(store, "disk", transform)
     one, other = TransformWorker(spec), TransformWorker(spec)
     expected = digests_of(without, TransformWorker(without))
     assert digests_of(spec, one, other) == expected
@@ -434,22 +398,11 @@ def whole_side_of(size: int) -> Any:
     return whole_side
 
 
-def test_without_a_look_at_the_rest_damage_below_the_crop_stays_unseen_with_a_cache_too() -> None:
-    if why_no_extension():
-        pytest.skip(f"no JPEG extension: {why_no_extension()}")
-    whole = encode_jpeg(pixels_of(1, (200, 200)))
-    store = MemoryStore([picture(i) for i in range(11)] + [whole[: len(whole) * 3 // 4]], [0] * 12)
-    transform = TransformConfig(size=16, check_whole=False, max_bad_fraction=1.0)
-    streams = [spec_of(store, place, transform, epochs=6) for place in ("off", "memory")]
-    off, on = (digests_of(spec, TransformWorker(spec)) for spec in streams)
-    assert on == off
-
-
 def test_a_limit_that_holds_a_few_changes_no_pixel() -> None:
     store = MemoryStore([picture(i) for i in range(40)], [0] * 40)
     transform = TransformConfig(size=16)
     off = spec_of(store, "off", transform)
-    small = spec_of(store, "memory", transform, limit=30_000)
+    small = spec_of(store, "disk", transform, limit=30_000)
     worker = TransformWorker(small)
     assert digests_of(small, worker) == digests_of(off, TransformWorker(off))
     assert 0 < len(worker._caches["train"].find(np.arange(40))) < 10 and worker._caches["train"].full
@@ -467,7 +420,7 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
     store = Watched([picture(i) for i in range(40)], list(range(40)))
     transform = TransformConfig(size=16)
     plan = {"epochs": 3, "val_every": 0, "micro_batch": 8}
-    spec, off = spec_of(store, "memory", transform, **plan), spec_of(store, "off", transform, **plan)
+    spec, off = spec_of(store, "disk", transform, **plan), spec_of(store, "off", transform, **plan)
     whole = digests_of(off, TransformWorker(off))
     store.was_read = []
     first = TransformWorker(spec)
@@ -483,9 +436,9 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(("name", "place"), [("train", "memory"), ("parquet", "disk")])
+@pytest.mark.parametrize("name", ["train", "parquet"])
 def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume(
-    name: str, place: Cache, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # actors are processes of the cluster, and know nothing of this test's places
     limit = (8 << 20) + os.getpid()  # another cache than the last session's
@@ -494,7 +447,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
         str(stores["val"]),
         plan=PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5),
         transform=TransformConfig(size=24),
-        pool=PoolConfig(cpus_per_actor=0.5, cache=place, cache_bytes=limit),
+        pool=PoolConfig(cpus_per_actor=0.5, cache="disk", cache_bytes=limit),
     )
 
     def digests(actors: int, from_step: int = 0) -> list[bytes]:
@@ -506,7 +459,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
 
     # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
     caches = open_caches(
-        PoolConfig(cache=place, cache_bytes=limit),
+        PoolConfig(cache="disk", cache_bytes=limit),
         {"train": open_store(stores[name]), "val": open_store(stores["val"])},
         TransformConfig(size=24),
     )
@@ -518,8 +471,8 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
     assert len(caches["train"].find(np.arange(100))) >= 96 and len(caches["val"].find(np.arange(22))) == 22
 
 
-def test_only_caches_are_removed_from_the_folder_of_caches(tmp_path: Path) -> None:
-    (tmp_path / "cache" / "samples" / "class").mkdir(parents=True)
-    (tmp_path / "cache" / "samples" / "class" / "image.jpg").write_bytes(b"x")
-    opened(numbered(1), "disk")
-    assert [path.name for path in (tmp_path / "cache" / "samples" / "class").iterdir()] == ["image.jpg"]
+def test_only_caches_are_removed_from_the_folder_of_caches(root: Path) -> None:
+    (root / "class").mkdir(parents=True)
+    (root / "class" / "image.jpg").write_bytes(b"x")
+    opened(numbered(1))
+    assert [path.name for path in (root / "class").iterdir()] == ["image.jpg"]

@@ -10,7 +10,6 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,66 +125,30 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of those that have better siblings
 @pytest.mark.parametrize("name", NAMES)
-def test_each_transform_of_the_library_works_on_an_image_and_by_its_key_or_is_refused(
-    name: str, tmp_path: Path
-) -> None:
+def test_each_transform_of_the_library_works_on_an_image_and_by_its_key_or_is_refused(name: str) -> None:
     inner = [{"HorizontalFlip": {"p": 0.5}}, {"RandomBrightnessContrast": {"p": 0.5}}]
     arguments = {"transforms": inner} if name in COMPOSITIONS else ARGUMENTS.get(name, {}) | {"p": 1}
     if name in REFUSED:
         with pytest.raises(ConfigError, match=rf"^transform step 1.*{name}"):
             build_steps([{name: arguments}])
         return
-    made = build_steps([{name: arguments}])
-    apply = SampleTransform(made)
+    apply = SampleTransform(build_steps([{name: arguments}]))
     forward = [apply(IMAGE.copy(), key).copy() for key in KEYS[:4]]
     np.random.seed(1)
     again = SampleTransform(build_steps([{name: arguments}]))
     backward = [again(IMAGE.copy(), key).copy() for key in reversed(KEYS[:4])][::-1]
     assert all(np.array_equal(one, other) for one, other in zip(forward, backward, strict=True))
-    if name != "ToGray":
-        A.save(made, tmp_path / "saved.json")
-        assert results(build_steps(read_steps(str(tmp_path / "saved.json")))) == results(made)
 
 
 # Files
 
 
-@pytest.mark.parametrize("data_format", ["json", "yaml"])
-@pytest.mark.parametrize("name", ["policy.json", "policy.yaml", "policy.YML"])
-def test_what_albumentations_saves_is_what_it_loads(tmp_path: Path, data_format: Any, name: str) -> None:
-    A.save(pipeline(), tmp_path / name, data_format=data_format)
-    for address in (str(tmp_path / name), (tmp_path / name).as_uri()):
-        assert is_file(address)
-        steps = read_steps(address)
-        assert [next(iter(step)) for step in steps] == [
-            "RandomResizedCrop",
-            "HorizontalFlip",
-            "OneOf",
-            "GaussNoise",
-        ]
-        assert results(build(steps)) == results(A.load(tmp_path / name, data_format=data_format))
-        assert json.loads(json.dumps(steps)) == yaml.safe_load(yaml.safe_dump(steps)) == steps
-
-
-@pytest.mark.parametrize("made", [A.VerticalFlip(p=0.4), A.OneOf([A.Blur(p=1), A.Transpose(p=1)], p=0.6)])
-def test_what_is_saved_need_be_no_compose(tmp_path: Path, made: Any) -> None:
-    A.save(made, tmp_path / "saved.json")
-    assert results(build(read_steps(str(tmp_path / "saved.json")))) == results(A.Compose([made]))
-
-
-def test_a_compose_that_says_more_is_kept(tmp_path: Path) -> None:
-    A.save(A.Compose([A.VerticalFlip(p=1)], p=0.5), tmp_path / "saved.json")
-    steps = read_steps(str(tmp_path / "saved.json"))
-    assert list(steps[0]) == ["Compose"] and results(build(steps)) == results(
-        A.Compose([A.VerticalFlip(p=1)], p=0.5)
-    )
-
-
 def test_a_file_may_hold_steps_as_they_stand_in_a_run(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("# mine\n- Blur: {p: 1}\n- Transpose:\n")
     assert read_steps(str(tmp_path / "mine.yaml")) == [{"Blur": {"p": 1}}, {"Transpose": None}]
-    (tmp_path / "mine.json").write_text(json.dumps(STEPS))
-    assert without_files(str(tmp_path / "mine.json")) == STEPS
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(STEPS))
+    assert without_files(str(file)) == without_files(file.as_uri()) == STEPS
 
 
 def test_only_such_names_are_files() -> None:
@@ -227,11 +190,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ),
         (b"a: &a {" + b"x" * 900 + b": 1}\nb: [" + b"*a," * 1500 + b"]", "or 1,048,576 characters"),
         (b"#" * (1 << 20) + b"\n[]", "cannot be read: it has more than 1,048,576 bytes"),
-        (b'{"transform": {"transforms": []}}', "is no transform that albumentations.save wrote"),
-        (b'{"transform": {"__class_fullname__": "Compose", "transforms": [1]}}', "1 is no transform that"),
-        (b'{"transform": {"__class_fullname__": "Compose", "transforms": 3}}', "is no transform that"),
     ],
-    ids=range(20),
+    ids=range(17),
 )
 def test_a_file_that_holds_no_steps_is_one_error(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "bad.yaml").write_bytes(content)
@@ -249,30 +209,20 @@ def test_a_file_that_is_not_there_is_one_error(tmp_path: Path) -> None:
     "name",
     ["os.system", "builtins.eval", "mine_xyz.Transform", "A.Blur", "albumentations.core.serialization.from_dict"],
 )
-def test_a_saved_name_of_anybody_else_is_refused_and_never_imported(
+def test_a_name_of_anybody_else_is_refused_and_never_imported(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine_xyz.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    saved = {"__version__": "2.0.8", "transform": {"__class_fullname__": name, "p": 1.0}}
-    (tmp_path / "saved.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match="transform step 1: Albumentations has no transform"):
-        build_steps(read_steps(str(tmp_path / "saved.json")))
+        build_steps([{name: {"p": 1.0}}])
 
 
-def test_names_of_old_versions_are_understood(tmp_path: Path) -> None:
-    name = "albumentations.augmentations.geometric.transforms.HorizontalFlip"
-    saved = {"__version__": "1.3.0", "transform": {"__class_fullname__": name, "p": 0.5}}
-    (tmp_path / "saved.json").write_text(json.dumps(saved))
-    assert read_steps(str(tmp_path / "saved.json")) == [{"HorizontalFlip": {"p": 0.5}}]
-
-
-def test_a_saved_function_is_refused(tmp_path: Path) -> None:
-    A.save(A.Compose([A.Lambda(image=np.flip, name="mine")]), tmp_path / "saved.json")
+def test_a_function_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="Lambda needs a Python function: give the whole pipeline as module:function"
     ):
-        build_steps(read_steps(str(tmp_path / "saved.json")))
+        build_steps([{"Lambda": {"name": "mine"}}])
 
 
 # Errors

@@ -21,7 +21,7 @@ from raypipe.rayext import flow
 from raypipe.rayext.cluster import LOCAL_CLUSTER
 from raypipe.rayext.flow import InFlight, PoolWatch
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 

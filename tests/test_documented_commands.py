@@ -146,6 +146,7 @@ def test_readme_sizes_a_cluster_by_what_it_has_measured(capsys: pytest.CaptureFi
 
 
 @runs(("cache.md", "digest"))
+@pytest.mark.soak  # tests/transform/test_sample_cache.py has the digests of any cache
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", samples(200), CLASSES)

@@ -1,8 +1,7 @@
 """Mutated images and stores: each an image, a bad sample or one clear error; nothing dies, hangs or swells.
 
-`python -m pytest -s --soak tests/mutations` takes all 11,000 of them, two minutes on two busy cores, where
-the suite takes every kind's first tenth, and 120 at least. It prints the outcomes, and a failure names the input,
-which
+`python -m pytest -s --soak tests/mutations` takes all 11,000 of them, two minutes on two busy cores; the suite
+takes every kind's first tenth, and 120 at least. It prints the outcomes, and a failure names the input, which
 
     cd tests/mutations && python run_mutations.py KIND NUMBER 1 FOLDER
 

@@ -329,7 +329,7 @@ def test_the_jobs_of_readme_run() -> None:
     assert job(in_bucket)["run_dir"].startswith("s3://bucket/runs/")
     Path("my_package").mkdir()
     Path("my_package", "__init__.py").touch()
-    Path("my_package", "transforms.py").write_text(blocks("python", ROOT / "docs" / "transforms.md")[1])
+    Path("my_package", "transforms.py").write_text(blocks("python", ROOT / "docs" / "transforms.md")[0])
     Path("run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
     assert job(submitted)["run_dir"].startswith("s3://my-bucket/runs/")
     (tune,) = of("README.md", "jobs/tune.py")
@@ -354,7 +354,7 @@ def test_the_jobs_of_docs_cloud_and_docs_cluster_run() -> None:
         run_alone(["raypipe", "ingest", "val.parquet", f"s3://my-bucket/{name}.parquet"])
     standing, words = of("cluster.md", "jobs/train.py")
     assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
-    assert job(standing, "--runs=runs")["run_dir"].endswith("/runs/first")  # the digits
+    assert job(standing, "--runs=runs", "--train.num_classes=10")["run_dir"].endswith("/runs/first")  # the digits
 
 
 @runs(("formats.md", "jobs/train.py"), ("transforms.md", "jobs/train.py"))

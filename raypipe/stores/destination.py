@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +27,13 @@ from raypipe.storage.filesystem import check_bucket, explained, join, open_files
 from raypipe.storage.local_file import cache_folder, make_cache_folder
 from raypipe.storage.remote_file import RemoteFile, digest_of_file
 from raypipe.stores.addresses import MANIFEST, is_complete, names_in, write_manifest
-from raypipe.stores.memory import Sample, column_types, plain
-from raypipe.stores.record import FileWriter
+from raypipe.stores.record import Sample, column_types, plain
+from raypipe.stores.writers import open_writer
 
 logger = logging.getLogger(__name__)
 
-# Suffix → the module and the class of its writer.
-_WRITERS = {
-    ".lmdb": ("lmdb_shard", "LMDBWriter"),
-    ".parquet": ("parquet_files", "ParquetWriter"),
-}
-WRITTEN_SUFFIXES = tuple(_WRITERS)
-"""Of the files that `open_writer` makes."""
 _CHUNK = 64  # samples that are encoded at a time
-
-
-def open_writer(
-    path: str | Path,
-    columns: Mapping[str, str] | None = None,
-    classes: Sequence[str] | None = None,
-    **options: Any,
-) -> FileWriter:
-    """Return the writer, not yet entered, for a new file: `.lmdb` or `.parquet`.
-
-    Args:
-        path: the file to make.
-        columns: all columns, name → int64, float64, binary or string; None for `image` and `label`.
-        classes: class names, position = label.
-        options: further arguments of the writer's class.
-    """
-    suffix = Path(path).suffix
-    if suffix not in _WRITERS:
-        raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(_WRITERS)}")
-    module, name = _WRITERS[suffix]
-    return getattr(import_module(f"raypipe.stores.{module}"), name)(path, columns, classes, **options)
+_NUM_VAL = 360  # digits held out for validation, the same share of each class
 
 
 # Here
@@ -126,6 +98,37 @@ def write_atomically(
             writer.append(sample)
 
 
+def digits_stores(folder: Path | None = None) -> tuple[str, str]:
+    """Addresses of the training and the validation store of the digits; written on first use.
+
+    They are the 1,797 that scikit-learn ships: real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998).
+
+    Args:
+        folder: where they are kept; None = the cache folder.
+    """
+    folder = (folder or cache_folder()) / "digits-v1"
+    train, val = folder / "train.lmdb", folder / "val.lmdb"
+    if not (train.exists() and val.exists()):
+        _write_digits(train, val)
+    return str(train), str(val)
+
+
+def _write_digits(train: Path, val: Path) -> None:
+    import cv2
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    pixels = np.round(data.images * (255 / 16)).astype(np.uint8)  # scanned with 17 grey levels
+    samples = [
+        {"image": cv2.imencode(".png", image)[1].tobytes(), "label": int(label)}
+        for image, label in zip(pixels, data.target, strict=True)
+    ]
+    chosen = train_test_split(samples, test_size=_NUM_VAL, random_state=0, stratify=data.target)
+    for path, part in zip((train, val), chosen, strict=True):
+        write_atomically(str(path), part, classes=tuple("0123456789"), overwrite=True)
+
+
 # Of samples that can be read once
 
 
@@ -134,7 +137,7 @@ def kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short
     """Within, the file of a store in the cache folder that has the samples, in their order.
 
     Args:
-        samples: see `raypipe.ingest`; each is taken once.
+        samples: see `raypipe.ingest`; each is taken once. One whose image is None may lack the other columns.
         classes: names, position = label.
         short_side: see `column_types`.
     """
@@ -145,12 +148,16 @@ def kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short
             first = next(chunks, [])
             if not first:
                 raise StoreError("there are no samples")
-            values = {name: [sample.get(name) for sample in first] for name in first[0]}
+            values: dict[str, list[Any]] = {}
+            for sample in first:
+                for name, value in sample.items():
+                    values.setdefault(name, []).append(value)
             columns = column_types(values, "the samples", short_side)
+            blank = {name: 0 if kind in ("int64", "float64") else None for name, kind in columns.items()}
             file = folder / "samples.lmdb"
             with open_writer(file, columns, classes) as writer:
                 for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
-                    writer.append(plain(sample))
+                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample))
         yield file
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,18 +1,14 @@
-"""Samples as Python objects: a store of them, the fake that ships, and what types the columns of others have."""
+"""A store of samples as Python objects, for tests and a first look."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from raypipe.errors import ConfigError, StoreError
 from raypipe.stores.base import Columns, check_columns, check_indices
-
-Sample = Mapping[str, Any]
 
 
 class MemoryStore:
@@ -85,65 +81,3 @@ def _are_numbers(values: Sequence[Any] | np.ndarray) -> bool:
     if isinstance(values, np.ndarray):
         return values.dtype.kind in "iuf" and values.ndim == 1
     return len(values) > 0 and all(isinstance(value, int | float | np.number) for value in values)
-
-
-def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int = 0) -> dict[str, str]:
-    """The columns of a source with the types that writers know, found by its first samples.
-
-    Args:
-        first: column → some of its values.
-        where: they are from, for errors.
-        short_side: see `ingest`.
-
-    Raises:
-        StoreError: there are no images, or a column holds something that writers do not know.
-        ConfigError: images are to change their size, and lists, which may be boxes in their pixels, are not.
-    """
-    if "image" not in first:
-        raise StoreError(f"{where} has no column 'image'; its columns are: {', '.join(first)}")
-    types: dict[str, str] = {}
-    for name, values in first.items():
-        value = next((value for value in values if value is not None), None)
-        if name == "image" or isinstance(value, bytes):
-            types[name] = "binary"
-        elif isinstance(value, bool | int | np.integer | np.bool_):
-            types[name] = "float64" if any(isinstance(each, float | np.floating) for each in values) else "int64"
-        elif isinstance(value, float | np.floating):
-            types[name] = "float64"
-        elif _is_json(value) and short_side:
-            raise ConfigError(
-                f"{where}: column {name!r} holds lists. If they are boxes, in pixels, they would no longer fit "
-                "the images that --short-side makes smaller: leave it out"
-            )
-        elif isinstance(value, str) or _is_json(value):
-            types[name] = "string"  # lists as JSON, which loses nothing: writers have no type for them
-        else:
-            raise StoreError(
-                f"{where}: column {name!r} holds {type(value).__name__}; "
-                "int, float, bytes and str columns, and lists of them but of bytes, can be copied"
-            )
-    return types
-
-
-def plain(sample: Sample) -> dict[str, Any]:
-    """A sample with values of their columns' types."""
-    plain = dict(sample)
-    for name, value in sample.items():
-        if isinstance(value, bool | np.bool_):
-            plain[name] = int(value)
-        elif isinstance(value, list | np.ndarray):
-            plain[name] = _as_json(value)
-    return plain
-
-
-def _as_json(values: Any) -> str:
-    return json.dumps(values, default=np.ndarray.tolist)
-
-
-def _is_json(value: Any) -> bool:
-    if not isinstance(value, list | np.ndarray):
-        return False
-    try:
-        return bool(_as_json(value))
-    except TypeError:  # bytes, dates and the like
-        return False

@@ -1,16 +1,11 @@
-"""Parquet files: their footers, put together as one dataset before any row is read; and their writer."""
+"""Parquet files: their footers, put together as one dataset before any row is read."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,18 +15,9 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, open_filesystem, open_input
 from raypipe.stores.addresses import list_files
-from raypipe.stores.record import FileWriter
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
-# A group is what one read costs at least: big enough for throughput, small enough to shuffle well.
-GROUP_BYTES = 8 << 20
-_ARROW_TYPES = {
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-    "binary": pa.binary(),
-    "string": pa.string(),
-}
 _NUM_FOOTER_THREADS = 16  # a remote footer takes two round trips; a store may have thousands
 
 
@@ -192,80 +178,3 @@ def _class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None
         return tuple(str(name) for name in feature["names"])
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
-
-
-class ParquetWriter(FileWriter):
-    """Writes one new Parquet file in the flat layout.
-
-    The class names go into the schema's metadata as a Hugging Face ClassLabel, and a hash of all
-    samples into the footer.
-
-    Args:
-        path, columns, classes: see `FileWriter`.
-        row_group_size: samples per row group; None for as many as make up about 8 MiB.
-    """
-
-    failures = (pa.ArrowException, OSError)
-
-    def __init__(
-        self,
-        path: str | Path,
-        columns: Mapping[str, str] | None = None,
-        classes: Sequence[str] | None = None,
-        row_group_size: int | None = None,
-    ) -> None:
-        super().__init__(path, columns, classes)
-        if row_group_size is not None and row_group_size < 1:
-            raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
-        self._row_group_size = row_group_size
-        self._schema = _schema(self._layout.types, classes)
-        self._pending: list[Mapping[str, Any]] = []
-        self._pending_bytes = 0
-
-    def _begin(self) -> None:
-        # Of images (JPEGs, mostly) there is nothing to compress, and statistics would repeat whole ones.
-        small = [name for name in self._schema.names if name != "image"]
-        self._file = self._path.open("wb")
-        self._writer = pq.ParquetWriter(
-            self._file,
-            self._schema,
-            compression={name: "none" if name == "image" else "zstd" for name in self._schema.names},
-            use_dictionary=small,
-            write_statistics=small,
-        )
-
-    def _add(self, sample: Mapping[str, Any], record: bytes) -> None:
-        self._pending.append(dict(sample))
-        self._pending_bytes += len(record)
-        if len(self._pending) == self._row_group_size or (
-            self._row_group_size is None and self._pending_bytes >= GROUP_BYTES
-        ):
-            self._flush()
-
-    def _flush(self) -> None:
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        if pending:
-            columns = {name: [sample[name] for sample in pending] for name in self._schema.names}
-            self._writer.write_table(pa.table(columns, schema=self._schema))
-
-    def _finish(self) -> None:
-        self._flush()
-        self._writer.add_key_value_metadata({"raypipe.fingerprint": self._fingerprint.hexdigest()})
-        self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _close(self) -> None:
-        # What is still buffered goes into a file that is about to be removed.
-        with contextlib.suppress(pa.ArrowException, OSError):
-            self._writer.close()
-        self._file.close()
-
-
-def _schema(types: Mapping[str, str], classes: Sequence[str] | None) -> pa.Schema:
-    schema = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in types.items()])
-    if classes is None or "label" not in types:
-        return schema
-    features: dict[str, Any] = {name: {"dtype": kind, "_type": "Value"} for name, kind in types.items()}
-    features["label"] = {"names": list(classes), "_type": "ClassLabel"}
-    return schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})

@@ -91,8 +91,8 @@ def test_an_option_that_the_store_has_not(tmp_path: Path, address: str) -> None:
 
 
 def test_options_are_those_that_are_not_usual() -> None:
-    assert store_options() == store_options("image", "label", "auto") == {}
-    assert store_options("img", layout="pickle") == {"image_column": "img", "layout": "pickle"}
+    assert store_options() == store_options("image", "label") == {}
+    assert store_options("img") == {"image_column": "img"}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 from raypipe.errors import StoreError
 from raypipe.stores import open_store, parquet
 from raypipe.stores.parquet import ParquetStore
-from raypipe.stores.parquet_files import GROUP_BYTES, ParquetWriter
+from raypipe.stores.writers import GROUP_BYTES, ParquetWriter
 
 DATA = Path(__file__).with_name("data")
 HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

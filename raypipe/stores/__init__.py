@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores.base import Columns, Store, check_columns, check_indices
+from raypipe.stores.base import Columns, MemoryStore, Store, check_columns, check_indices
 
 if TYPE_CHECKING:
-    from raypipe.stores.memory import MemoryStore as MemoryStore
     from raypipe.stores.writers import LMDBWriter as LMDBWriter
     from raypipe.stores.writers import ParquetWriter as ParquetWriter
 
 _HOME = {
     "LMDBWriter": "writers",
-    "MemoryStore": "memory",
     "ParquetWriter": "writers",
     "digits_stores": "destination",
     "open_writer": "writers",

@@ -89,7 +89,7 @@ class _Archive:
 
 
 class _Opened:
-    """The archives of a store, and what is in them; see `OpenContents`."""
+    """The archives of a store, and what is in them; see `FileStore`."""
 
     groups = None
 

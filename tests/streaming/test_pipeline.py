@@ -18,7 +18,7 @@ from raypipe.device.prefetcher import Batch, HostBatch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
 from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.handover import feed

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ class ParquetStore(FileStore["_Groups"]):
 
     def cached_bytes(self) -> int:
         """Return the size of the decoded row groups held now."""
-        return 0 if self._opened is None else self._opened.num_bytes
+        return 0 if self._opened is None else self._opened.num_bytes()
 
     def forwards(self) -> ParquetStore:
         """The same store for one who goes through it once, from one end to the other: it keeps one row group."""
@@ -74,15 +73,19 @@ class _Groups:
     """The row groups of an open dataset, the last used ones decoded."""
 
     def __init__(self, dataset: Dataset, cache_bytes: int) -> None:
-        self._dataset, self._cache_bytes, self.num_bytes = dataset, cache_bytes, 0
+        self._dataset, self._cache_bytes = dataset, cache_bytes
         self.columns, self.classes = tuple(dataset.columns), dataset.classes
         self.groups, self.fingerprint = dataset.offsets, dataset.fingerprint
-        self._cache: OrderedDict[int, dict[str, pa.ChunkedArray]] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, str], pa.ChunkedArray] = OrderedDict()
         self._lock = threading.Lock()
         self.pid = os.getpid()
 
     def __len__(self) -> int:
         return int(self.groups[-1])
+
+    def num_bytes(self) -> int:
+        """Of the columns that are held now."""
+        return sum(column.get_total_buffer_size() for column in self._cache.values())
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         # Each group is visited once: its rows stand together in `order`.
@@ -95,27 +98,25 @@ class _Groups:
             for name in columns:
                 where = f"{self._dataset.groups[group].path}, column {self._dataset.columns[name].name!r}"
                 parts[name].append(_take(decoded[name], rows, name == "label", where))
-        places = np.argsort(order, kind="stable")  # where in `order` each asked-for sample stands
         return {
-            name: _join(parts[name], places, self._dataset.columns[name].type, name == "label") for name in columns
+            name: _join(parts[name], order, self._dataset.columns[name].type, name == "label") for name in columns
         }
 
     def sample_name(self, index: int) -> str:
         number, row = part_of(self.groups, index)
         return f"{self._dataset.groups[number]}, row {row}"
 
-    def _decoded(self, number: int, names: Iterable[str]) -> dict[str, pa.ChunkedArray]:
-        """Return columns of a row group, maybe with others that were asked for earlier."""
+    def _decoded(self, number: int, names: tuple[str, ...]) -> dict[str, pa.ChunkedArray]:
+        """Return columns of a row group, which become the last used."""
         with self._lock:
-            held = self._cache.pop(number, {})
-            self.num_bytes -= _num_bytes(held)  # it comes back as the last used
-            held |= self._load(number, [name for name in names if name not in held])
-            self._cache[number] = held
-            self.num_bytes += _num_bytes(held)
-            while self.num_bytes > self._cache_bytes and len(self._cache) > 1:
-                _, evicted = self._cache.popitem(last=False)
-                self.num_bytes -= _num_bytes(evicted)
-            return held
+            missing = [name for name in names if (number, name) not in self._cache]
+            self._cache.update({(number, name): column for name, column in self._load(number, missing).items()})
+            for name in names:
+                self._cache.move_to_end((number, name))
+            found = {name: self._cache[number, name] for name in names}
+            while len(self._cache) > len(found) and self.num_bytes() > self._cache_bytes:
+                self._cache.popitem(last=False)
+            return found
 
     def _load(self, number: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
         if not names:
@@ -149,10 +150,6 @@ class _Groups:
 
 def _is_hf_image(name: str, column: pa.Field) -> bool:
     return name == "image" and pa.types.is_struct(column.type)
-
-
-def _num_bytes(columns: dict[str, pa.ChunkedArray]) -> int:
-    return sum(column.get_total_buffer_size() for column in columns.values())
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -190,10 +187,12 @@ def _num_bytes_of(values: pa.Array | None) -> int:
     return values.nbytes
 
 
-def _join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
-    """Put the parts, one per group, together in the order asked for."""
+def _join(parts: list[Any], order: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
+    """Put the parts, one per group, together as they were asked for: value i of them all belongs to order[i]."""
     if not _is_number(kind):
-        values = [value for part in parts for value in part]
-        return [values[place] for place in places.tolist()]
-    joined = np.concatenate(parts)[places] if parts else np.empty(0, kind.to_pandas_dtype())
+        values = [None] * len(order)
+        for position, value in zip(order.tolist(), (value for part in parts for value in part), strict=True):
+            values[position] = value
+        return values
+    joined = np.concatenate(parts)[np.argsort(order)] if parts else np.empty(0, kind.to_pandas_dtype())
     return joined.astype(np.int64) if is_label else joined

@@ -16,7 +16,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.webdataset import Labels, Place, find_samples, index_samples
+from raypipe.stores.webdataset import Place, find_samples, index_samples
 
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
@@ -129,8 +129,8 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        labels = Labels(label_column, lambda at, num: os.pread(file.fileno(), num, at))
-        samples = find_samples(name, found, image_column, labels)
+        read = lambda at, num: os.pread(file.fileno(), num, at)  # noqa: E731
+        samples = find_samples(name, found, image_column, label_column, read)
     if samples is not None:
         return {"samples": samples}
     images: dict[str, Place] = {}

@@ -82,7 +82,8 @@ def test_an_index_that_is_no_sample(tmp_path: Path, index: Any) -> None:
 
 def test_the_list_of_another_store_names_both(tmp_path: Path) -> None:
     write_bad_list(tmp_path / "list.json", OTHER, BAD)
-    with pytest.raises(ConfigError, match=f"{STORE.fingerprint} .*made of {OTHER.address} with .*{OTHER.fingerprint}"):
+    expected = f"{STORE.fingerprint} .*made of {OTHER.address} with .*{OTHER.fingerprint}"
+    with pytest.raises(ConfigError, match=expected):
         read(tmp_path / "list.json")
 
 

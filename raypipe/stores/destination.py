@@ -26,7 +26,7 @@ from raypipe.storage.file_lock import open_lock, try_lock
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
 from raypipe.storage.local_file import cache_folder, make_cache_folder
 from raypipe.storage.remote_file import RemoteFile, digest_of_file
-from raypipe.stores.addresses import MANIFEST, is_complete, names_in, write_manifest
+from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
 from raypipe.stores.record import Sample, column_types, plain
 from raypipe.stores.writers import open_writer
 
@@ -211,7 +211,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
 
 
 def _there(dst: str, overwrite: bool) -> set[str]:
-    """Paths of the objects of the store at an address; raises StoreError unless there are none, or they may go."""
+    """Paths of the objects at an address; raises StoreError unless there are none, or they may go."""
     with explained(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)
         if filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:
@@ -219,11 +219,6 @@ def _there(dst: str, overwrite: bool) -> set[str]:
         else:
             found = {f"{path}/{name}" for name in names_in(filesystem, path)}
     if found and not overwrite:
-        if f"{path}/{MANIFEST}" in found and not is_complete(dst):
-            raise StoreError(
-                f"{dst} is not complete: another process is writing it, or was broken off. Wait for it, or "
-                "overwrite it with --overwrite"
-            )
         raise StoreError(_exists(dst))
     return found
 
@@ -237,16 +232,12 @@ def _upload(files: list[Path], dst: str, old: set[str]) -> None:
         )
         for number, file in enumerate(files)
     ]
-    was_complete = manifest in old and is_complete(dst)
     try:
-        if not was_complete:
-            write_manifest(dst, [], complete=False)
         for file, shard in zip(files, shards, strict=True):
             _copy(file, shard)
-        write_manifest(dst, shards, complete=True)
+        write_manifest(dst, shards)
     except BaseException:
-        left = {open_filesystem(shard.address)[1] for shard in shards}
-        _remove_objects(filesystem, left if was_complete else left | {manifest})
+        _remove_objects(filesystem, ({open_filesystem(shard.address)[1] for shard in shards} | {manifest}) - old)
         raise
     _remove_objects(filesystem, old - {manifest})
 

@@ -7,6 +7,7 @@ keeps the last ones decoded.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections import OrderedDict
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import open_input
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, part_of
-from raypipe.stores.parquet_files import Dataset, open_dataset
+from raypipe.stores.parquet_files import class_names, columns_of, read_files
 from raypipe.stores.parquet_pages import bounded
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
@@ -30,7 +31,10 @@ DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that Pa
 class ParquetStore(FileStore["_Groups"]):
     """A store in Parquet files, sorted by name, that all have one schema.
 
-    Null images are None, text that is no UTF-8 as well; null labels raise StoreError.
+    Null images are None, text that is no UTF-8 as well; null labels raise StoreError. The fingerprint is a hash
+    over the files' footers: schema, rows, sizes, positions and statistics, not the data, but for files by
+    `ParquetWriter`, which have a hash of the data there; and over the names of the image and label columns, where
+    they are others.
 
     Args:
         address: path or URI of a file or folder.
@@ -50,8 +54,7 @@ class ParquetStore(FileStore["_Groups"]):
         super().__init__(address, image_column, label_column, cache_bytes)
 
     def _open(self) -> _Groups:
-        image_column, label_column, cache_bytes = self._options
-        return _Groups(open_dataset(self.address, image_column, label_column), cache_bytes)
+        return _Groups(self.address, *self._options)
 
     @property
     def _contents(self) -> _Groups:
@@ -70,12 +73,25 @@ class ParquetStore(FileStore["_Groups"]):
 
 
 class _Groups:
-    """The row groups of an open dataset, the last used ones decoded."""
+    """The row groups of the files, as one sequence; the last used ones are decoded."""
 
-    def __init__(self, dataset: Dataset, cache_bytes: int) -> None:
-        self._dataset, self._cache_bytes = dataset, cache_bytes
-        self.columns, self.classes = tuple(dataset.columns), dataset.classes
-        self.groups, self.fingerprint = dataset.offsets, dataset.fingerprint
+    def __init__(self, address: str, image_column: str, label_column: str, cache_bytes: int) -> None:
+        self._filesystem, files = read_files(address)
+        first, digest = files[0], hashlib.blake2b(digest_size=16)
+        self._fields = columns_of(first, image_column, label_column)
+        self.columns, self.classes = tuple(self._fields), class_names(first.schema, label_column)
+        for file in files:
+            if not file.schema.equals(first.schema) or class_names(file.schema, label_column) != self.classes:
+                raise StoreError(
+                    f"{file.path} and {first.path} differ in schema or classes: a store has one schema"
+                )
+            digest.update(len(file.footer).to_bytes(8, "little") + file.footer)
+        if (image_column, label_column) != ("image", "label"):  # other columns are other contents
+            digest.update(repr((image_column, label_column)).encode())
+        self.fingerprint = digest.hexdigest()
+        self._groups = [group for file in files for group in file.groups()]
+        self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
+        self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], pa.ChunkedArray] = OrderedDict()
         self._lock = threading.Lock()
         self.pid = os.getpid()
@@ -96,15 +112,13 @@ class _Groups:
             rows = indices[order[bounds[group] : bounds[group + 1]]] - self.groups[group]
             decoded = self._decoded(group, columns)
             for name in columns:
-                where = f"{self._dataset.groups[group].path}, column {self._dataset.columns[name].name!r}"
+                where = f"{self._groups[group].path}, column {self._fields[name].name!r}"
                 parts[name].append(_take(decoded[name], rows, name == "label", where))
-        return {
-            name: _join(parts[name], order, self._dataset.columns[name].type, name == "label") for name in columns
-        }
+        return {name: _join(parts[name], order, self._fields[name].type, name == "label") for name in columns}
 
     def sample_name(self, index: int) -> str:
         number, row = part_of(self.groups, index)
-        return f"{self._dataset.groups[number]}, row {row}"
+        return f"{self._groups[number]}, row {row}"
 
     def _decoded(self, number: int, names: tuple[str, ...]) -> dict[str, pa.ChunkedArray]:
         """Return columns of a row group, which become the last used."""
@@ -121,12 +135,12 @@ class _Groups:
     def _load(self, number: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
         if not names:
             return {}
-        group = self._dataset.groups[number]
-        fields = {name: self._dataset.columns[name] for name in names}
+        group = self._groups[number]
+        fields = {name: self._fields[name] for name in names}
         # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.
         leaves = [f"{f.name}.bytes" if _is_hf_image(name, f) else f.name for name, f in fields.items()]
         try:
-            with open_input(self._dataset.filesystem, group.path) as file:
+            with open_input(self._filesystem, group.path) as file:
                 bytes_of, in_dictionaries = bounded(file, group.metadata, group.row_group, leaves)
                 options = {"metadata": group.metadata, "read_dictionary": in_dictionaries}
                 # What it reads is there, column by column: it must not ask for several at a time.

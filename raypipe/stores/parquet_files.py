@@ -1,13 +1,11 @@
-"""Parquet files: their footers, put together as one dataset before any row is read."""
+"""Parquet files: their footers, which tell all of them but their rows."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -38,34 +36,25 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Parquet files of one schema, as one sequence of row groups.
+class ParquetFile:
+    """A file's path in its file system, its footer as it stands there, and what that says."""
 
-    Attributes:
-        filesystem: where the files are.
-        columns: name in the store → field in the files; `image` and `label` first.
-        classes: class names from the label's Hugging Face feature, None without one.
-        groups: all row groups that have rows, in order.
-        offsets: int64 of shape (num_groups + 1,), the first sample of each group, and the end.
-        fingerprint: hash over the files' footers: schema, rows, sizes, positions and statistics, not the data, but
-            for files by `ParquetWriter`, which have a hash of the data there; and over the names of the image and
-            label columns, where they are others.
-    """
+    path: str
+    footer: bytes
+    metadata: pq.FileMetaData
+    schema: pa.Schema
 
-    filesystem: pafs.FileSystem
-    columns: dict[str, pa.Field]
-    classes: tuple[str, ...] | None
-    groups: list[Group]
-    offsets: np.ndarray
-    fingerprint: str
+    def groups(self) -> list[Group]:
+        """Its row groups that have rows."""
+        groups = [Group(self.path, self.metadata, number) for number in range(self.metadata.num_row_groups)]
+        return [group for group in groups if group.num_rows]
 
 
-def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
+def read_files(address: str) -> tuple[pafs.FileSystem, list[ParquetFile]]:
     """Read all footers at an absolute path or URI.
 
     Raises:
-        StoreError: no file, a broken file, files of different schemas, or a column that is missing or
-            of an unusable type.
+        StoreError: no file, or a broken one.
     """
     files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
     with explained(StoreError, f"{address} cannot be opened"):
@@ -73,34 +62,7 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
         paths = [open_filesystem(file.address)[1] for file in files]
     with ThreadPoolExecutor(_NUM_FOOTER_THREADS) as pool:
         footers = list(pool.map(lambda path: _read_footer(filesystem, path), paths))
-    metadata = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
-
-    schema = _arrow_schema(paths[0], metadata[0])
-    classes = _class_names(schema, label_column)
-    for path, other in zip(paths[1:], metadata[1:], strict=True):
-        other_schema = _arrow_schema(path, other)
-        if not other_schema.equals(schema) or _class_names(other_schema, label_column) != classes:
-            raise StoreError(f"{path} and {paths[0]} differ in schema or classes: a store has one schema")
-
-    groups = [
-        group
-        for path, parsed in zip(paths, metadata, strict=True)
-        for group in (Group(path, parsed, number) for number in range(parsed.num_row_groups))
-        if group.num_rows
-    ]
-    digest = hashlib.blake2b(digest_size=16)
-    for footer in footers:
-        digest.update(len(footer).to_bytes(8, "little") + footer)
-    if (image_column, label_column) != ("image", "label"):  # other columns are other contents
-        digest.update(repr((image_column, label_column)).encode())
-    return Dataset(
-        filesystem=filesystem,
-        columns=_columns(paths[0], schema, image_column, label_column),
-        classes=classes,
-        groups=groups,
-        offsets=np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64),
-        fingerprint=digest.hexdigest(),
-    )
+    return filesystem, [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
 
 
 def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
@@ -117,7 +79,7 @@ def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
         raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _parse_footer(path: str, footer: bytes) -> pq.FileMetaData:
+def _parse_footer(path: str, footer: bytes) -> ParquetFile:
     # A footer between two magics is itself a Parquet file, one without data.
     file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
     try:
@@ -130,18 +92,16 @@ def _parse_footer(path: str, footer: bytes) -> pq.FileMetaData:
             f"{path} has a broken footer: {parsed.num_rows} rows, in row groups of {sum(sizes)}, the smallest of "
             f"{min(sizes, default=0)}; copy or ingest it again"
         )
-    return parsed
-
-
-def _arrow_schema(path: str, metadata: pq.FileMetaData) -> pa.Schema:
     try:
-        return metadata.schema.to_arrow_schema()
+        schema = parsed.schema.to_arrow_schema()
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{path} has a broken schema: {error}; copy or ingest it again") from error
+    return ParquetFile(path, footer, parsed, schema)
 
 
-def _columns(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
-    """Return the store's columns, after checking that image and label are of usable types."""
+def columns_of(file: ParquetFile, image_column: str, label_column: str) -> dict[str, pa.Field]:
+    """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
+    path, schema = file.path, file.schema
     there = ", ".join(schema.names)
     renamed = {"image": image_column, "label": label_column}
     columns: dict[str, pa.Field] = {}
@@ -169,8 +129,8 @@ def _columns(path: str, schema: pa.Schema, image_column: str, label_column: str)
     return columns
 
 
-def _class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
-    """Return the names in the label's ClassLabel feature. Older files leave the feature's `_type` out."""
+def class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
+    """The names in the label's ClassLabel of Hugging Face, None without one; older files leave out its `_type`."""
     try:
         feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label_column]
         if feature.get("_type", "ClassLabel") != "ClassLabel":

@@ -22,7 +22,7 @@ from raypipe.lookup import import_name
 from raypipe.storage.filesystem import explained
 from raypipe.stores.lmdb import lmdb_files
 from raypipe.stores.lmdb_pages import LMDBFile
-from raypipe.stores.record import METADATA_KEY, check_column_types
+from raypipe.stores.record import METADATA_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,12 @@ _PICTURE, _TEXT = b"image-", b"label-"
 _MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]  # of pickle: the second byte
 _NUM_TRIED = 16  # entries at the start: their values tell the layout, and one must be a sample
-_TYPES = {int: "int64", float: "float64", bytes: "binary", str: "string"}
 
 
 def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[Sample]:
     """Yield the samples of an LMDB file or environment folder, or of a folder of `*.lmdb`.
 
-    One that damage has made unreadable, that is not in the layout, or that lacks a column of the first, is
-    {"image": None}, and a warning names it.
+    One that damage has made unreadable, or that is not in the layout, is {"image": None}, and a warning names it.
 
     Args:
         address: see above.
@@ -64,8 +62,8 @@ def _samples(file: LMDBFile, layout: str) -> Iterator[Sample]:
             f"{file.path} is raypipe's own: ingest it without a layout, and apart from files of others"
         )
     layout = _recognized(file) if layout == "auto" else layout
-    parse, types = _parser(file, layout), dict[str, str]()
-    num = 0
+    parse = _parser(file, layout)
+    num = num_bad = 0
     for key, value in _entries(file):
         if layout == "scene-text" and not key.startswith(_PICTURE):
             continue
@@ -74,19 +72,17 @@ def _samples(file: LMDBFile, layout: str) -> Iterator[Sample]:
             if value is None:
                 raise ValueError("it is damaged")
             sample = parse(key, value)
-            types = types or _types_of(sample)
-            sample = {name: _checked(sample, name, kind) for name, kind in types.items()}
-        except (ValueError, StoreError) as error:
+        except ValueError as error:
             reason = f"at key {key[:40]!r}: {error}"
-            if not types and num == _NUM_TRIED:
-                raise StoreError(f"{file.path} is not in the layout {layout}: {reason}") from None
             logger.warning("%s has a bad sample %s", file.path, reason)
-            sample = {"image": None}
+            sample, num_bad = {"image": None}, num_bad + 1
+            if num_bad == num == _NUM_TRIED:
+                break
         yield sample
     if not num:
         which = ", none that begins with image-, as scene-text has them" if layout == "scene-text" else ""
         raise StoreError(f"{file.path} holds no samples: {file.num_entries} keys{which}")
-    if not types:
+    if num_bad == num:
         raise StoreError(f"{file.path} is not in the layout {layout}: {reason}")
 
 
@@ -159,30 +155,11 @@ def _parser(file: LMDBFile, layout: str) -> Parse:
 
 def _from_pickle(_: bytes, value: memoryview) -> Sample:
     found = loads(value)
-    if isinstance(found, dict) and "image" in found:
-        return found
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise ValueError(f"it is a pickled {type(found).__name__}, not (image, label)")
-    return {"image": found[0], "label": found[1]}
-
-
-def _types_of(sample: Sample) -> dict[str, str]:
-    types = {name: _TYPES.get(type(value), type(value).__name__) for name, value in sample.items()}
-    if not all(isinstance(name, str) for name in types):
-        raise ValueError(f"its columns are {list(types)!r:.200}, not text")
-    check_column_types(types)
-    return types
-
-
-def _checked(sample: Sample, name: str, kind: str) -> Any:
-    if name not in sample:
-        raise ValueError(f"it has no {name}")
-    value = sample[name]
-    if value is None and kind in ("binary", "string"):
-        return None
-    if _TYPES.get(type(value)) != kind or (kind == "int64" and not -(1 << 63) <= value < 1 << 63):
-        raise ValueError(f"its {name} is {type(value).__name__}, not {kind}")
-    return value
+    pair = [found.get("image"), found.get("label")] if isinstance(found, dict) else found
+    kinds = [type(each).__name__ for each in pair[:3]] if isinstance(pair, tuple | list) else []
+    if kinds != ["bytes", "int"] or not -(1 << 63) <= pair[1] < 1 << 63:
+        raise ValueError(f"it is a pickled {type(found).__name__} of {kinds}, not (image, label)")
+    return {"image": pair[0], "label": pair[1]}
 
 
 _MAX_INSTRUCTIONS = 10_000  # an image and what belongs to it take about ten

@@ -56,7 +56,6 @@ class FileWriter(ABC):
         self._classes = None if classes is None else tuple(classes)
         self._fingerprint = Fingerprint(self._layout.types, self._classes)
         self._batch: list[tuple[Mapping[str, Any], bytes]] = []
-        self._batch_size: int | None = None
         self._num_bytes = self._count = 0
 
     @property
@@ -80,9 +79,7 @@ class FileWriter(ABC):
         self._fingerprint.add(record)
         self._batch.append((dict(sample), record))
         self._num_bytes += len(record)
-        if len(self._batch) == self._batch_size or (
-            self._batch_size is None and self._num_bytes >= self.batch_bytes
-        ):
+        if self._is_full():
             with self._explained("written"):
                 self._flush()
 
@@ -105,6 +102,9 @@ class FileWriter(ABC):
             yield
         except (lmdb.Error, pa.ArrowException, OSError) as error:
             raise StoreError(f"{self._path} cannot be {what}: {error}") from error
+
+    def _is_full(self) -> bool:
+        return self._num_bytes >= self.batch_bytes
 
     def _flush(self) -> None:
         if self._batch:
@@ -192,7 +192,7 @@ class ParquetWriter(FileWriter):
         super().__init__(path, columns, classes)
         if row_group_size is not None and row_group_size < 1:
             raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
-        self._batch_size = row_group_size
+        self._row_group_size = row_group_size
         types = self._layout.types
         self._schema = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in types.items()])
         if classes is not None and "label" in types:
@@ -200,6 +200,9 @@ class ParquetWriter(FileWriter):
             features["label"] = {"names": list(classes), "_type": "ClassLabel"}
             about = json.dumps({"info": {"features": features}})
             self._schema = self._schema.with_metadata({"huggingface": about})
+
+    def _is_full(self) -> bool:
+        return len(self._batch) == self._row_group_size if self._row_group_size else super()._is_full()
 
     def _open(self) -> None:
         # Of images (JPEGs, mostly) there is nothing to compress, and statistics would repeat whole ones.

@@ -34,9 +34,9 @@ _STORES = {
     "lmdb": ("lmdb", "LMDBStore"),
     "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
     "parquet": ("parquet", "ParquetStore"),
-    "tar": ("tar", "TarStore"),
+    "tar": ("tar_and_zip", "TarStore"),
     "tfrecord": ("tfrecord", "tfrecord_samples"),
-    "zip": ("zip", "ZipStore"),
+    "zip": ("tar_and_zip", "ZipStore"),
 }
 # End of a file's name → kind; TFRecord has names of its own. The first four are read from object stores too.
 _ENDS = {".lmdb": "lmdb", ".parquet": "parquet", ".tar": "tar", ".zip": "zip", ".h5": "hdf5", ".hdf5": "hdf5"}

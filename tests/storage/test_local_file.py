@@ -43,7 +43,7 @@ from raypipe.commands.cli import main, parse_run
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_source, open_store
-from raypipe.stores import base, folder, hdf5, lmdb, parquet, tar, tfrecord, zip
+from raypipe.stores import base, folder, hdf5, lmdb, parquet, tar_and_zip, tfrecord
 from raypipe.transform.transform_steps import read_steps
 
 def store(path):

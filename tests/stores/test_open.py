@@ -15,8 +15,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.parquet import ParquetStore
-from raypipe.stores.tar import TarStore
-from raypipe.stores.zip import ZipStore
+from raypipe.stores.tar_and_zip import TarStore, ZipStore
 
 from conftest import write_tar  # isort: skip
 

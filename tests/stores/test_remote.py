@@ -23,7 +23,7 @@ from raypipe.storage.whole_file import read_json
 from raypipe.stores import Store, destination, open_store, open_writer
 from raypipe.stores.addresses import MANIFEST, expand, list_files
 from raypipe.stores.destination import new_remote
-from raypipe.stores.tar import TarStore
+from raypipe.stores.tar_and_zip import TarStore
 
 CLASSES = ("ant", "bee", "cat")
 IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (9000 * i) for i in range(12)]

@@ -34,7 +34,6 @@ Parse = Callable[[bytes, memoryview], Sample]
 _ABOUT_ALL = (b"__keys__", b"__len__", b"__meta__", b"length", b"meta_info.txt", b"num-samples")
 _PICTURE, _TEXT = b"image-", b"label-"
 _MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]  # of pickle: the second byte
 _NUM_TRIED = 16  # entries at the start: their values tell the layout, and one must be a sample
 
 
@@ -95,30 +94,18 @@ def _recognized(file: LMDBFile) -> str:
     if file.get(b"num-samples") is not None and file.get(_PICTURE + b"000000001") is not None:
         return "scene-text"
     found = [(key, bytes(value or b"")[:16]) for key, value in itertools.islice(_entries(file), _NUM_TRIED)]
-    kinds = [_kind_of(value) for _, value in found]
-    # A few may be damaged.
-    most = next((kind for kind in ("image", "pickle") if 4 * kinds.count(kind) >= 3 * len(kinds)), "")
-    if most == "image":
-        return most
-    advice = "or name a function of yours that makes a sample of a key and a value: --layout module:function"
-    if most == "pickle":
-        raise StoreError(
-            f"{file.path} holds pickled values, which can be programs, and are not unpickled by default. If they "
-            f"are (image, label), as Efficient-PyTorch writes them, --layout pickle reads them, plain data alone; "
-            f"{advice}"
-        )
+    if 4 * sum(_is_image(value) for _, value in found) >= 3 * len(found):  # a few may be damaged
+        return "image"
     shown = "; ".join(f"{key[:40]!r}: {value!r}" for key, value in found[:2])
     raise StoreError(
-        f"{file.path} has no __raypipe__ record, and its values are no images ({shown}): its layout is not known. "
-        f"Ingest it from its source, {advice}"
+        f"{file.path} has no __raypipe__ record, and its values are no images ({shown}): name its layout. "
+        "--layout pickle reads pickled (image, label), as Efficient-PyTorch writes them, and runs nothing of them; "
+        "--layout module:function names a function of yours that makes a sample of a key and a value"
     )
 
 
-def _kind_of(start: bytes) -> str:
-    """What a value that begins so is: "image", "pickle", or "" for anything else."""
-    if start.startswith(_MAGICS) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP"):
-        return "image"
-    return "pickle" if start[:1] == b"\x80" and start[1:2] in _PROTOCOLS else ""
+def _is_image(start: bytes) -> bool:
+    return start.startswith(_MAGICS) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
 def _parser(file: LMDBFile, layout: str) -> Parse:
@@ -155,7 +142,7 @@ def _parser(file: LMDBFile, layout: str) -> Parse:
 
 def _from_pickle(_: bytes, value: memoryview) -> Sample:
     found = loads(value)
-    pair = [found.get("image"), found.get("label")] if isinstance(found, dict) else found
+    pair: Any = [found.get("image"), found.get("label")] if isinstance(found, dict) else found
     kinds = [type(each).__name__ for each in pair[:3]] if isinstance(pair, tuple | list) else []
     if kinds != ["bytes", "int"] or not -(1 << 63) <= pair[1] < 1 << 63:
         raise ValueError(f"it is a pickled {type(found).__name__} of {kinds}, not (image, label)")

@@ -62,10 +62,6 @@ class ParquetStore(FileStore["_Groups"]):
             self.close()  # in a forked child, since its parent's lock may have been held
         return super()._contents
 
-    def cached_bytes(self) -> int:
-        """Return the size of the decoded row groups held now."""
-        return 0 if self._opened is None else self._opened.num_bytes()
-
     def forwards(self) -> ParquetStore:
         """The same store for one who goes through it once, from one end to the other: it keeps one row group."""
         image_column, label_column, _ = self._options

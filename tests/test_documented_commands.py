@@ -263,7 +263,6 @@ def write_hugging_face(image: str = "image", label: str = "label") -> None:
 
 
 GIVEN: dict[str, Callable[[], None]] = {
-    "church_outdoor_train_lmdb": lambda: write_lsun("church_outdoor_train_lmdb"),
     "bedroom_train_lmdb": lambda: write_lsun("bedroom_train_lmdb"),
     "train.lmdb": write_pickles,
     "other.lmdb": write_layout,

@@ -18,8 +18,8 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
 from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
-from raypipe.stores.memory import MemoryStore
-from raypipe.stores.parquet_files import ParquetWriter
+from raypipe.stores.base import MemoryStore
+from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.handover import feed
 from raypipe.streaming.pipeline import dataset, splits, stream

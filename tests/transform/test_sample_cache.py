@@ -24,8 +24,8 @@ from PIL import Image
 from raypipe.config import Cache, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
+from raypipe.stores.base import MemoryStore
 from raypipe.stores.folder import FolderStore
-from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec

@@ -24,7 +24,8 @@ from raypipe.commands import audit, bench, capacity, doctor
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.logs import printable
-from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
+from raypipe.storage.files import read_whole
+from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem
 from raypipe.storage.lease import check_owner
 from raypipe.stores import open_source, open_store, store_options
 

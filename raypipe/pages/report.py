@@ -23,8 +23,8 @@ from raypipe.errors import ConfigError
 from raypipe.logs import STAGES
 from raypipe.metrics.records import METRICS, parse, read_records, told
 from raypipe.pages import Series
-from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
-from raypipe.storage.whole_file import write_text
+from raypipe.storage.files import read_whole, write_text
+from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem
 from raypipe.stores.base import title_of
 
 FILE_NAME = "report.html"

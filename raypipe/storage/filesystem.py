@@ -30,7 +30,6 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
-from raypipe.storage.local_file import regular_path
 
 _UNDERSTOOD = "local paths, file://, s3://, gs://, az:// and abfs://"
 _AZURE_FORMS = "az://container/path, or abfs://container@account.dfs.core.windows.net/path"
@@ -137,27 +136,6 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{uri}: {one_line(error)}") from error
     return filesystem, f"{bucket}/{unquote(path)}".rstrip("/")
-
-
-def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
-    """A file, open for reading; on this machine a regular one.
-
-    Raises:
-        OSError: it cannot be opened, or is something else.
-    """
-    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        return filesystem.open_input_file(path)
-    with regular_path(path) as opened:
-        return filesystem.open_input_file(opened)
-
-
-def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
-    """What a file holds, opened by `open_input`; None where there is none."""
-    try:
-        with open_input(filesystem, path) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.storage.files import RemoteFile, opened
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
-from raypipe.storage.remote_file import RemoteFile, opened
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns, FileStore, image_and_label_first, part_of
 from raypipe.stores.lmdb_foreign import ForeignShard
@@ -140,8 +140,7 @@ class RemoteShard:
         Raises:
             StoreError: it cannot be fetched or read, or is another one by now.
         """
-        with shared_cache().use(self.file, self._open) as shard:
-            shard.read_into(rows, positions, keys, columns)
+        shared_cache().get(self.file, self._open).read_into(rows, positions, keys, columns)
 
     def _open(self, path: Path) -> Shard:
         try:

@@ -18,7 +18,7 @@ from raypipe.rayext.cluster import Allocation, connect, preflight
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
-from raypipe.train.checkpoints import find_newest, set_aside
+from raypipe.train.checkpoints import find_newest
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, remove_stop, request_stop, stop_requested, store_config
 from raypipe.transform.decode import missing_extension
@@ -54,11 +54,11 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     check_augment(run.augment)
 
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
-    found = find_newest(run_uri, spec.plan.check)
-    for name, reason in found.passed_over.items():
+    newest, passed_over = find_newest(run_uri, spec.plan.check)
+    for name, reason in passed_over.items():
         progress(logger, f"not resumed from {name}: {reason}")
     if run.resume:
-        progress(logger, f"resumed from {found.checkpoint.name if found.checkpoint else 'the beginning'}")
+        progress(logger, f"resumed from {newest.name if newest else 'the beginning'}")
     with Interrupts() as interrupts:
         connect(log=run.log)
         interrupts.stand()
@@ -67,7 +67,6 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         check_memory(spec, allocation.max_actors, allocation.workers)
         interrupts.check()
         # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
-        set_aside(run_uri, found)
         if stop_was_asked:
             remove_stop(run_uri)
         store_config(run, run_uri)

@@ -72,6 +72,7 @@ class Trainer:
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         found = self._newest()
+        self._checkpoint = found.name if found else ""
         self.device = torch.device(device) if device else ray.train.torch.get_device()
         # First of all the stream: its pool starts while the model is built.
         self.feed: Feed = feed(
@@ -261,7 +262,8 @@ class Trainer:
             self._check_lease()
             file = io.BytesIO()
             torch.save({**self.learner.state(), "metrics": self.metrics}, file)
-            write_checkpoint(self.run_uri, self.feed.cursor, file.getbuffer(), metrics)
+            at, state = self.feed.cursor, file.getbuffer()
+            self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
         ray.train.report(metrics)
 
     def _check_lease(self) -> None:
@@ -277,7 +279,7 @@ class Trainer:
         context = ray.train.get_context()
         found = None
         if context.get_world_rank() == 0:
-            found = find_newest(self.run_uri, self.plan.check).checkpoint
+            found, _ = find_newest(self.run_uri, self.plan.check)
         return broadcast_from_rank_zero(found) if context.get_world_size() > 1 else found
 
 

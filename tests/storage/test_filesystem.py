@@ -12,6 +12,7 @@ import pytest
 from s3_server import FaultyProxy, environment
 
 from raypipe.errors import ConfigError, RaypipeError, StoreError
+from raypipe.storage.files import check_place, read_json
 from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
@@ -23,7 +24,6 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split,
 )
-from raypipe.storage.whole_file import check_place, read_json
 from raypipe.stores import open_store
 
 

@@ -14,8 +14,7 @@ import pytest
 import tfrecords
 
 from raypipe.errors import StoreError
-from raypipe.storage.file_lock import locked, open_lock, try_lock
-from raypipe.storage.local_file import is_own_folder, make_own_folder, open_regular
+from raypipe.storage.local_file import is_own_folder, locked, make_own_folder, open_lock, open_regular, try_lock
 from raypipe.stores import open_writer
 
 from conftest import write_tar  # isort: skip

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch, HostBatch
 from raypipe.errors import ResourceError, SampleError
-from raypipe.storage.file_lock import progress
+from raypipe.storage.local_file import progress
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import feed

@@ -77,7 +77,7 @@ def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_onc
             located(dataclasses.replace(run, name=second.name)),
         ):
             pass
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("command", ["train", "search"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import ConfigError
-from raypipe.storage.whole_file import check_place, read_json, read_text, write_json, write_text
+from raypipe.storage.files import check_place, read_json, read_text, write_json, write_text
 
 
 @pytest.mark.parametrize("as_uri", [False, True])

@@ -2,12 +2,11 @@
 
 RUN/lease/TOKEN.json says who: machine, process, since when. Its process renews it every 10 s. Once that process is
 dead, another one of the same machine sees so and takes the folder at once. One of another machine waits until the
-claim is renewed, and gives up, or is a minute old, and takes it.
+claim is renewed, and gives up, or has not been for a minute, and takes it.
 
 Two processes that start at one time each write such a claim, then look for others. Since both write first, at
 least one of them sees the other, and the later one gives up its own. So two never have the folder, on any storage
-that shows a file to all as soon as it is written. No clock is compared with that of another machine: ages are
-differences between times that the storage gave.
+that shows a file to all as soon as it is written. No clock is compared with that of another machine.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "lease"
 _RENEW_S = 10.0
-_EXPIRES = datetime.timedelta(minutes=1)  # six renewals: a store that is slow for half a minute loses nobody's run
-_LOOK_S = 1.0
+_EXPIRES_S = 60.0  # six renewals: a store that is slow for half a minute loses nobody's run
+_LOOK_S = 0.5
 _RACE_S = 3.0  # in which who started at the same time gives up
 _ROOT = 0  # who needs no planted file to run code here
 
@@ -135,15 +134,19 @@ class _Claim:
         """Come to be the only one that claims the folder; or raise RunExistsError."""
         self._filesystem.create_dir(self._folder, recursive=True)
         self._write()
-        begun, seen = time.monotonic(), dict[str, datetime.datetime]()
+        begun, seen = time.monotonic(), dict[str, Any]()
         while rivals := self._rivals():
-            for token, (claim, renewed) in rivals.items():
-                if token not in seen and not _is_here(claim):
+            waited_s = time.monotonic() - begun
+            for path, claim, renewed in rivals:
+                is_here = claim["machine"] == _machine() != ""
+                if path not in seen and not is_here:
                     logger.warning("waiting a minute at most for a sign of life of %s", claim["who"])
-                lives = _is_here(claim) or renewed != seen.setdefault(token, renewed)
+                is_silent = not is_here and seen.setdefault(path, renewed) == renewed
+                if waited_s > _EXPIRES_S if is_silent else is_here and _started(claim["pid"]) != claim["started"]:
+                    with contextlib.suppress(pa.ArrowException, OSError):
+                        self._filesystem.delete_file(path)
                 # Of several that start at one time, the first stays and waits until the others have given up.
-                first = (self._since, self.token) < (claim["since"], token)
-                if lives and (not first or time.monotonic() - begun > _RACE_S):
+                elif not is_silent and (claim["since"] < self._since or waited_s > _RACE_S):
                     raise RunExistsError(
                         f"{self._run_uri} is in use by {claim['who']}: wait for that run, end it with "
                         "`raypipe stop`, or choose another --name"
@@ -151,21 +154,13 @@ class _Claim:
             time.sleep(_LOOK_S)
             self._renew()
 
-    def _rivals(self) -> dict[str, tuple[dict[str, Any], datetime.datetime]]:
-        """Who else claims the folder and may live, by token, and when that was renewed. Claims of the dead go."""
-        found = {}
+    def _rivals(self) -> list[tuple[str, dict[str, Any], datetime.datetime]]:
+        """The claims of others: path, content, and when each was renewed."""
+        found = []
         for info in self._filesystem.get_file_info(pyarrow.fs.FileSelector(self._folder)):
-            if info.type == pyarrow.fs.FileType.File and info.extension == "json":
+            if info.extension == "json" and info.path != self._path:
                 with contextlib.suppress(FileNotFoundError):  # given back in this moment
-                    found[info.base_name.removesuffix(".json")] = self._read(info.path), info.mtime
-        if self.token not in found:
-            raise RunExistsError(f"{self._run_uri} was taken by another process at this moment")
-        _, now = found.pop(self.token)
-        for token, (claim, renewed) in [*found.items()]:
-            if _started(claim["pid"]) != claim["started"] if _is_here(claim) else now - renewed > _EXPIRES:
-                del found[token]
-                with contextlib.suppress(pa.ArrowException, OSError):
-                    self._filesystem.delete_file(f"{self._folder}/{token}.json")
+                    found.append((info.path, self._read(info.path), info.mtime))
         return found
 
     def _read(self, path: str) -> dict[str, Any]:
@@ -213,8 +208,3 @@ class _Claim:
             self._filesystem.delete_file(self._path)
             Path(self._folder).rmdir()
             Path(self._folder).parent.rmdir()
-
-
-def _is_here(claim: dict[str, Any]) -> bool:
-    """Whether a claim's process is one that this process could see."""
-    return bool(claim["machine"]) and claim["machine"] == _machine()

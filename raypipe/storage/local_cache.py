@@ -1,15 +1,13 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
-    CACHE/shards/KEY/        one folder per version of an object
+    CACHE/shards/KEY/        one folder per version of an object; its time of change is that of the last use
         data                 the whole object
         partial-BOOT         its first bytes, while it is being downloaded, since this start of the machine
-        lock                 exclusive lock: somebody is downloading, opening or evicting it. Its length is the
-                             room that the object has or will have, its time of change that of the last use
-    CACHE/shards/.lock       exclusive lock: somebody is making room
+    CACHE/shards/.lock       exclusive lock: somebody is downloading, and makes room for it
 
-All processes of a node share it. A shard is downloaded once, by whoever comes first, while others wait. When
-another needs its room it is evicted, least recently used first: who has it open reads on in the file that has no
-name any more, and closes it within half a second if it is idle.
+All processes of a node share it. One shard is downloaded at a time, by whoever comes first. When another needs its
+room it is evicted, least recently used first: who has it open reads on in the file that has no name any more, and
+closes it within half a second if it is idle.
 
     RAYPIPE_CACHE          the folder; raypipe's in the user's cache by default
     RAYPIPE_CACHE_BYTES    limit of all shards together; nine tenths of what the disk has free by default
@@ -33,16 +31,7 @@ from typing import Any, TypeVar
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
-from raypipe.storage.local_file import (
-    POLL_S,
-    boot_id,
-    cache_folder,
-    locked,
-    make_cache_folder,
-    open_lock,
-    progress,
-    try_lock,
-)
+from raypipe.storage.local_file import boot_id, cache_folder, locked, make_cache_folder, progress
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +43,8 @@ _MAX_OPEN = 256
 _LOOK_S = 0.5
 # A ranged read of a download: times _NUM_AHEAD, it is what a process that dies has read for nothing.
 PART_BYTES = 8 << 20
-# Reads of a download under way at a time: object stores give a connection some 50 to 100 MB/s.
-_NUM_AHEAD = 4
+# Reads under way at a time, for the whole node: object stores give a connection some 50 to 100 MB/s.
+_NUM_AHEAD = 16
 # The time of change of what nobody has touched since it was downloaded.
 _UNTOUCHED_NS = 0
 
@@ -112,7 +101,7 @@ class LocalCache:
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
         with contextlib.suppress(OSError):  # somebody may have emptied the cache
-            os.utime(held.lock)
+            os.utime(self.folder_of(file))
         return held.content
 
     def folder_of(self, file: RemoteFile) -> Path:
@@ -138,71 +127,53 @@ class LocalCache:
             self.close_evicted()
 
     def _enter(self, file: RemoteFile, opener: Callable[[Path], Any]) -> _Open:
-        folder = self.folder_of(file)
-        data, lock = folder / "data", folder / "lock"
+        data = self.folder_of(file) / "data"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with locked(lock):
-                if not _is_whole(data, file):
-                    self._make_room(file, lock)
-                    _fetch(file, folder)
-                return _Open(opener(data), data.stat().st_ino, lock)
+            data.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                if _is_whole(data, file):
+                    try:
+                        return _Open(opener(data), _inode(data))
+                    except (OSError, StoreError):
+                        if _is_whole(data, file):  # and not evicted in this moment
+                            raise
+                with locked(self._folder / ".lock"):
+                    if not _is_whole(data, file):
+                        self._make_room(file)
+                        _fetch(file, data.parent)
         except OSError as error:
             raise StoreError(
-                f"{folder} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
+                f"{data.parent} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
                 "RAYPIPE_CACHE to another disk"
             ) from error
 
-    def _make_room(self, file: RemoteFile, lock: Path) -> None:
-        """Evict shards until this one fits, and reserve its room."""
-        os.truncate(lock, 0)  # two that were broken off and want the room of each other would wait for ever
-        while True:
-            with locked(self._folder / ".lock"):
-                others = set(self._folder.glob("*/lock")) - {lock}
-                sizes = {path: path.stat().st_size for path in others}
-                free_bytes = shutil.disk_usage(self._folder).free
-                limit = self._limit_bytes or int(_DISK_SHARE * (free_bytes + sum(sizes.values())))
-                if file.num_bytes > limit:
-                    raise StoreError(
-                        f"{file.address} has {file.num_bytes:,} bytes, the cache in {self._folder} a limit of "
-                        f"{limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or ingest "
-                        "into smaller shards (--shards)"
-                    )
-                if _evict(sizes, limit - file.num_bytes):
-                    os.truncate(lock, file.num_bytes)
-                    return
-            progress()  # the others are being downloaded: once they are here, they may be evicted
-            time.sleep(POLL_S)
+    def _make_room(self, file: RemoteFile) -> None:
+        """Evict shards, least recently used first, until this one fits."""
+        folders = {path: path.stat().st_mtime_ns for path in self._folder.iterdir() if path.is_dir()}
+        folders.pop(self.folder_of(file), None)
+        order = sorted(folders, key=folders.__getitem__)
+        contents = [path for folder in order for path in (folder / "data", *folder.glob("partial-*"))]
+        sizes = {path: path.stat().st_size for path in contents if path.exists()}
+        held = sum(sizes.values())
+        limit = self._limit_bytes or int(_DISK_SHARE * (shutil.disk_usage(self._folder).free + held))
+        if file.num_bytes > limit:
+            raise StoreError(
+                f"{file.address} has {file.num_bytes:,} bytes, the cache in {self._folder} a limit of {limit:,}: "
+                "raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or ingest into smaller shards "
+                "(--shards)"
+            )
+        for path, num_bytes in sizes.items():
+            if held + file.num_bytes > limit:
+                path.unlink(missing_ok=True)
+                held -= num_bytes
 
 
 @dataclass
 class _Open:
-    """A shard that this process has open, of which file, and its lock."""
+    """A shard that this process has open, and of which file."""
 
     content: Any
     inode: int
-    lock: Path
-
-
-def _evict(sizes: dict[Path, int], wanted: int) -> bool:
-    """Evict, least recently used first, until at most `wanted` bytes are left; whether that could be.
-
-    Args:
-        sizes: bytes of all shards, by their locks.
-        wanted: bytes that may be left.
-    """
-    left = sum(sizes.values())
-    for path in sorted(filter(sizes.get, sizes), key=lambda path: path.stat().st_mtime_ns):
-        if left <= wanted:
-            break
-        lock = open_lock(path)
-        if try_lock(lock, exclusive=True):
-            for file in (path.with_name("data"), *path.parent.glob("partial-*")):
-                file.unlink(missing_ok=True)
-            os.ftruncate(lock, 0)
-            left -= sizes[path]
-        os.close(lock)
-    return left <= wanted
 
 
 def _is_whole(data: Path, file: RemoteFile) -> bool:

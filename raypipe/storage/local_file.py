@@ -12,7 +12,7 @@ from pathlib import Path
 
 from raypipe.errors import StoreError
 
-POLL_S = 0.05
+_POLL_S = 0.05
 
 on_progress: list[Callable[[], None]] = []
 """Called while a download, or the wait for another process's, goes on: such time is not the transform's."""
@@ -89,7 +89,7 @@ def wait_for_lock(descriptor: int, exclusive: bool) -> None:
     """Take a lock as soon as whoever holds it gives it back, or dies."""
     while not try_lock(descriptor, exclusive):
         progress()
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

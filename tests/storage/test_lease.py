@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pyarrow.fs
@@ -28,9 +27,8 @@ from raypipe.train.run_folder import store_config
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of the module, in tenths of seconds instead of seconds."""
-    for name, seconds in (("_RENEW_S", 0.5), ("_LOOK_S", 0.1), ("_RACE_S", 0.5)):
+    for name, seconds in (("_RENEW_S", 0.5), ("_LOOK_S", 0.1), ("_RACE_S", 0.5), ("_EXPIRES_S", 2.5)):
         monkeypatch.setattr(lease, name, seconds)
-    monkeypatch.setattr(lease, "_EXPIRES", timedelta(seconds=3))
 
 
 @contextlib.contextmanager

@@ -199,7 +199,7 @@ def test_who_reads_a_shard_that_is_evicted_reads_on_and_its_room_is_free_afterwa
     assert content_of(caches[0], one) == remote_bytes(one)
 
 
-def test_a_download_waits_for_the_room_of_another(
+def test_a_node_downloads_one_shard_at_a_time(
     put: Put, bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = put("a"), put("b")
@@ -225,7 +225,7 @@ def test_what_was_being_downloaded_at_the_last_start_of_the_machine_is_not_gone_
     (cache.folder_of(file) / "partial-another").write_bytes(bytes(SIZE // 2))
     assert content_of(cache, file) == remote_bytes(file)
     assert sent(proxy) == 2 * SIZE
-    assert sorted(path.name for path in cache.folder_of(file).iterdir()) == ["data", "lock"]
+    assert sorted(path.name for path in cache.folder_of(file).iterdir()) == ["data"]
 
 
 def test_a_forked_child_has_a_view_of_its_own(put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,9 @@ def read_json(address: str | Path) -> Any:
     Raises:
         ConfigError: it cannot be read, is larger, or is no JSON.
     """
-    content = _read(address, _MAX_JSON_BYTES)
+    text = read_text(address, _MAX_JSON_BYTES)
     try:
-        return json.loads(content)
+        return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{address} is no JSON: {error}") from error
 
@@ -72,20 +72,14 @@ def read_text(address: str | Path, max_bytes: int) -> str:
     Raises:
         ConfigError: it cannot be read, is larger than `max_bytes`, or is no UTF-8.
     """
-    content = _read(address, max_bytes)
+    with explained(ConfigError, f"{address} cannot be read"), open_input(*open_filesystem(address)) as file:
+        if file.size() > max_bytes:
+            raise ConfigError(f"{address} cannot be read: it has more than {max_bytes:,} bytes")
+        content = file.read()
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{address} is no text: {error}") from error
-
-
-def _read(address: str | Path, max_bytes: int) -> bytes:
-    with explained(ConfigError, f"{address} cannot be read"):
-        filesystem, path = open_filesystem(address)
-        with open_input(filesystem, path) as file:
-            if file.size() <= max_bytes:
-                return file.read()
-    raise ConfigError(f"{address} cannot be read: it has more than {max_bytes:,} bytes")
 
 
 def write_json(address: str | Path, content: dict[str, Any]) -> None:

@@ -54,20 +54,18 @@ _CREDENTIALS = {
 _ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
 # In the path of Ray's copies of working directories (ray._private.runtime_env).
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
-# Part of an error's text → what to do about it.
+# Parts of an error's text → what to do about it.
 _ADVICE = {
-    "NO_SUCH_BUCKET": "there is no such bucket: make it, or mend the address",
-    "not found. To create buckets": "make the bucket, or mend the address",
-    "OAuth2": "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS",
-    "DefaultAzureCredential": "check the credentials, which every node needs: AZURE_STORAGE_KEY",
-    "NETWORK_CONNECTION": "check the network, and AWS_ENDPOINT_URL if it is set",
-    **dict.fromkeys(
-        ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403"),
-        "check the credentials, which every node needs",
+    ("NO_SUCH_BUCKET", "not found. To create buckets"): "make the bucket, or mend the address",
+    ("NETWORK_CONNECTION",): "check the network, and AWS_ENDPOINT_URL if it is set",
+    ("HTTP status 503", "SLOW_DOWN"): (
+        "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS"
     ),
-    **dict.fromkeys(
-        ("HTTP status 503", "SLOW_DOWN"),
-        "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS",
+    ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403"): (
+        "check the credentials, which every node needs"
+    ),
+    ("OAuth2", "DefaultAzureCredential"): (
+        "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS or AZURE_STORAGE_KEY"
     ),
 }
 
@@ -205,7 +203,7 @@ def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """The reason that a file system gives, with what to do about it where that is known."""
     reason = " ".join(str(error).split())
-    advice = next((advice for part, advice in _ADVICE.items() if part in reason), "")
+    advice = next((advice for parts, advice in _ADVICE.items() if any(part in reason for part in parts)), "")
     return f"{reason}; {advice}" if advice else reason
 
 

@@ -16,7 +16,6 @@ import datetime
 import json
 import logging
 import os
-import pwd
 import secrets
 import socket
 import threading
@@ -61,16 +60,9 @@ def check_owner(run: str, trusted: bool) -> None:
             owners = {path.lstat().st_uid} | ({path.stat().st_uid} if path.exists() else set())
             for owner in owners - {os.getuid(), _ROOT}:
                 raise ConfigError(
-                    f"{path} belongs to user {_user_name(owner)}, not to you, and a resume runs the code that "
+                    f"{path} belongs to user {owner}, not to you, and a resume runs the code that "
                     "config.yaml names and what a search has pickled: look at what is there, then add --trust=true"
                 )
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 class RunExistsError(ConfigError):
@@ -175,10 +167,9 @@ class _Claim:
             return unknown
 
     def _write(self) -> None:
-        pid, user, host = os.getpid(), _user_name(os.getuid()), socket.gethostname()
-        since = datetime.datetime.fromtimestamp(self._since, datetime.UTC)
+        pid, since = os.getpid(), datetime.datetime.fromtimestamp(self._since, datetime.UTC)
         claim = {
-            "who": f"process {pid} of {user} on {host}, since {since:%Y-%m-%d %H:%M:%S} UTC",
+            "who": f"process {pid} on {socket.gethostname()}, since {since:%Y-%m-%d %H:%M:%S} UTC",
             "since": self._since,
             "machine": _machine(),
             "pid": pid,

@@ -109,15 +109,6 @@ def progress() -> None:
         call()
 
 
-def is_own_folder(folder: Path) -> bool:
-    """Whether it is a folder of this user's, and no link to one."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-
-
 def make_own_folder(folder: Path) -> None:
     """Make a folder, if it is not there, for what nobody else is to put anything into.
 
@@ -125,7 +116,8 @@ def make_own_folder(folder: Path) -> None:
         OSError: it cannot be made, or what is there is another user's, or a link.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_own_folder(folder):
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
 
 

@@ -18,8 +18,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs
@@ -39,18 +38,17 @@ class _DamageError(Exception):
     """Why a checkpoint is not what its manifest says."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint of a run, in its folder `name`, that was read whole, and found as it was written."""
+class Checkpoint(NamedTuple):
+    """A checkpoint of a run that was read whole, and found as it was written."""
 
-    run_uri: str
     name: str
     cursor: Cursor
 
-    def state(self) -> io.BytesIO:
-        """What state.pt holds."""
-        with explained(ConfigError, f"checkpoint {self.name} of {self.run_uri} cannot be read"):
-            return io.BytesIO(_content(join(self.run_uri, self.name), STATE_FILE) or b"")
+
+def read_state(run_uri: str, name: str) -> io.BytesIO:
+    """What state.pt of a checkpoint holds."""
+    with explained(ConfigError, f"checkpoint {name} of {run_uri} cannot be read"):
+        return io.BytesIO(_content(join(run_uri, name), STATE_FILE) or b"")
 
 
 def write_checkpoint(
@@ -123,7 +121,7 @@ def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> tuple[Checkpoi
         try:
             cursor = _whole(join(run_uri, name))
             check(cursor)
-            return Checkpoint(run_uri, name, cursor), passed_over
+            return Checkpoint(name, cursor), passed_over
         except CursorError as error:
             foreign, passed_over[name] = foreign or error, str(error)
         except _DamageError as damage:

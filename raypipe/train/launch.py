@@ -72,9 +72,8 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         store_config(run, run_uri)
         progress(logger, describe(run, spec, allocation, run_uri))
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
-        loop |= {"run_uri": run_uri, "lease": lease}
         try:
-            result = _fit(run, allocation, run_uri, interrupts, loop)
+            result = _fit(loop | {"run_uri": run_uri, "lease": lease}, allocation, interrupts)
         finally:
             _leave_traces(run_uri)
     train_s = result["train_s"] or 1.0  # of a run that has not trained
@@ -135,14 +134,14 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     )
 
 
-def _fit(
-    run: RunConfig, allocation: Allocation, run_uri: str, interrupts: Interrupts, loop: dict[str, Any]
-) -> dict[str, Any]:
+def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:
     """Train on the resources that were allocated; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from ray.train.v2.api import config as ray_config
 
     from raypipe.train.loop import train_loop
     from raypipe.train.trainer import RunTrainer
+
+    run, run_uri = loop["run"], loop["run_uri"]
 
     def on_interrupt() -> None:
         request_stop(run_uri)

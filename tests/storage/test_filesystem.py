@@ -221,7 +221,7 @@ def test_a_missing_bucket_is_told_before_work_begins(bucket: str) -> None:
         check_bucket("s3://no-such/runs")
     filesystem, path = open_filesystem("s3://no-such/x")
     with (
-        pytest.raises(StoreError, match=r"^it cannot be written: .*make it, or mend the address$"),
+        pytest.raises(StoreError, match=r"^it cannot be written: .*make the bucket, or mend the address$"),
         explained(StoreError, "it cannot be written"),
         filesystem.open_output_stream(path) as file,
     ):

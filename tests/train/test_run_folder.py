@@ -73,7 +73,7 @@ def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_onc
         assert first_uri != second_uri and first.name != second.name
         assert all((tmp_path / "runs" / each.name / "lease").is_dir() for each in (first, second))
         with (
-            pytest.raises(ConfigError, match=rf"{second.name} is in use by process {os.getpid()} of"),
+            pytest.raises(ConfigError, match=rf"{second.name} is in use by process {os.getpid()} on"),
             located(dataclasses.replace(run, name=second.name)),
         ):
             pass

@@ -29,6 +29,7 @@ import os
 import signal
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -41,7 +42,6 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
 from raypipe.rayext.cluster import Allocation, cluster_resources, connect, preflight
 from raypipe.storage.files import write_json, write_text
-from raypipe.storage.filesystem import absolute
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import spec_of
 from raypipe.train.launch import Interrupts, check_augment
@@ -68,6 +68,11 @@ def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
     """
     with located(run, "tune-") as (run, folder, _):
         return _search(run, tune, folder)
+
+
+def absolute(address: str) -> str:
+    """A local path as one that a process in any folder understands; a URI, and what is empty, as it is."""
+    return str(Path(address).absolute()) if address and "://" not in address else address
 
 
 def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:

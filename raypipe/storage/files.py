@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
@@ -27,7 +26,6 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.storage.local_file import regular_path
 
-_NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 # What a scan of 14 million members takes; the longest runs' digests are a tenth of it.
 _MAX_JSON_BYTES = 1 << 30
 
@@ -189,12 +187,6 @@ def look_up(address: str) -> RemoteFile:
     """
     with opened(address) as (_, found):
         return found
-
-
-def look_up_all(addresses: list[str]) -> list[RemoteFile]:
-    """What is at each address: one request each, many at a time; see `look_up`."""
-    with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-        return list(pool.map(look_up, addresses))
 
 
 @contextlib.contextmanager

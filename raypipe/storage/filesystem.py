@@ -47,8 +47,6 @@ _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
-    "http": "RAY_AUTH_TOKEN, or RAY_JOB_HEADERS",
-    "https": "RAY_AUTH_TOKEN, or RAY_JOB_HEADERS",
 }
 # What a file system is made of beside its address begins with one of these: another value makes another one.
 _ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
@@ -78,11 +76,6 @@ def is_remote(address: str | Path) -> bool:
 def as_uri(address: str) -> str:
     """A local path or a URI as a URI that every process understands."""
     return address if "://" in address else Path(address).expanduser().resolve().as_uri()
-
-
-def absolute(address: str) -> str:
-    """A local path as one that a process in any folder understands; a URI, and what is empty, as it is."""
-    return str(Path(address).absolute()) if address and "://" not in address else address
 
 
 def join(address: str, *names: str) -> str:

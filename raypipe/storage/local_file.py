@@ -109,18 +109,6 @@ def progress() -> None:
         call()
 
 
-def make_own_folder(folder: Path) -> None:
-    """Make a folder, if it is not there, for what nobody else is to put anything into.
-
-    Raises:
-        OSError: it cannot be made, or what is there is another user's, or a link.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
-
-
 def cache_folder() -> Path:
     """RAYPIPE_CACHE, or raypipe's folder in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe"
@@ -137,9 +125,13 @@ def make_cache_folder(name: str = "") -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # who may put another in its place
         raise PermissionError(f"{cache} belongs to another user")
+    folder = cache / name
     if name:
-        make_own_folder(cache / name)
-    return cache / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
+    return folder
 
 
 def boot_id() -> str:

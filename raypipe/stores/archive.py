@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.files import RemoteFile, look_up_all, read_json, write_json
+from raypipe.storage.files import RemoteFile, look_up, read_json, write_json
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import locked, make_cache_folder, open_regular
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, part_of
 
+_NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local archive below this size, a few seconds at most.
 _SMALL_BYTES = 64 << 20
@@ -172,8 +173,8 @@ class ArchiveStore(FileStore[_Opened]):
         if self._found is None:
             listed = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
             if is_remote(self.address):
-                found = look_up_all([file.address for file in listed])
-                self._found = [file.checked(now) for file, now in zip(listed, found, strict=True)]
+                with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+                    self._found = list(pool.map(lambda file: file.checked(look_up(file.address)), listed))
         archives = [_Archive(file.address, file) for file in self._found or ()]
         archives = archives or [_Archive(file.address) for file in listed]
         with ThreadPoolExecutor(_NUM_FETCHES) as pool:

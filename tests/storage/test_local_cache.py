@@ -16,7 +16,7 @@ from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage import local_cache, local_file
-from raypipe.storage.files import RemoteFile, digest_of_file, look_up, look_up_all
+from raypipe.storage.files import RemoteFile, digest_of_file, look_up
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.local_cache import LocalCache, shared_cache
 from raypipe.storage.local_file import boot_id
@@ -284,7 +284,7 @@ def test_an_object_that_is_gone(put: Put, bucket: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"/a does not exist, or its bucket does not"):
         content_of(LocalCache(tmp_path / "shards"), file)
     with pytest.raises(StoreError, match=r"/a does not exist"):
-        look_up_all([file.address])
+        look_up(file.address)
 
 
 def test_content_without_the_recorded_digest_is_refused(put: Put, tmp_path: Path) -> None:

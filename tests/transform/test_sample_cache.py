@@ -348,7 +348,7 @@ def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = L
         store,
         plan=PlanConfig(**{"epochs": 2, "micro_batch": 6, "seed": 3} | plan),
         transform=transform,
-        pool=PoolConfig(cache="disk", cache_bytes=limit),
+        pool=PoolConfig(cache=place, cache_bytes=limit),
     )
 
 
@@ -436,7 +436,7 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", ["train", "parquet"])
+@pytest.mark.parametrize("name", ["train", pytest.param("parquet", marks=pytest.mark.soak)])
 def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume(
     name: str, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,9 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from raypipe.errors import ConfigError
 from raypipe.storage.files import read_whole
-from raypipe.storage.filesystem import explained, join, open_filesystem
+from raypipe.storage.filesystem import join
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 START = "start"
@@ -45,8 +44,7 @@ def read_records(run_uri: str, name: str = METRICS) -> Records | None:
     Raises:
         ConfigError: it cannot be read.
     """
-    with explained(ConfigError, f"{join(run_uri, name)} cannot be read"):
-        content = read_whole(*open_filesystem(join(run_uri, name)))
+    content = read_whole(join(run_uri, name))
     return None if content is None else parse(content)
 
 

@@ -42,13 +42,18 @@ def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
         return filesystem.open_input_file(opened)
 
 
-def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
-    """What a file holds, opened by `open_input`; None where there is none."""
-    try:
-        with open_input(filesystem, path) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
+def read_whole(address: str) -> bytes | None:
+    """What a file holds; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with explained(ConfigError, f"{address} cannot be read"):
+        try:
+            with open_input(*open_filesystem(address)) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
 
 
 def read_json(address: str | Path) -> Any:

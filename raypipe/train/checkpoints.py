@@ -26,7 +26,7 @@ import pyarrow.fs
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.storage.files import read_whole, sync_folder, synced_output
-from raypipe.storage.filesystem import explained, join, one_line, open_filesystem
+from raypipe.storage.filesystem import explained, join, open_filesystem
 
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
@@ -47,8 +47,7 @@ class Checkpoint(NamedTuple):
 
 def read_state(run_uri: str, name: str) -> io.BytesIO:
     """What state.pt of a checkpoint holds."""
-    with explained(ConfigError, f"checkpoint {name} of {run_uri} cannot be read"):
-        return io.BytesIO(_content(join(run_uri, name), STATE_FILE) or b"")
+    return io.BytesIO(read_whole(join(run_uri, name, STATE_FILE)) or b"")
 
 
 def write_checkpoint(
@@ -124,10 +123,8 @@ def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> tuple[Checkpoi
             return Checkpoint(name, cursor), passed_over
         except CursorError as error:
             foreign, passed_over[name] = foreign or error, str(error)
-        except _DamageError as damage:
-            passed_over[name] = str(damage)
-        except (pa.ArrowException, OSError) as error:
-            passed_over[name] = one_line(error)
+        except (_DamageError, ConfigError) as error:
+            passed_over[name] = str(error)
     if foreign:
         raise foreign
     if set(passed_over.values()) - {_CUT_OFF}:
@@ -157,13 +154,9 @@ def _place(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _content(folder: str, file: str) -> bytes | None:
-    return read_whole(*open_filesystem(join(folder, file)))
-
-
 def _whole(folder: str) -> Cursor:
     """The cursor of a checkpoint that is as it was written, checked byte by byte."""
-    manifest = _content(folder, _MANIFEST)
+    manifest = read_whole(join(folder, _MANIFEST))
     if manifest is None:
         raise _DamageError(_CUT_OFF)
     try:
@@ -173,7 +166,7 @@ def _whole(folder: str) -> Cursor:
         raise _DamageError(f"its {_MANIFEST} is {'damaged' if manifest else 'empty'}") from None
     contents = {}
     for file, (num_bytes, digest) in expected.items():
-        content = contents[file] = _content(folder, file)
+        content = contents[file] = read_whole(join(folder, file))
         if content is None:
             raise _DamageError(f"its {file} is missing")
         if len(content) != num_bytes:

@@ -174,9 +174,7 @@ class RunLog:
             self._events = EventsWriter(str(self._folder / "tensorboard/events"), f".{secrets.token_hex(4)}")
         if not self._local:
             for name in (METRICS, SAMPLES):
-                with explained(ConfigError, f"{join(run_uri, name)} cannot be read"):
-                    content = read_whole(self._filesystem, f"{self._remote}/{name}")
-                if content is not None:
+                if (content := read_whole(join(run_uri, name))) is not None:
                     (self._folder / name).write_bytes(content)
         # Of an earlier start, events from this step on are hidden.
         self._event(step=global_step + 1, file_version="brain.Event:2")

@@ -14,6 +14,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import MicroBatchId
+from raypipe.storage import files
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.train import run_folder
 from raypipe.train.checkpoints import write_checkpoint
@@ -194,9 +195,10 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path, monkeyp
     remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
 
     def from_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
-        return remote, uri.removeprefix("bucket://")
+        return (remote, uri.removeprefix("bucket://")) if uri.startswith("bucket:") else open_filesystem(uri)
 
-    monkeypatch.setattr(run_folder, "open_filesystem", from_uri)
+    for module in (run_folder, files):
+        monkeypatch.setattr(module, "open_filesystem", from_uri)
     run = tmp_path / "runs" / "mine"
     log = RunLog("bucket://runs/mine", 0)
     log.write("train", 1, loss=1.0)

@@ -31,9 +31,6 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 
-_UNDERSTOOD = "local paths, file://, s3://, gs://, az:// and abfs://"
-_AZURE_FORMS = "az://container/path, or abfs://container@account.dfs.core.windows.net/path"
-
 # A throttled request waits half a second before its second attempt, and up to 20 s before a later one: the eighth
 # comes after half a minute on average.
 _ATTEMPTS = 8
@@ -116,7 +113,8 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
     if scheme not in _KINDS:
-        raise ConfigError(f"{uri} is of an unknown scheme; understood are {_UNDERSTOOD}")
+        understood = "local paths, file://, s3://, gs://, az:// and abfs://"
+        raise ConfigError(f"{uri} is of an unknown scheme; understood are {understood}")
     host, _, path = rest.partition("/")
     bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
     if not bucket:
@@ -179,7 +177,10 @@ def _azure(host: str) -> pyarrow.fs.FileSystem:
     container, at, server = host.partition("@")
     account = server.partition(".")[0] if at else os.environ.get("AZURE_STORAGE_ACCOUNT")
     if not account:
-        raise ConfigError(f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are {_AZURE_FORMS}")
+        raise ConfigError(
+            f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or "
+            "abfs://container@account.dfs.core.windows.net/path"
+        )
     key, token = os.environ.get("AZURE_STORAGE_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
     return pyarrow.fs.AzureFileSystem(account, account_key=key or None, sas_token=(not key and token) or None)
 

@@ -132,8 +132,9 @@ class LocalCache:
             data.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 if _is_whole(data, file):
+                    inode = _inode(data)
                     try:
-                        return _Open(opener(data), _inode(data))
+                        return _Open(opener(data), inode)
                     except (OSError, StoreError):
                         if _is_whole(data, file):  # and not evicted in this moment
                             raise

@@ -29,6 +29,7 @@ import os
 import signal
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -40,13 +41,12 @@ from raypipe.commands.tune import Outcome, TuneConfig, outcome, policies, share_
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError, ResourceError
 from raypipe.rayext.cluster import Allocation, cluster_resources, connect, preflight
-from raypipe.storage.filesystem import absolute
-from raypipe.storage.whole_file import write_json, write_text
+from raypipe.storage.files import write_json, write_text
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import spec_of
 from raypipe.train.launch import Interrupts, check_augment
 from raypipe.train.learning import num_classes_of
-from raypipe.train.run_folder import as_plain, located, make_folder
+from raypipe.train.run_folder import as_plain, located
 from raypipe.transform.presets import build_transform
 
 
@@ -70,6 +70,11 @@ def search(run: RunConfig, tune: TuneConfig) -> dict[str, Any]:
         return _search(run, tune, folder)
 
 
+def absolute(address: str) -> str:
+    """A local path as one that a process in any folder understands; a URI, and what is empty, as it is."""
+    return str(Path(address).absolute()) if address and "://" not in address else address
+
+
 def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
     started = time.monotonic()
     # Trials have folders of their own to run in.
@@ -80,7 +85,6 @@ def _search(run: RunConfig, tune: TuneConfig, folder: str) -> dict[str, Any]:
     connect()
     alone = replace(run.train, workers=1, min_workers=0, num_classes=num_classes)
     gpu = preflight(run.pool, alone, run.plan.per_step).gpu
-    make_folder(folder)
     alone = replace(alone, gpu="yes" if gpu else "no")
     base = replace(run, runs=f"{folder}/trials", train=alone)
     at_once, share = share_out(cluster_resources(), base, tune.max_concurrent or tune.trials)

@@ -45,16 +45,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class _JsonHandler(logging._StderrHandler):  # type: ignore[name-defined,misc]
-    """Writes to what standard error is at the time, in place of the root logger's handlers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(JsonFormatter())
-
-
-def _json_handler() -> _JsonHandler | None:
-    return next((handler for handler in _ROOT.handlers if isinstance(handler, _JsonHandler)), None)
+_handler: logging.Handler = logging._StderrHandler()  # type: ignore[attr-defined]
+_handler.setFormatter(JsonFormatter())
 
 
 def configure_logs(log: LogFormat, **place: Any) -> None:
@@ -63,32 +55,17 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
     Text lines are left to the handlers of whoever owns the process, and have no place. With JSON, lines that Ray
     Data and Ray Train write to this process's standard error are the same, from then on.
     """
-    ours = _json_handler()
-    if log == "json" and ours is None:
-        _ROOT.addHandler(_JsonHandler())
-        _ROOT.setLevel(logging.INFO)
-        _ROOT.propagate = False
-    elif log == "text" and ours is not None:
-        _ROOT.removeHandler(ours)
-        _ROOT.setLevel(logging.NOTSET)
-        _ROOT.propagate = True
-    if log == "json":
-        _take_over_rays()
+    is_json = log == "json"
+    if is_json != (_handler in _ROOT.handlers):
+        (_ROOT.addHandler if is_json else _ROOT.removeHandler)(_handler)
+        _ROOT.setLevel(logging.INFO if is_json else logging.NOTSET)
+        _ROOT.propagate = not is_json
+    if is_json:
+        # Ray Data sets up its handlers anew when it starts something: so does this, whenever it is called.
+        for theirs in (handler for name in _RAYS_OWN for handler in logging.getLogger(name).handlers):
+            if isinstance(theirs, logging.StreamHandler) and not isinstance(theirs, logging.FileHandler):
+                theirs.setFormatter(_handler.formatter)
     log_place(**place)
-
-
-def _take_over_rays() -> None:
-    """Ray Data sets up its handlers anew when it starts something: so does this, whenever it is called."""
-    for name in _RAYS_OWN:
-        owner = logging.getLogger(name)
-        for theirs in [*owner.handlers]:
-            console = isinstance(theirs, logging.StreamHandler) and not isinstance(theirs, logging.FileHandler)
-            if console and not isinstance(theirs, _JsonHandler):
-                ours = _JsonHandler()
-                ours.setLevel(theirs.level)
-                ours.filters = theirs.filters
-                owner.removeHandler(theirs)
-                owner.addHandler(ours)
 
 
 def log_place(**place: Any) -> None:
@@ -104,10 +81,9 @@ def progress(logger: logging.Logger, text: str, **values: Any) -> None:
         text: for people.
         values: what it says, by names; for JSON.
     """
-    handler = _json_handler()
-    if handler is not None:
+    if _handler in _ROOT.handlers:
         record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values})
-        text = handler.format(record)
+        text = _handler.format(record)
     print(text, flush=True)
 
 

@@ -146,7 +146,7 @@ def digest(
         compare: compare with such a file; exit code 1 where they differ.
     """
     from raypipe.rayext.cluster import connect, preflight
-    from raypipe.storage.whole_file import check_place
+    from raypipe.storage.files import check_place
     from raypipe.streaming.digest import DigestFile, combine, iterate_digests, settings_of
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.spec import StreamSpec

@@ -29,7 +29,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
 from raypipe.logs import table
 from raypipe.lookup import version_of
-from raypipe.storage.whole_file import check_place, write_json
+from raypipe.storage.files import check_place, write_json
 from raypipe.stores import Store, open_store, store_options
 from raypipe.streaming.digest import PACKAGES
 from raypipe.transform.transform_steps import brief, config_without_files

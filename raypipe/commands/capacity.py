@@ -14,7 +14,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
-from raypipe.storage.whole_file import read_json
+from raypipe.storage.files import read_json
 
 _OBJECT_STORE_SHARE = 0.3  # of a node's memory (ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION)
 _FREED_AFTER_S = 1.0  # what was let go stays in the object store for about so long: Ray frees in rounds

@@ -24,7 +24,8 @@ from raypipe.commands import audit, bench, capacity, doctor
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.logs import printable
-from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
+from raypipe.storage.files import read_whole
+from raypipe.storage.filesystem import as_uri, join
 from raypipe.storage.lease import check_owner
 from raypipe.stores import open_source, open_store, store_options
 
@@ -235,8 +236,7 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
 
 def _stored_config(run: str) -> str:
     """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
-    with explained(ConfigError, f"the configuration of {run} cannot be read"):
-        return (read_whole(*open_filesystem(join(as_uri(run), "config.yaml"))) or b"").decode()
+    return (read_whole(join(as_uri(run), "config.yaml")) or b"").decode()
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: type) -> None:

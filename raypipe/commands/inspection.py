@@ -24,7 +24,7 @@ import numpy as np
 from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
-from raypipe.storage.whole_file import check_place
+from raypipe.storage.files import check_place
 from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.base import Store, name_of
 from raypipe.transform.decode import decode

@@ -18,8 +18,8 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import shown
 from raypipe.pages import Series
 from raypipe.plan.schedule import MicroBatchId, Plan
+from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import as_uri
-from raypipe.storage.whole_file import write_text
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 

@@ -2,8 +2,7 @@
 
     TrainerMetrics   each rank: what it was given, where its time goes, how it learns
     StreamMetrics    the process in which Ray Data schedules: the pool, and what is in flight
-    ActorMetrics     each transform actor: what it has done
-    FaultMetrics     the supervisor: what went wrong
+    Recorder         each transform actor: what it has done; the supervisor: what went wrong
 
 Ray collects them from every process and serves them on every node, under these names with `ray_` before them; see
 docs/metrics.md. A recording takes some 10 µs, so it is made once for a micro-batch in an actor, and once a second
@@ -16,7 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
     from raypipe.metrics.timing import StageTimes
     from raypipe.plan.schedule import Split
-
-Fault = Literal["actor_died", "reader_restarted", "no_room", "other"]
 
 _PERIOD_S = 1.0
 _RUN_KEY, _LOG_KEY = "raypipe.run", "raypipe.log"
@@ -90,7 +87,7 @@ def _instrument(name: str) -> Any:
     return make(name, metric.meaning, metric.labels)
 
 
-class _Recorder:
+class Recorder:
     """Records metrics of a run, by their names without raypipe_, under labels that partly do not change."""
 
     def __init__(self, run: str, **labels: str) -> None:
@@ -101,26 +98,27 @@ class _Recorder:
         values = {**self._labels, **labels}
         return {label: values[label] for label in METRICS[name].labels}
 
-    def _add(self, amounts: Mapping[str, float], **labels: str) -> None:
+    def add(self, amounts: Mapping[str, float], **labels: str) -> None:
         """Count up; by nothing, if there is nothing to count."""
         for name, amount in amounts.items():
             if amount > 0:
                 _instrument(f"raypipe_{name}").inc(amount, self._tags(f"raypipe_{name}", labels))
 
-    def _reach(self, totals: Mapping[str, float], **labels: str) -> None:
+    def reach(self, totals: Mapping[str, float], **labels: str) -> None:
         """Count up to running totals of the caller's, which start at 0."""
         for name, total in totals.items():
             key = (name, *labels.values())
             before = self._totals.get(key, 0.0)
-            self._add({name: total - before}, **labels)
+            self.add({name: total - before}, **labels)
             self._totals[key] = max(total, before)
 
-    def _set(self, values: Mapping[str, float], **labels: str) -> None:
+    def set(self, values: Mapping[str, float], **labels: str) -> None:
+        """Set gauges."""
         for name, value in values.items():
             _instrument(f"raypipe_{name}").set(value, self._tags(f"raypipe_{name}", labels))
 
 
-class TrainerMetrics(_Recorder):
+class TrainerMetrics(Recorder):
     """Of one rank; rank 0 alone tells what is the same for all."""
 
     def __init__(self, run: str, rank: int) -> None:
@@ -151,38 +149,11 @@ class TrainerMetrics(_Recorder):
         self._recorded_at = time.monotonic()
         for split, of in times.items():
             seconds = {f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s") for stage in STAGES}
-            self._reach(seconds | {"trainer_images_total": of.images}, split=split)
-        self._reach({"trainer_steps_total": steps})
-        self._set({"trainer_first_batch_seconds": first_batch_s})
+            self.reach(seconds | {"trainer_images_total": of.images}, split=split)
+        self.reach({"trainer_steps_total": steps})
+        self.set({"trainer_first_batch_seconds": first_batch_s})
         if self._rank == 0:
-            self._set(of_run | self._learnt)
-
-
-class ActorMetrics(_Recorder):
-    """Of one transform actor."""
-
-    def made(self, split: Split, *, read_s: float, work_s: float, bad: list[dict[str, Any]]) -> None:
-        """A micro-batch is made: how long reading took, and all of it; a record per bad sample of it."""
-        amounts = {
-            "actor_micro_batches_total": 1,
-            "actor_read_seconds_total": read_s,
-            "actor_work_seconds_total": work_s,
-            "bad_samples_total": len(bad),
-            "substituted_samples_total": sum(record["substitute"] is not None for record in bad),
-        }
-        self._add(amounts, split=split)
-
-    def looked_up(self, split: Split, *, hits: int, misses: int) -> None:
-        """A micro-batch was looked up in the node's cache: so many samples were there, and were not."""
-        self._add({"cache_hits_total": hits, "cache_misses_total": misses}, split=split)
-
-
-class FaultMetrics(_Recorder):
-    """Of one stream."""
-
-    def happened(self, kind: Fault) -> None:
-        """Something went wrong."""
-        self._add({"stream_faults_total": 1}, kind=kind)
+            self.set(of_run | self._learnt)
 
 
 def configure(context: DataContext, run: str, log: LogFormat) -> None:
@@ -195,7 +166,7 @@ def configure(context: DataContext, run: str, log: LogFormat) -> None:
     ]
 
 
-class StreamMetrics(_Recorder):
+class StreamMetrics(Recorder):
     """An ExecutionCallback of Ray Data's, called at each turn of its scheduler; looks once a second."""
 
     def __init__(self) -> None:  # of which run, the execution tells
@@ -221,10 +192,10 @@ class StreamMetrics(_Recorder):
             self._show(pool, pool.num_active_tasks() + waiting, waiting, actors)
 
     def _show(self, pool: Any, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
-        self._reach({"stream_micro_batches_total": pool.metrics.num_task_outputs_generated})
-        self._set({"stream_in_flight": in_flight, "stream_waiting": waiting})
+        self.reach({"stream_micro_batches_total": pool.metrics.num_task_outputs_generated})
+        self.set({"stream_in_flight": in_flight, "stream_waiting": waiting})
         for state in ("running", "restarting", "pending"):
-            self._set({"stream_actors": getattr(actors, state, 0)}, state=state)
+            self.set({"stream_actors": getattr(actors, state, 0)}, state=state)
 
     def after_execution_succeeds(self, executor: Any) -> None:
         for pool in self._pools:

@@ -1,4 +1,4 @@
-"""The records of a run, one JSON object a line: how they are written, and the one way in which they are read.
+"""The records of a run, one JSON object a line, as `raypipe.train.run_folder` writes them, and how they are read.
 
 A file of records only grows. Where a run went back to an earlier step, a line of kind "start" says so, and readers
 drop what the run did over again. Nothing is rewritten, so nothing can be lost.
@@ -6,22 +6,12 @@ drop what the run did over again. Nothing is rewritten, so nothing can be lost.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import threading
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.fs
-
-from raypipe.errors import ConfigError
-from raypipe.storage.filesystem import explained, join, open_filesystem, read_whole
-
-logger = logging.getLogger(__name__)
+from raypipe.storage.files import read_whole
+from raypipe.storage.filesystem import join
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 START = "start"
@@ -54,8 +44,7 @@ def read_records(run_uri: str, name: str = METRICS) -> Records | None:
     Raises:
         ConfigError: it cannot be read.
     """
-    with explained(ConfigError, f"{join(run_uri, name)} cannot be read"):
-        content = read_whole(*open_filesystem(join(run_uri, name)))
+    content = read_whole(join(run_uri, name))
     return None if content is None else parse(content)
 
 
@@ -84,31 +73,3 @@ def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
     if start.get("validates") and record.get("kind") in ("val", "diagnosis"):
         return record["step"] < start["step"]
     return record["step"] <= start["step"]
-
-
-class Appender:
-    """Appends records to files of a local folder. What cannot be written is lost, with one warning of the run."""
-
-    def __init__(self, folder: Path, run_uri: str) -> None:
-        self._folder, self._run_uri, self._warned = folder, run_uri, False
-        self._one_by_one = threading.Lock()
-
-    def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
-        """Append records to a file. A line that a crash or a full disk has cut off stays a line of its own."""
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        with self._one_by_one, self.best_effort(name), (self._folder / name).open("a+b") as file:
-            if file.tell():
-                file.seek(-1, 2)
-                text = text if file.read(1) == b"\n" else "\n" + text
-            file.write(text.encode())
-
-    @contextlib.contextmanager
-    def best_effort(self, what: str) -> Iterator[None]:
-        """Within, a file that cannot be written is a warning, the first time."""
-        try:
-            yield
-        except (pa.ArrowException, OSError) as error:
-            if not self._warned:
-                text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
-                logger.warning(text, what, self._run_uri, error)
-            self._warned = True

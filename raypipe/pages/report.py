@@ -23,8 +23,8 @@ from raypipe.errors import ConfigError
 from raypipe.logs import STAGES
 from raypipe.metrics.records import METRICS, parse, read_records, told
 from raypipe.pages import Series
-from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem, read_whole
-from raypipe.storage.whole_file import write_text
+from raypipe.storage.files import read_whole, write_text
+from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem
 from raypipe.stores.base import title_of
 
 FILE_NAME = "report.html"
@@ -79,15 +79,15 @@ def read_run(run: str) -> Recorded:
     uri = as_uri(run)
     with explained(ConfigError, f"the run {run} cannot be read"):
         filesystem, folder = open_filesystem(uri)
-        config = read_whole(filesystem, f"{folder}/config.yaml")
+        config = read_whole(join(uri, "config.yaml"))
         metrics = read_records(uri)
         if config is None or metrics is None:
             missing = "config.yaml" if config is None else METRICS
             why = "give the folder of a run, such as runs/NAME" if config is None else "it has not begun to train"
             raise ConfigError(f"{run} has no {missing}: {why}")
         quarantine = pyarrow.fs.FileSelector(f"{folder}/quarantine", allow_not_found=True)
-        places = sorted(info.path for info in filesystem.get_file_info(quarantine) if info.is_file)
-        bad = parse(b"".join((read_whole(filesystem, path) or b"") + b"\n" for path in places))
+        names = sorted(info.base_name for info in filesystem.get_file_info(quarantine) if info.is_file)
+        bad = parse(b"".join((read_whole(join(uri, "quarantine", name)) or b"") + b"\n" for name in names))
     try:
         values = yaml.safe_load(config)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import yaml
 
-from raypipe.storage.whole_file import read_text
+from raypipe.storage.files import read_text
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,6 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
-from raypipe.storage.local_file import regular_path
-
-_UNDERSTOOD = "local paths, file://, s3://, gs://, az:// and abfs://"
-_AZURE_FORMS = "az://container/path, or abfs://container@account.dfs.core.windows.net/path"
 
 # A throttled request waits half a second before its second attempt, and up to 20 s before a later one: the eighth
 # comes after half a minute on average.
@@ -48,27 +44,23 @@ _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
-    "http": "RAY_AUTH_TOKEN, or RAY_JOB_HEADERS",
-    "https": "RAY_AUTH_TOKEN, or RAY_JOB_HEADERS",
 }
 # What a file system is made of beside its address begins with one of these: another value makes another one.
 _ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
 # In the path of Ray's copies of working directories (ray._private.runtime_env).
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
-# Part of an error's text → what to do about it.
+# Parts of an error's text → what to do about it.
 _ADVICE = {
-    "NO_SUCH_BUCKET": "there is no such bucket: make it, or mend the address",
-    "not found. To create buckets": "make the bucket, or mend the address",
-    "OAuth2": "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS",
-    "DefaultAzureCredential": "check the credentials, which every node needs: AZURE_STORAGE_KEY",
-    "NETWORK_CONNECTION": "check the network, and AWS_ENDPOINT_URL if it is set",
-    **dict.fromkeys(
-        ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403"),
-        "check the credentials, which every node needs",
+    ("NO_SUCH_BUCKET", "not found. To create buckets"): "make the bucket, or mend the address",
+    ("NETWORK_CONNECTION",): "check the network, and AWS_ENDPOINT_URL if it is set",
+    ("HTTP status 503", "SLOW_DOWN"): (
+        "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS"
     ),
-    **dict.fromkeys(
-        ("HTTP status 503", "SLOW_DOWN"),
-        "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS",
+    ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403"): (
+        "check the credentials, which every node needs"
+    ),
+    ("OAuth2", "DefaultAzureCredential"): (
+        "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS or AZURE_STORAGE_KEY"
     ),
 }
 
@@ -81,11 +73,6 @@ def is_remote(address: str | Path) -> bool:
 def as_uri(address: str) -> str:
     """A local path or a URI as a URI that every process understands."""
     return address if "://" in address else Path(address).expanduser().resolve().as_uri()
-
-
-def absolute(address: str) -> str:
-    """A local path as one that a process in any folder understands; a URI, and what is empty, as it is."""
-    return str(Path(address).absolute()) if address and "://" not in address else address
 
 
 def join(address: str, *names: str) -> str:
@@ -126,7 +113,8 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
     if scheme not in _KINDS:
-        raise ConfigError(f"{uri} is of an unknown scheme; understood are {_UNDERSTOOD}")
+        understood = "local paths, file://, s3://, gs://, az:// and abfs://"
+        raise ConfigError(f"{uri} is of an unknown scheme; understood are {understood}")
     host, _, path = rest.partition("/")
     bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
     if not bucket:
@@ -137,27 +125,6 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{uri}: {one_line(error)}") from error
     return filesystem, f"{bucket}/{unquote(path)}".rstrip("/")
-
-
-def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
-    """A file, open for reading; on this machine a regular one.
-
-    Raises:
-        OSError: it cannot be opened, or is something else.
-    """
-    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        return filesystem.open_input_file(path)
-    with regular_path(path) as opened:
-        return filesystem.open_input_file(opened)
-
-
-def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
-    """What a file holds, opened by `open_input`; None where there is none."""
-    try:
-        with open_input(filesystem, path) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -210,7 +177,10 @@ def _azure(host: str) -> pyarrow.fs.FileSystem:
     container, at, server = host.partition("@")
     account = server.partition(".")[0] if at else os.environ.get("AZURE_STORAGE_ACCOUNT")
     if not account:
-        raise ConfigError(f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are {_AZURE_FORMS}")
+        raise ConfigError(
+            f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or "
+            "abfs://container@account.dfs.core.windows.net/path"
+        )
     key, token = os.environ.get("AZURE_STORAGE_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
     return pyarrow.fs.AzureFileSystem(account, account_key=key or None, sas_token=(not key and token) or None)
 
@@ -227,7 +197,7 @@ def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """The reason that a file system gives, with what to do about it where that is known."""
     reason = " ".join(str(error).split())
-    advice = next((advice for part, advice in _ADVICE.items() if part in reason), "")
+    advice = next((advice for parts, advice in _ADVICE.items() if any(part in reason for part in parts)), "")
     return f"{reason}; {advice}" if advice else reason
 
 

@@ -1,15 +1,13 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
-    CACHE/shards/KEY/        one folder per version of an object
+    CACHE/shards/KEY/        one folder per version of an object; its time of change is that of the last use
         data                 the whole object
         partial-BOOT         its first bytes, while it is being downloaded, since this start of the machine
-        lock                 exclusive lock: somebody is downloading, opening or evicting it. Its length is the
-                             room that the object has or will have, its time of change that of the last use
-    CACHE/shards/.lock       exclusive lock: somebody is making room
+    CACHE/shards/.lock       exclusive lock: somebody is downloading, and makes room for it
 
-All processes of a node share it. A shard is downloaded once, by whoever comes first, while others wait. When
-another needs its room it is evicted, least recently used first: who has it open reads on in the file that has no
-name any more, and closes it within half a second if it is idle.
+All processes of a node share it. One shard is downloaded at a time, by whoever comes first. When another needs its
+room it is evicted, least recently used first: who has it open reads on in the file that has no name any more, and
+closes it within half a second if it is idle.
 
     RAYPIPE_CACHE          the folder; raypipe's in the user's cache by default
     RAYPIPE_CACHE_BYTES    limit of all shards together; nine tenths of what the disk has free by default
@@ -24,17 +22,16 @@ import os
 import shutil
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.file_lock import POLL_S, locked, open_lock, progress, try_lock
-from raypipe.storage.local_file import boot_id, cache_folder, make_cache_folder
-from raypipe.storage.remote_file import RemoteFile, download, hash_of
+from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
+from raypipe.storage.local_file import boot_id, cache_folder, locked, make_cache_folder, progress
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +41,10 @@ _DISK_SHARE = 0.9
 # Each open shard takes a file descriptor of the process.
 _MAX_OPEN = 256
 _LOOK_S = 0.5
+# A ranged read of a download: times _NUM_AHEAD, it is what a process that dies has read for nothing.
+PART_BYTES = 8 << 20
+# Reads under way at a time, for the whole node: object stores give a connection some 50 to 100 MB/s.
+_NUM_AHEAD = 16
 # The time of change of what nobody has touched since it was downloaded.
 _UNTOUCHED_NS = 0
 
@@ -78,40 +79,30 @@ class LocalCache:
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._open: OrderedDict[tuple[RemoteFile, str], _Open] = OrderedDict()
+        self._open: OrderedDict[RemoteFile, _Open] = OrderedDict()
         self._mutex = threading.Lock()
-        threading.Thread(target=_close_evicted, args=(weakref.ref(self),), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    @contextlib.contextmanager
-    def use(self, file: RemoteFile, opener: Callable[[Path], T], kind: str = "") -> Iterator[T]:
-        """A shard, opened; it stays open afterwards, until its place is needed.
+    def get(self, file: RemoteFile, opener: Callable[[Path], T]) -> T:
+        """A shard, opened; it stays open until its place is needed, and as long as somebody refers to it.
 
         Args:
             file: the shard.
             opener: opens the local file at a path, which may be gone afterwards. What it makes closes the file
                 when it is freed.
-            kind: of opener, where there are several.
 
         Raises:
             StoreError: it is gone or has changed, cannot be read, or is larger than the cache.
         """
+        held = self._open.get(file) or self._enter(file, opener)
         with self._mutex:
-            held = self._take(file, kind)
-        if held is None:
-            opened = self._enter(file, opener)
-            with self._mutex:
-                self._open.setdefault((file, kind), opened)  # another thread may have been faster
-                held = self._take(file, kind)
-            assert held is not None
-            del opened
-            self._close_idle(_MAX_OPEN)
+            held = self._open.setdefault(file, held)  # another thread may have been faster
+            self._open.move_to_end(file)
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
         with contextlib.suppress(OSError):  # somebody may have emptied the cache
-            os.utime(held.lock)
-        try:
-            yield held.content
-        finally:
-            with self._mutex:
-                held.users -= 1
+            os.utime(self.folder_of(file))
+        return held.content
 
     def folder_of(self, file: RemoteFile) -> Path:
         """The folder of a shard, where small files that were made of it may be kept: they are never evicted."""
@@ -119,97 +110,71 @@ class LocalCache:
         return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def close(self, files: list[RemoteFile]) -> None:
-        """Close those of these shards that nobody is using now; they stay in the cache."""
+        """Close these shards once nobody refers to them; they stay in the cache."""
         with self._mutex:
-            for key, held in [*self._open.items()]:
-                if key[0] in files and not held.users:
-                    del self._open[key]
+            for file in files:
+                self._open.pop(file, None)
 
     def close_evicted(self) -> None:
-        """Close the shards that the cache has no more, and that nobody is using now: their room is wanted."""
+        """Close the shards that the cache has no more: their room is wanted."""
         with self._mutex:
-            held = [(file, open_.inode) for (file, _), open_ in self._open.items()]
+            held = [(file, open_.inode) for file, open_ in self._open.items()]
         self.close([file for file, inode in held if _inode(self.folder_of(file) / "data") != inode])
 
-    def _close_idle(self, num_left: int) -> None:
-        with self._mutex:
-            files = [file for file, _ in self._open]
-        self.close(files[: max(0, len(files) - num_left)])
-
-    def _take(self, file: RemoteFile, kind: str) -> _Open | None:
-        held = self._open.get((file, kind))
-        if held is not None:
-            held.users += 1
-            self._open.move_to_end((file, kind))
-        return held
+    def _watch(self) -> None:
+        while True:  # an idle process would never come to it otherwise
+            time.sleep(_LOOK_S)
+            self.close_evicted()
 
     def _enter(self, file: RemoteFile, opener: Callable[[Path], Any]) -> _Open:
-        folder = self.folder_of(file)
-        data, lock = folder / "data", folder / "lock"
+        data = self.folder_of(file) / "data"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with locked(lock):
-                if not _is_whole(data, file):
-                    self._make_room(file, lock)
-                    _fetch(file, folder)
-                return _Open(opener(data), data.stat().st_ino, lock)
+            data.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                if _is_whole(data, file):
+                    inode = _inode(data)
+                    try:
+                        return _Open(opener(data), inode)
+                    except (OSError, StoreError):
+                        if _is_whole(data, file):  # and not evicted in this moment
+                            raise
+                with locked(self._folder / ".lock"):
+                    if not _is_whole(data, file):
+                        self._make_room(file)
+                        _fetch(file, data.parent)
         except OSError as error:
             raise StoreError(
-                f"{folder} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
+                f"{data.parent} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
                 "RAYPIPE_CACHE to another disk"
             ) from error
 
-    def _make_room(self, file: RemoteFile, lock: Path) -> None:
-        """Evict shards until this one fits, and reserve its room."""
-        os.truncate(lock, 0)  # two that were broken off and want the room of each other would wait for ever
-        while True:
-            with locked(self._folder / ".lock"):
-                others = set(self._folder.glob("*/lock")) - {lock}
-                sizes = {path: path.stat().st_size for path in others}
-                free_bytes = shutil.disk_usage(self._folder).free
-                limit = self._limit_bytes or int(_DISK_SHARE * (free_bytes + sum(sizes.values())))
-                if file.num_bytes > limit:
-                    raise StoreError(
-                        f"{file.address} has {file.num_bytes:,} bytes, the cache in {self._folder} a limit of "
-                        f"{limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or ingest "
-                        "into smaller shards (--shards)"
-                    )
-                if _evict(sizes, limit - file.num_bytes):
-                    os.truncate(lock, file.num_bytes)
-                    return
-            progress()  # the others are being downloaded: once they are here, they may be evicted
-            time.sleep(POLL_S)
+    def _make_room(self, file: RemoteFile) -> None:
+        """Evict shards, least recently used first, until this one fits."""
+        folders = {path: path.stat().st_mtime_ns for path in self._folder.iterdir() if path.is_dir()}
+        folders.pop(self.folder_of(file), None)
+        order = sorted(folders, key=folders.__getitem__)
+        contents = [path for folder in order for path in (folder / "data", *folder.glob("partial-*"))]
+        sizes = {path: path.stat().st_size for path in contents if path.exists()}
+        held = sum(sizes.values())
+        limit = self._limit_bytes or int(_DISK_SHARE * (shutil.disk_usage(self._folder).free + held))
+        if file.num_bytes > limit:
+            raise StoreError(
+                f"{file.address} has {file.num_bytes:,} bytes, the cache in {self._folder} a limit of {limit:,}: "
+                "raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or ingest into smaller shards "
+                "(--shards)"
+            )
+        for path, num_bytes in sizes.items():
+            if held + file.num_bytes > limit:
+                path.unlink(missing_ok=True)
+                held -= num_bytes
 
 
 @dataclass
 class _Open:
-    """A shard that this process has open, of which file, its lock, and how many are using it now."""
+    """A shard that this process has open, and of which file."""
 
     content: Any
     inode: int
-    lock: Path
-    users: int = 0
-
-
-def _evict(sizes: dict[Path, int], wanted: int) -> bool:
-    """Evict, least recently used first, until at most `wanted` bytes are left; whether that could be.
-
-    Args:
-        sizes: bytes of all shards, by their locks.
-        wanted: bytes that may be left.
-    """
-    left = sum(sizes.values())
-    for path in sorted(filter(sizes.get, sizes), key=lambda path: path.stat().st_mtime_ns):
-        if left <= wanted:
-            break
-        lock = open_lock(path)
-        if try_lock(lock, exclusive=True):
-            for file in (path.with_name("data"), *path.parent.glob("partial-*")):
-                file.unlink(missing_ok=True)
-            os.ftruncate(lock, 0)
-            left -= sizes[path]
-        os.close(lock)
-    return left <= wanted
 
 
 def _is_whole(data: Path, file: RemoteFile) -> bool:
@@ -238,7 +203,7 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
     with partial.open("ab+") as target:
         target.seek(0)
         digest = hash_of(target)
-        for part in download(file, target.tell()):
+        for part in _download(file, target.tell()):
             target.write(part)
             target.flush()
             digest.update(part)
@@ -253,12 +218,24 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
     partial.replace(folder / "data")
 
 
-def _close_evicted(cache: weakref.ref[LocalCache]) -> None:
-    """Look twice a second: an idle process would never come to it otherwise."""
-    while (found := cache()) is not None:
-        found.close_evicted()
-        del found
-        time.sleep(_LOOK_S)
+def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
+    """Yield an object's bytes from `start` to its end, in order, several parts read at a time.
+
+    Raises:
+        StoreError: it is gone, is another one now, or cannot be read.
+    """
+    at_once = _NUM_AHEAD * PART_BYTES
+    with opened(wanted.address) as (source, found), ThreadPoolExecutor(_NUM_AHEAD) as pool:
+        wanted.check_same(found)
+        for first in range(start, wanted.num_bytes, at_once):
+            starts = range(first, min(first + at_once, wanted.num_bytes), PART_BYTES)
+            sizes = [min(PART_BYTES, wanted.num_bytes - at) for at in starts]
+            for num_bytes, data in zip(sizes, pool.map(source.read_at, sizes, starts), strict=True):
+                if len(data) != num_bytes:
+                    raise OSError("it has become shorter while it was read")
+                yield data
+                progress()
+    wanted.check_same(look_up(wanted.address))  # ranges of two objects would make a third
 
 
 def _inode(path: Path) -> int:

@@ -1,12 +1,21 @@
-"""What the processes of one machine share safely: regular files, folders of one's own, the cache."""
+"""What the processes of one machine share safely: regular files, locks, folders of one's own, the cache."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from raypipe.errors import StoreError
+
+_POLL_S = 0.05
+
+on_progress: list[Callable[[], None]] = []
+"""Called while a download, or the wait for another process's, goes on: such time is not the transform's."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -55,24 +64,49 @@ def regular_path(path: str | Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def is_own_folder(folder: Path) -> bool:
-    """Whether it is a folder of this user's, and no link to one."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-
-
-def make_own_folder(folder: Path) -> None:
-    """Make a folder, if it is not there, for what nobody else is to put anything into.
+def open_lock(path: Path) -> int:
+    """A descriptor of a lock file, which is made if it is not there; closing it frees the lock.
 
     Raises:
-        OSError: it cannot be made, or what is there is another user's, or a link.
+        StoreError: the file cannot be made, or what is there is a link, or no file.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_own_folder(folder):
-        raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
+    try:
+        return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise StoreError(f"{path.parent} cannot be written to: {path.name}: {error}") from error
+
+
+def try_lock(descriptor: int, exclusive: bool) -> bool:
+    """Take a lock, shared or exclusive, if nobody holds it otherwise; whether that could be."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_for_lock(descriptor: int, exclusive: bool) -> None:
+    """Take a lock as soon as whoever holds it gives it back, or dies."""
+    while not try_lock(descriptor, exclusive):
+        progress()
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within, no other process is within."""
+    descriptor = open_lock(path)
+    try:
+        wait_for_lock(descriptor, exclusive=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def progress() -> None:
+    """Tell whoever watches over this process that it has a reason to take its time."""
+    for call in on_progress:
+        call()
 
 
 def cache_folder() -> Path:
@@ -91,9 +125,13 @@ def make_cache_folder(name: str = "") -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # who may put another in its place
         raise PermissionError(f"{cache} belongs to another user")
+    folder = cache / name
     if name:
-        make_own_folder(cache / name)
-    return cache / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
+    return folder
 
 
 def boot_id() -> str:

@@ -24,9 +24,8 @@ from pathlib import Path, PurePosixPath
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.files import RemoteFile, read_json, write_json
 from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem, split
-from raypipe.storage.remote_file import RemoteFile
-from raypipe.storage.whole_file import read_json, write_json
 
 MANIFEST = "_raypipe.json"
 VERSION = 1

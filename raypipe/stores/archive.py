@@ -21,15 +21,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.file_lock import locked
+from raypipe.storage.files import RemoteFile, look_up, read_json, write_json
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
-from raypipe.storage.local_file import make_cache_folder, open_regular
-from raypipe.storage.remote_file import RemoteFile, look_up_all
-from raypipe.storage.whole_file import read_json, write_json
+from raypipe.storage.local_file import locked, make_cache_folder, open_regular
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, part_of
 
+_NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local archive below this size, a few seconds at most.
 _SMALL_BYTES = 64 << 20
@@ -81,11 +80,11 @@ class _Archive:
             kind = Path(address).suffix[1:]
             raise StoreError(f"{address} cannot be read as {kind}: {error}; check the path") from error
 
-    def use(self) -> contextlib.AbstractContextManager[OpenFile]:
+    def open(self) -> OpenFile:
         if self.remote:
-            return shared_cache().use(self.remote, OpenFile)
+            return shared_cache().get(self.remote, OpenFile)
         assert self._file is not None
-        return contextlib.nullcontext(self._file)
+        return self._file
 
 
 class _Opened:
@@ -119,16 +118,16 @@ class _Opened:
         parts = np.searchsorted(indices[order], self._index.bounds)
         for number in np.flatnonzero(np.diff(parts)).tolist():
             archive = self._archives[number]
-            with archive.use() as file:
-                for position in order[parts[number] : parts[number + 1]].tolist():
-                    place = places[indices[position]].tolist()
-                    contents[position] = self._kind.content(file, archive.name, place)
+            file = archive.open()
+            for position in order[parts[number] : parts[number + 1]].tolist():
+                place = places[indices[position]].tolist()
+                contents[position] = self._kind.content(file, archive.name, place)
         return contents
 
     def sample_name(self, index: int) -> str:
         archive = self._archives[part_of(self._index.bounds, index)[0]]
-        with archive.use() as file:
-            return f"{archive.name}, {self._kind.member(file, self._index.places['image'][index].tolist())}"
+        place = self._index.places["image"][index].tolist()
+        return f"{archive.name}, {self._kind.member(archive.open(), place)}"
 
 
 class ArchiveStore(FileStore[_Opened]):
@@ -175,8 +174,8 @@ class ArchiveStore(FileStore[_Opened]):
         if self._found is None:
             listed = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
             if is_remote(self.address):
-                found = look_up_all([file.address for file in listed])
-                self._found = [file.checked(now) for file, now in zip(listed, found, strict=True)]
+                with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+                    self._found = list(pool.map(lambda file: file.checked(look_up(file.address)), listed))
         archives = [_Archive(file.address, file) for file in self._found or ()]
         archives = archives or [_Archive(file.address) for file in listed]
         with ThreadPoolExecutor(_NUM_FETCHES) as pool:
@@ -190,8 +189,7 @@ class ArchiveStore(FileStore[_Opened]):
         if archive.remote:
             index = shared_cache().folder_of(archive.remote) / self.index_file
         else:
-            with archive.use() as file:
-                found = os.fstat(file.descriptor)
+            found = os.fstat(archive.open().descriptor)
             state += [found.st_size, found.st_mtime_ns, found.st_ino]
             try:
                 folder = make_cache_folder("scans") if found.st_size >= _SMALL_BYTES else None
@@ -206,8 +204,7 @@ class ArchiveStore(FileStore[_Opened]):
                 kept = read_json(index)
                 if kept["state"] == state:
                     return kept["found"]
-            with archive.use() as file:
-                scan = self._checked_scan(file.path, archive.name)
+            scan = self._checked_scan(archive.open().path, archive.name)
             with contextlib.suppress(ConfigError):
                 write_json(index, {"state": state, "found": scan})
         return scan

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.storage.whole_file import read_json, write_json
+from raypipe.storage.files import read_json, write_json
 from raypipe.stores.base import Store
 
 

@@ -22,10 +22,9 @@ import numpy as np
 import pyarrow.fs
 
 from raypipe.errors import StoreError
-from raypipe.storage.file_lock import open_lock, try_lock
+from raypipe.storage.files import RemoteFile, digest_of_file
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
-from raypipe.storage.local_file import cache_folder, make_cache_folder
-from raypipe.storage.remote_file import RemoteFile, digest_of_file
+from raypipe.storage.local_file import cache_folder, make_cache_folder, open_lock, try_lock
 from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
 from raypipe.stores.record import Sample, column_types, plain
 from raypipe.stores.writers import open_writer

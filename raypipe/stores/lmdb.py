@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.storage.files import RemoteFile, opened
 from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_cache import shared_cache
-from raypipe.storage.remote_file import RemoteFile, opened
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns, FileStore, image_and_label_first, part_of
 from raypipe.stores.lmdb_pages import LMDBFile
@@ -90,12 +89,12 @@ class _Shard:
     local: LMDBFile | None = None
     remote: RemoteFile | None = None
 
-    def use(self) -> AbstractContextManager[LMDBFile]:
+    def open(self) -> LMDBFile:
         """The file, from the node's cache where it is remote; raises StoreError where it is another one by now."""
         if self.local is not None:
-            return nullcontext(self.local)
+            return self.local
         assert self.remote is not None
-        return shared_cache().use(self.remote, self._open_cached)
+        return shared_cache().get(self.remote, self._open_cached)
 
     def _open_cached(self, path: Path) -> LMDBFile:
         try:
@@ -144,16 +143,16 @@ class _Shards:
             shard, layout = self._shards[number], self._layouts[number]
             positions = order[bounds[number] : bounds[number + 1]]
             keys = indices[positions] - self._offsets[number]
-            with shard.use() as file:
-                for position, key in zip(positions.tolist(), keys.tolist(), strict=True):
-                    try:
-                        value = file.get(KEY.pack(key))
-                    except StoreError:
-                        continue  # a bad sample like any other: its place in the file is what is damaged
-                    except OSError as error:
-                        raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
-                    if value is not None:
-                        rows[position] = layout.unpack(value, columns)
+            file = shard.open()
+            for position, key in zip(positions.tolist(), keys.tolist(), strict=True):
+                try:
+                    value = file.get(KEY.pack(key))
+                except StoreError:
+                    continue  # a bad sample like any other: its place in the file is what is damaged
+                except OSError as error:
+                    raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
+                if value is not None:
+                    rows[position] = layout.unpack(value, columns)
         return {
             name: np.array([row.get(name, 0) for row in rows], self._types[name])
             if self._types[name] in ("int64", "float64")

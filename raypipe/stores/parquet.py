@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.storage.filesystem import open_input
+from raypipe.storage.files import open_input
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, part_of
 from raypipe.stores.parquet_files import class_names, columns_of, read_files
 from raypipe.stores.parquet_pages import bounded

@@ -11,7 +11,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.storage.filesystem import explained, open_filesystem, open_input
+from raypipe.storage.files import open_input
+from raypipe.storage.filesystem import explained, open_filesystem
 from raypipe.stores.addresses import list_files
 
 _MAGIC = b"PAR1"

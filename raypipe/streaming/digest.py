@@ -24,7 +24,7 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.failures import get
 from raypipe.lookup import version_of
 from raypipe.plan.cursor import Cursor
-from raypipe.storage.whole_file import read_json, write_json
+from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
 
 if TYPE_CHECKING:

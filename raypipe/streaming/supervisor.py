@@ -28,7 +28,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.logs import LogFormat, configure_logs
-from raypipe.metrics.prometheus import Fault, FaultMetrics
+from raypipe.metrics.prometheus import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Supervisor:
     def __init__(self, max_attempts: int, run: str = "", log: LogFormat | Literal[""] = "") -> None:
         if log:
             configure_logs(log, run=run)
-        self._metrics = FaultMetrics(run)
+        self._metrics = Recorder(run)
         self._max_attempts = max_attempts
         self._homes: dict[str, str] = {}  # actor → where it runs
         self._doing: dict[str, str] = {}  # actor → micro-batch
@@ -160,10 +160,10 @@ class Supervisor:
         """A reader has come through its share; if it runs again, its results were lost."""
         self._reading.pop(task, None)
 
-    def note(self, event: str, kind: Fault = "other") -> None:
+    def note(self, event: str, kind: str = "other") -> None:
         """Record what went wrong, or was mended, for the log and the metrics."""
         logger.warning("%s", event, extra={"values": {"fault": kind}})
-        self._metrics.happened(kind)
+        self._metrics.add({"stream_faults_total": 1}, kind=kind)
         self._record("fault", event)
 
     def scaled(self, event: str) -> None:

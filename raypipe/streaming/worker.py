@@ -25,11 +25,11 @@ import ray
 
 from raypipe.errors import BadSamplesError, ResourceError
 from raypipe.logs import configure_logs, log_place
-from raypipe.metrics.prometheus import ActorMetrics
+from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.schedule import PADDING, MicroBatchId, Split
-from raypipe.storage import file_lock
+from raypipe.storage import local_file
+from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.whole_file import write_text
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.row import PLACE_SCHEMA, made_row, place_of, read_of, read_samples
 from raypipe.streaming.spec import StreamSpec, micro_batch_transform
@@ -67,7 +67,7 @@ class TransformWorker:
 
     def __init__(self, spec: StreamSpec, supervisor: Any = None) -> None:
         configure_logs(spec.log, run=spec.run)
-        self._metrics = ActorMetrics(spec.run)
+        self._metrics = Recorder(spec.run)
         self._guard: Guard | None = None
         if supervisor is not None:
             self._guard = Guard(supervisor, spec.transform.time_limit_s)
@@ -106,10 +106,17 @@ class TransformWorker:
         # Unguarded: where records go may be slow, which is no fault of the samples.
         if result.bad:
             record_bad(self._quarantine, at, result.bad)
-        self._metrics.made(at.split, read_s=read_s, work_s=work_s, bad=result.bad)
+        amounts = {
+            "actor_micro_batches_total": 1,
+            "actor_read_seconds_total": read_s,
+            "actor_work_seconds_total": work_s,
+            "bad_samples_total": len(result.bad),
+            "substituted_samples_total": sum(record["substitute"] is not None for record in result.bad),
+        }
         if at.split in self._caches:
             num_samples = int((self._plan.indices(at) != PADDING).sum())
-            self._metrics.looked_up(at.split, hits=num_kept, misses=num_samples - num_kept)
+            amounts |= {"cache_hits_total": num_kept, "cache_misses_total": num_samples - num_kept}
+        self._metrics.add(amounts, split=at.split)
         self._budget.spend(result.bad, len(result.index))
         return made_row(at, result, read_s, work_s)
 
@@ -202,11 +209,11 @@ class Guard:
                 why = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
                 attempt = Attempt(dict.fromkeys(orders.bad, why), self._touch if orders.careful else None)
         self._watch()
-        file_lock.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
+        local_file.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
         try:
             yield attempt
         finally:
-            file_lock.on_progress.remove(self._watch)
+            local_file.on_progress.remove(self._watch)
             faulthandler.cancel_dump_traceback_later()
         if attempt.before_sample:
             ray.get(self._supervisor.ended.remote(self._actor))

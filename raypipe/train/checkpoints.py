@@ -18,66 +18,49 @@ import json
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.storage.filesystem import exists, explained, join, one_line, open_filesystem, read_whole
-from raypipe.storage.whole_file import sync_folder, synced_output
+from raypipe.storage.files import read_whole, sync_folder, synced_output
+from raypipe.storage.filesystem import explained, join, open_filesystem
 
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
-_DAMAGED = "damaged.json"
-"""What the manifest of a checkpoint is called once a resume has found it damaged."""
 _FOLDER = re.compile(r"checkpoint_(\d{4,})_(\d{7,})_[0-9a-f]{8}")
 _CUT_OFF = "it was cut off while it was written"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint of a run, in its folder `name`, that was read whole, and found as it was written."""
-
-    run_uri: str
-    name: str
-    cursor: Cursor
-
-    def state(self) -> io.BytesIO:
-        """What state.pt holds."""
-        with explained(ConfigError, f"checkpoint {self.name} of {self.run_uri} cannot be read"):
-            return io.BytesIO(_content(join(self.run_uri, self.name), STATE_FILE) or b"")
-
-
-@dataclass
-class Found:
-    """What there is to resume from.
-
-    Attributes:
-        checkpoint: the newest that is whole and of this plan; None = the run starts from its beginning.
-        passed_over: of those that would be newer, by name, what is wrong with them.
-        damaged: names of those which have a manifest that is not true of them.
-    """
-
-    checkpoint: Checkpoint | None = None
-    passed_over: dict[str, str] = field(default_factory=dict)
-    damaged: list[str] = field(default_factory=list)
 
 
 class _DamageError(Exception):
     """Why a checkpoint is not what its manifest says."""
 
 
-def write_checkpoint(run_uri: str, cursor: Cursor, state: bytes | memoryview, metrics: dict[str, Any]) -> str:
-    """Write a checkpoint and, once it is on the disk, remove all that are older than the one before it.
+class Checkpoint(NamedTuple):
+    """A checkpoint of a run that was read whole, and found as it was written."""
+
+    name: str
+    cursor: Cursor
+
+
+def read_state(run_uri: str, name: str) -> io.BytesIO:
+    """What state.pt of a checkpoint holds."""
+    return io.BytesIO(read_whole(join(run_uri, name, STATE_FILE)) or b"")
+
+
+def write_checkpoint(
+    run_uri: str, cursor: Cursor, state: bytes | memoryview, metrics: dict[str, Any], before: str = ""
+) -> str:
+    """Write a checkpoint and, once it is on the disk, remove the older ones.
 
     Args:
         run_uri: the run's folder.
         cursor: where the run stands.
         state: what the trainer keeps.
         metrics: the figures of the run that far.
+        before: name of the checkpoint that the run has written or read last, which stays.
 
     Returns:
         The name of its folder.
@@ -104,7 +87,9 @@ def write_checkpoint(run_uri: str, cursor: Cursor, state: bytes | memoryview, me
                 filesystem.delete_dir(folder)
             raise
     with contextlib.suppress(pa.ArrowException, OSError):  # tried again at the next one
-        _remove_old(run_uri, name)
+        for other in _names(run_uri):  # one of a later place, passed over by a resume, stays
+            if _place(other) <= _place(name) and other not in (name, before):
+                filesystem.delete_dir(f"{path}/{other}")
     return name
 
 
@@ -112,21 +97,16 @@ def _hash(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _remove_old(run_uri: str, name: str) -> None:
-    """Keep a checkpoint and the whole one before it. One of a later place, passed over by a resume, stays."""
-    older = [other for other in _names(run_uri) if _place(other) <= _place(name) and other != name]
-    whole = (number for number, other in enumerate(older) if exists(join(run_uri, other, _MANIFEST)))
-    filesystem, path = open_filesystem(run_uri)
-    for other in older[next(whole, len(older)) + 1 :]:
-        filesystem.delete_dir(f"{path}/{other}")
-
-
-def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> Found:
+def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> tuple[Checkpoint | None, dict[str, str]]:
     """Read the checkpoints of a run, the newest first, up to one that is whole. Changes nothing.
 
     Args:
         run_uri: the run's folder.
         check: raises CursorError for a cursor that is not of this run's plan.
+
+    Returns:
+        The newest that is whole and of this plan, None = the run starts from its beginning; and of those that
+        would be newer, by name, what is wrong with them.
 
     Raises:
         ConfigError: there are checkpoints, and all of them are damaged.
@@ -134,39 +114,25 @@ def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> Found:
     """
     with explained(ConfigError, f"the checkpoints of {run_uri} cannot be read"):
         names = _names(run_uri)
-    found, foreign = Found(), None
+    passed_over: dict[str, str] = {}
+    foreign = None
     for name in names:
-        reason = _CUT_OFF
         try:
             cursor = _whole(join(run_uri, name))
-            if cursor is not None:
-                check(cursor)
-                found.checkpoint = Checkpoint(run_uri, name, cursor)
-                return found
+            check(cursor)
+            return Checkpoint(name, cursor), passed_over
         except CursorError as error:
-            foreign, reason = foreign or error, str(error)
-        except _DamageError as damage:
-            reason = str(damage)
-            found.damaged.append(name)
-        except (pa.ArrowException, OSError) as error:
-            reason = one_line(error)
-        found.passed_over[name] = reason
+            foreign, passed_over[name] = foreign or error, str(error)
+        except (_DamageError, ConfigError) as error:
+            passed_over[name] = str(error)
     if foreign:
         raise foreign
-    if any(reason != _CUT_OFF for reason in found.passed_over.values()):
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.passed_over.items())
+    if set(passed_over.values()) - {_CUT_OFF}:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
         raise ConfigError(
             f"no checkpoint of {run_uri} can be read ({reasons}): put one back from a copy, or start a new run"
         )
-    return found
-
-
-def set_aside(run_uri: str, found: Found) -> None:
-    """Rename the manifests of damaged checkpoints, so that none counts as whole any more; all else stays."""
-    with explained(ConfigError, f"the damaged checkpoints of {run_uri} cannot be set aside"):
-        filesystem, path = open_filesystem(run_uri)
-        for name in found.damaged:
-            filesystem.move(f"{path}/{name}/{_MANIFEST}", f"{path}/{name}/{_DAMAGED}")
+    return None, passed_over
 
 
 def has_checkpoints(run_uri: str) -> bool:
@@ -188,31 +154,26 @@ def _place(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _content(folder: str, file: str) -> bytes | None:
-    return read_whole(*open_filesystem(join(folder, file)))
-
-
-def _whole(folder: str) -> Cursor | None:
-    """The cursor of a checkpoint that is as it was written, checked byte by byte; None = it has no manifest."""
-    manifest = _content(folder, _MANIFEST)
+def _whole(folder: str) -> Cursor:
+    """The cursor of a checkpoint that is as it was written, checked byte by byte."""
+    manifest = read_whole(join(folder, _MANIFEST))
     if manifest is None:
-        return None
+        raise _DamageError(_CUT_OFF)
     try:
         files = json.loads(manifest)["files"]
         expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
     except (KeyError, TypeError, ValueError):
         raise _DamageError(f"its {_MANIFEST} is {'damaged' if manifest else 'empty'}") from None
-    contents: dict[str, bytes] = {}
+    contents = {}
     for file, (num_bytes, digest) in expected.items():
-        content = _content(folder, file)
+        content = contents[file] = read_whole(join(folder, file))
         if content is None:
             raise _DamageError(f"its {file} is missing")
         if len(content) != num_bytes:
             raise _DamageError(f"its {file} has {len(content)} bytes instead of {num_bytes}")
         if _hash(content) != digest:
             raise _DamageError(f"the content of its {file} has changed since it was written")
-        contents[file] = content
     try:
-        return Cursor.from_json(contents[CURSOR_FILE].decode(errors="replace"))
+        return Cursor.from_json((contents[CURSOR_FILE] or b"").decode(errors="replace"))
     except CursorError as error:
         raise _DamageError(str(error)) from error

@@ -18,7 +18,7 @@ from raypipe.rayext.cluster import Allocation, connect, preflight
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
-from raypipe.train.checkpoints import find_newest, set_aside
+from raypipe.train.checkpoints import find_newest
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, remove_stop, request_stop, stop_requested, store_config
 from raypipe.transform.decode import missing_extension
@@ -54,11 +54,11 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     check_augment(run.augment)
 
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
-    found = find_newest(run_uri, spec.plan.check)
-    for name, reason in found.passed_over.items():
+    newest, passed_over = find_newest(run_uri, spec.plan.check)
+    for name, reason in passed_over.items():
         progress(logger, f"not resumed from {name}: {reason}")
     if run.resume:
-        progress(logger, f"resumed from {found.checkpoint.name if found.checkpoint else 'the beginning'}")
+        progress(logger, f"resumed from {newest.name if newest else 'the beginning'}")
     with Interrupts() as interrupts:
         connect(log=run.log)
         interrupts.stand()
@@ -67,15 +67,13 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         check_memory(spec, allocation.max_actors, allocation.workers)
         interrupts.check()
         # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
-        set_aside(run_uri, found)
         if stop_was_asked:
             remove_stop(run_uri)
         store_config(run, run_uri)
         progress(logger, describe(run, spec, allocation, run_uri))
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
-        loop |= {"run_uri": run_uri, "lease": lease}
         try:
-            result = _fit(run, allocation, run_uri, interrupts, loop)
+            result = _fit(loop | {"run_uri": run_uri, "lease": lease}, allocation, interrupts)
         finally:
             _leave_traces(run_uri)
     train_s = result["train_s"] or 1.0  # of a run that has not trained
@@ -136,14 +134,14 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     )
 
 
-def _fit(
-    run: RunConfig, allocation: Allocation, run_uri: str, interrupts: Interrupts, loop: dict[str, Any]
-) -> dict[str, Any]:
+def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:
     """Train on the resources that were allocated; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from ray.train.v2.api import config as ray_config
 
     from raypipe.train.loop import train_loop
     from raypipe.train.trainer import RunTrainer
+
+    run, run_uri = loop["run"], loop["run_uri"]
 
     def on_interrupt() -> None:
         request_stop(run_uri)

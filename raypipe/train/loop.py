@@ -27,7 +27,7 @@ from raypipe.storage.lease import is_held
 from raypipe.streaming.handover import feed
 from raypipe.streaming.rank_stream import Feed, SegmentFeed
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.checkpoints import Checkpoint, find_newest, write_checkpoint
+from raypipe.train.checkpoints import find_newest, read_state, write_checkpoint
 from raypipe.train.learning import Learner, amp_dtype, learning_rate
 from raypipe.train.run_folder import RunLog, stop_requested
 
@@ -71,7 +71,13 @@ class Trainer:
         self.run, self.plan, self.max_actors = run, spec.plan, max_actors
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
-        found = self._newest()
+        # All ranks start from what rank 0 finds, so that no two of them find different ones.
+        ranks, found = ray.train.get_context(), None
+        if ranks.get_world_rank() == 0:
+            found, _ = find_newest(run_uri, self.plan.check)
+        if ranks.get_world_size() > 1:
+            found = broadcast_from_rank_zero(found)
+        self._checkpoint = found.name if found else ""
         self.device = torch.device(device) if device else ray.train.torch.get_device()
         # First of all the stream: its pool starts while the model is built.
         self.feed: Feed = feed(
@@ -87,7 +93,7 @@ class Trainer:
         self.learner = Learner(run, num_classes, self.device, self.world_size)
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
         if found:
-            state = torch.load(found.state(), map_location="cpu", weights_only=True)
+            state = torch.load(read_state(run_uri, found.name), map_location="cpu", weights_only=True)
             self.learner.load(state)
             self.metrics = state["metrics"]
         self.log: RunLog | None = None
@@ -261,7 +267,8 @@ class Trainer:
             self._check_lease()
             file = io.BytesIO()
             torch.save({**self.learner.state(), "metrics": self.metrics}, file)
-            write_checkpoint(self.run_uri, self.feed.cursor, file.getbuffer(), metrics)
+            at, state = self.feed.cursor, file.getbuffer()
+            self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
         ray.train.report(metrics)
 
     def _check_lease(self) -> None:
@@ -271,14 +278,6 @@ class Trainer:
                 "does not see it. Where trainers run on several machines, set runs to a folder that all of them "
                 "share, or to a bucket"
             )
-
-    def _newest(self) -> Checkpoint | None:
-        """What all ranks start from: rank 0 looks, so that no two of them find different ones."""
-        context = ray.train.get_context()
-        found = None
-        if context.get_world_rank() == 0:
-            found = find_newest(self.run_uri, self.plan.check).checkpoint
-        return broadcast_from_rank_zero(found) if context.get_world_size() > 1 else found
 
 
 @dataclasses.dataclass

@@ -20,21 +20,25 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import logging
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.fs
 import yaml
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.metrics.records import METRICS, SAMPLES, START, Appender
+from raypipe.metrics.records import METRICS, SAMPLES, START
 from raypipe.plan.schedule import MicroBatchId
+from raypipe.storage.files import read_whole, write_text
 from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
@@ -44,13 +48,13 @@ from raypipe.storage.filesystem import (
     is_remote,
     join,
     open_filesystem,
-    read_whole,
     split,
 )
 from raypipe.storage.lease import RunExistsError, check_owner, taken
-from raypipe.storage.whole_file import write_text
 from raypipe.train.checkpoints import has_checkpoints
 from raypipe.transform.transform_steps import config_without_files
+
+logger = logging.getLogger(__name__)
 
 _STOP_FILE = "stop"
 
@@ -93,14 +97,6 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         # Several may start in one second.
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         run = dataclasses.replace(run, name=f"{prefix}{now}-{secrets.token_hex(2)}")
-    found, run_uri = locate(run)
-    with taken(run_uri) as lease:
-        check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
-        yield found, run_uri, lease.token
-
-
-def locate(run: RunConfig) -> tuple[RunConfig, str]:
-    """A run with its name, its stores and its transforms' steps, and the URI of its folder; see `located`."""
     if run.resume:
         check_owner(run.resume, run.trust)
         runs, name = split(run.resume)
@@ -114,7 +110,10 @@ def locate(run: RunConfig) -> tuple[RunConfig, str]:
         train_address, val_address = digits_stores()
         store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
         run = dataclasses.replace(run, store=store)
-    return dataclasses.replace(run, transform=config_without_files(run.transform)), run_uri
+    run = dataclasses.replace(run, transform=config_without_files(run.transform))
+    with taken(run_uri) as lease:
+        check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
+        yield run, run_uri, lease
 
 
 def check_run_folder(run_uri: str, resume: bool) -> None:
@@ -131,15 +130,10 @@ def check_run_folder(run_uri: str, resume: bool) -> None:
         raise RunExistsError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
 
 
-def make_folder(run_uri: str) -> None:
-    """Make the folder of a run, if it is not there."""
+def store_config(run: RunConfig, run_uri: str) -> None:
     with explained(ConfigError, f"{run_uri} cannot be written to"):
         filesystem, path = open_filesystem(run_uri)
         filesystem.create_dir(path, recursive=True)
-
-
-def store_config(run: RunConfig, run_uri: str) -> None:
-    make_folder(run_uri)
     write_text(join(run_uri, "config.yaml"), yaml.safe_dump(as_plain(run), sort_keys=False))
 
 
@@ -166,41 +160,52 @@ class RunLog:
     """
 
     def __init__(self, run_uri: str, global_step: int, workers: int = 1, validates: bool = False) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
         self._run_uri, self._local = run_uri, not is_remote(run_uri)
         self._filesystem, self._remote = open_filesystem(run_uri)
         self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
-        self._appender = Appender(self._folder, run_uri)
-        with self._appender.best_effort("the folder"):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        self._one_by_one, self._warned = threading.Lock(), False
+        # tensorboardX's own thread would die of a full disk, and its queue block then.
+        self._events: EventsWriter | None = None
+        with self._best_effort("the folder"):
+            (self._folder / "tensorboard").mkdir(parents=True, exist_ok=True)
+            # Its name has the second alone, and it would replace the file of another start of that second.
+            self._events = EventsWriter(str(self._folder / "tensorboard/events"), f".{secrets.token_hex(4)}")
         if not self._local:
             for name in (METRICS, SAMPLES):
-                with explained(ConfigError, f"{join(run_uri, name)} cannot be read"):
-                    content = read_whole(self._filesystem, f"{self._remote}/{name}")
-                if content is not None:
+                if (content := read_whole(join(run_uri, name))) is not None:
                     (self._folder / name).write_bytes(content)
-        self._events = _Events(self._folder / "tensorboard", global_step + 1, self._appender)
+        # Of an earlier start, events from this step on are hidden.
+        self._event(step=global_step + 1, file_version="brain.Event:2")
+        self._event(step=global_step + 1, session_log=SessionLog(status=SessionLog.START))
         start = {"kind": START, "step": global_step, "workers": workers, "validates": validates}
-        self._appender.append(METRICS, [start])
+        self._append(METRICS, [start])
         if (self._folder / SAMPLES).exists():
-            self._appender.append(SAMPLES, [start])
+            self._append(SAMPLES, [start])
 
     def write_samples(self, rows: list[tuple[MicroBatchId, list[int]]], step: int) -> None:
         """Record which samples the micro-batches of a step had; `step` is the global step."""
-        records = [{"micro_batch": str(at), "step": step, "indices": indices} for at, indices in rows]
-        self._appender.append(SAMPLES, records)
+        self._append(SAMPLES, [{"micro_batch": str(at), "step": step, "indices": indices} for at, indices in rows])
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Record values at a global step; `kind` is one of those above."""
-        self._appender.append(METRICS, [{"kind": kind, "step": step, **values}])
-        scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
-        self._events.add(scalars, step)
+        from tensorboardX.summary import scalar
+
+        self._append(METRICS, [{"kind": kind, "step": step, **values}])
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._event(step=step, wall_time=time.time(), summary=scalar(f"{kind}/{name}", value))
 
     def sync(self, last: bool = False) -> None:
         """Make what was written so far visible at the run's address."""
-        self._events.do("close" if last else "flush")
+        with self._best_effort("tensorboard"):
+            if self._events:
+                (self._events.close if last else self._events.flush)()
         if self._local:
             return
-        with self._appender.best_effort(f"the record, which is left in {self._folder}," if last else "the record"):
+        with self._best_effort(f"the record, which is left in {self._folder}," if last else "the record"):
             pyarrow.fs.copy_files(
                 str(self._folder),
                 self._remote,
@@ -214,33 +219,29 @@ class RunLog:
     def close(self) -> None:
         self.sync(last=True)
 
+    def _append(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Append records to a file. A line that a crash or a full disk has cut off stays a line of its own."""
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        with self._one_by_one, self._best_effort(name), (self._folder / name).open("a+b") as file:
+            if file.tell():
+                file.seek(-1, 2)
+                text = text if file.read(1) == b"\n" else "\n" + text
+            file.write(text.encode())
 
-class _Events:
-    """TensorBoard events, written here: tensorboardX's thread dies of a full disk, and its queue blocks then."""
-
-    def __init__(self, folder: Path, purge_step: int, appender: Appender) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        self._best_effort = appender.best_effort
-        self._writer: EventsWriter | None = None
-        with self._best_effort("tensorboard"):
-            folder.mkdir(exist_ok=True)
-            # Its name has the second alone, and it would replace the file of another start of that second.
-            self._writer = EventsWriter(str(folder / "events"), f".{secrets.token_hex(4)}")
-        # Of an earlier start, events from this step on are hidden.
-        self.do("write_event", Event(step=purge_step, file_version="brain.Event:2"))
-        self.do("write_event", Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
-
-    def add(self, scalars: dict[str, float], step: int) -> None:
+    def _event(self, **fields: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
 
-        for name, value in scalars.items():
-            self.do("write_event", Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
+        with self._best_effort("tensorboard"):
+            if self._events:
+                self._events.write_event(Event(**fields))
 
-    def do(self, method: str, *arguments: Any) -> None:
-        """Call a method of the writer, if there is one."""
-        if self._writer is not None:
-            with self._best_effort("tensorboard"):
-                getattr(self._writer, method)(*arguments)
+    @contextlib.contextmanager
+    def _best_effort(self, what: str) -> Iterator[None]:
+        """Within, a file that cannot be written is a warning, the first time."""
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            if not self._warned:
+                text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
+                logger.warning(text, what, self._run_uri, error)
+            self._warned = True

@@ -31,11 +31,10 @@ logger = logging.getLogger(__name__)
 
 # Trainers that have room are there at once. Ray Train looks again for room after so long (cluster.py sets it).
 _TOLD_AFTER_S = 8.0
-_TOLD_EVERY_S = 60.0
 
 
 class BoundedScalingPolicy(ScalingPolicy):
-    """One of Ray Train's policies below, which says so when trainers wait for room.
+    """One of Ray Train's policies below, which says so, once, when trainers wait for room.
 
     A run whose trainers have had none for `timeout_s` ends.
     """
@@ -44,22 +43,20 @@ class BoundedScalingPolicy(ScalingPolicy):
         super().__init__(scaling_config)
         self._timeout_s = timeout_s
         self._since: float | None = None
-        self._told_at = float("-inf")
+        self._is_told = False
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        waited = now - self._since
-        if waited > self._timeout_s:
+        self._since = self._since or time.monotonic()
+        waited_s = time.monotonic() - self._since
+        if waited_s > self._timeout_s:
             raise ResourceError(self._told(f"have had no room for {self._timeout_s:g} s"))
-        if waited > _TOLD_AFTER_S and now - self._told_at > _TOLD_EVERY_S:
-            self._told_at = now
-            logger.warning(self._told(f"have no room; the run ends in {self._timeout_s - waited:.0f} s"))
+        if waited_s > _TOLD_AFTER_S and not self._is_told:
+            self._is_told = True
+            logger.warning(self._told(f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"))
         return super().make_decision_for_non_running_worker_group()  # type: ignore[safe-super]
 
     def make_decision_for_running_worker_group(self, *args: Any, **options: Any) -> ScalingDecision:
-        self._since = None
+        self._since, self._is_told = None, False
         return super().make_decision_for_running_worker_group(*args, **options)  # type: ignore[safe-super]
 
     def _told(self, what: str) -> str:
@@ -125,12 +122,10 @@ class RunTrainer(TorchTrainer):
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
-        # Each would start an actor. One hands out datasets, and a run has none of Ray Train's.
-        needless: tuple[type, ...] = () if self.datasets else (DatasetsCallback,)
-        if started_here():
-            # One frees the trainers' resources when this process has died: the cluster dies with it. And it would
-            # ask a dashboard that is not there, ten times a second.
-            needless += (PlacementGroupCleanerCallback,)
+        # Each would start an actor. One hands out datasets, and a run has none of Ray Train's. One frees the
+        # trainers' resources when this process has died: a local cluster dies with it, and has no dashboard, which
+        # it would ask ten times a second.
+        needless = (DatasetsCallback, *([PlacementGroupCleanerCallback] if started_here() else []))
         return [each for each in super()._create_default_callbacks() if not isinstance(each, needless)]
 
     def _register_sigint_handler(self, controller: Any) -> None:

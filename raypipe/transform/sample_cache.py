@@ -43,8 +43,15 @@ from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import version_of
 from raypipe.plan.schedule import Split
-from raypipe.storage.file_lock import locked, try_lock, wait_for_lock
-from raypipe.storage.local_file import boot_id, cache_folder, make_cache_folder, open_regular
+from raypipe.storage.local_file import (
+    boot_id,
+    cache_folder,
+    locked,
+    make_cache_folder,
+    open_regular,
+    try_lock,
+    wait_for_lock,
+)
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
 

@@ -23,7 +23,7 @@ import yaml
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.storage.whole_file import read_text
+from raypipe.storage.files import read_text
 
 Steps = list[dict[str, Any]]
 """Each `{NAME: {argument: value, …}}`; the arguments of a step without any may be None."""

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from full_disk import fill, make_room
 
 from raypipe.errors import ConfigError
-from raypipe.metrics.records import METRICS, Appender, Records, parse, read_records, told
+from raypipe.metrics.records import METRICS, Records, parse, read_records, told
 
 
 def lines(*records: dict[str, object]) -> bytes:
@@ -55,28 +54,3 @@ def test_a_run_that_has_recorded_nothing_has_no_records(tmp_path: Path) -> None:
     assert read_records(tmp_path.as_uri()) == Records([train(1)])
     with pytest.raises(ConfigError, match=r"unknown scheme"):
         read_records("nowhere://bucket")
-
-
-def test_a_line_that_was_cut_off_stays_one_line(tmp_path: Path) -> None:
-    (tmp_path / METRICS).write_bytes(lines(train(1)) + b'{"kind": "tr')
-    Appender(tmp_path, "run").append(METRICS, [train(2), train(3)])
-    assert read_records(tmp_path.as_uri()) == Records([train(1), train(2), train(3)], unreadable=1)
-
-
-def test_a_full_disk_costs_the_records_of_that_time_and_one_warning(
-    full_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    appender = Appender(full_disk, "file:///runs/mine")
-    appender.append(METRICS, [train(1)])
-    fill(full_disk)
-    for _ in range(40):  # what is left of the file's last block takes the first of them, and cuts one
-        appender.append(METRICS, [train(2, loss=0.123456789) | {"text": "x" * 200}])
-    assert [record.message for record in caplog.records] == [
-        "metrics.jsonl of file:///runs/mine cannot be written: [Errno 28] No space left on device; "
-        "the run goes on, and its record has gaps"
-    ]
-    make_room(full_disk)
-    appender.append(METRICS, [train(3)])
-    found = read_records(full_disk.as_uri())
-    assert found is not None and found.kept[0] == train(1) and found.kept[-1] == train(3)
-    assert found.unreadable <= 1

@@ -12,6 +12,7 @@ import pytest
 from s3_server import FaultyProxy, environment
 
 from raypipe.errors import ConfigError, RaypipeError, StoreError
+from raypipe.storage.files import check_place, read_json
 from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
@@ -23,7 +24,6 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split,
 )
-from raypipe.storage.whole_file import check_place, read_json
 from raypipe.stores import open_store
 
 
@@ -221,7 +221,7 @@ def test_a_missing_bucket_is_told_before_work_begins(bucket: str) -> None:
         check_bucket("s3://no-such/runs")
     filesystem, path = open_filesystem("s3://no-such/x")
     with (
-        pytest.raises(StoreError, match=r"^it cannot be written: .*make it, or mend the address$"),
+        pytest.raises(StoreError, match=r"^it cannot be written: .*make the bucket, or mend the address$"),
         explained(StoreError, "it cannot be written"),
         filesystem.open_output_stream(path) as file,
     ):

@@ -15,11 +15,11 @@ import pytest
 from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage import file_lock, remote_file
+from raypipe.storage import local_cache, local_file
+from raypipe.storage.files import RemoteFile, digest_of_file, look_up
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.local_cache import LocalCache, shared_cache
 from raypipe.storage.local_file import boot_id
-from raypipe.storage.remote_file import RemoteFile, digest_of_file, look_up, look_up_all
 from raypipe.stores.archive import OpenFile
 
 SIZE = 200_000
@@ -31,7 +31,7 @@ def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A faultless proxy before the server, to count what passes."""
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        monkeypatch.setattr(remote_file, "PART_BYTES", 20_000)
+        monkeypatch.setattr(local_cache, "PART_BYTES", 20_000)
         yield made
 
 
@@ -53,8 +53,7 @@ def remote_bytes(file: RemoteFile) -> bytes:
 
 
 def content_of(cache: LocalCache, file: RemoteFile) -> bytes:
-    with cache.use(file, Path.read_bytes) as content:
-        return content
+    return cache.get(file, Path.read_bytes)
 
 
 def sent(proxy: FaultyProxy) -> int:
@@ -70,13 +69,13 @@ def program(tmp_path: Path, file: RemoteFile, then: str, limit: int = 0) -> subp
     code = f"""
 import hashlib, os, sys, time
 from pathlib import Path
-from raypipe.storage import remote_file
+from raypipe.storage import local_cache
 from raypipe.storage.local_cache import LocalCache
-from raypipe.storage.remote_file import RemoteFile
-remote_file.PART_BYTES = 20_000
-with LocalCache(Path({str(tmp_path / "shards")!r}), {limit}).use(RemoteFile(**{vars(file)!r}), Path) as path:
-    print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True)
-    {then}
+from raypipe.storage.files import RemoteFile
+local_cache.PART_BYTES = 20_000
+path = LocalCache(Path({str(tmp_path / "shards")!r}), {limit}).get(RemoteFile(**{vars(file)!r}), Path)
+print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True)
+{then}
 """
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -156,7 +155,7 @@ def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
         if len(num_parts) == 4:
             raise OSError("the network is gone")
 
-    monkeypatch.setattr(file_lock, "on_progress", [fail])
+    monkeypatch.setattr(local_file, "on_progress", [fail])
     with pytest.raises(StoreError, match=r"s3://.*/a cannot be read: the network is gone"):
         content_of(cache, file)
     sent(proxy)
@@ -181,13 +180,13 @@ def test_who_reads_a_shard_that_is_evicted_reads_on_and_its_room_is_free_afterwa
 ) -> None:
     one, other = put("a"), put("b")
     caches = [LocalCache(tmp_path / "shards", limit_bytes=SIZE) for _ in range(2)]
-    with caches[0].use(one, OpenFile) as held:
-        assert content_of(caches[1], other) == remote_bytes(other)
-        assert not (caches[0].folder_of(one) / "data").exists()
-        caches[0].close_evicted()
-        assert os.pread(held.descriptor, SIZE, 0) == held.path.read_bytes() == remote_bytes(one)
-        descriptor = held.descriptor
-        del held
+    held = caches[0].get(one, OpenFile)
+    assert content_of(caches[1], other) == remote_bytes(other)
+    assert not (caches[0].folder_of(one) / "data").exists()
+    caches[0].close_evicted()
+    assert os.pread(held.descriptor, SIZE, 0) == held.path.read_bytes() == remote_bytes(one)
+    descriptor = held.descriptor
+    del held
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:  # in which nobody uses that cache
         with contextlib.suppress(OSError):
@@ -200,7 +199,7 @@ def test_who_reads_a_shard_that_is_evicted_reads_on_and_its_room_is_free_afterwa
     assert content_of(caches[0], one) == remote_bytes(one)
 
 
-def test_a_download_waits_for_the_room_of_another(
+def test_a_node_downloads_one_shard_at_a_time(
     put: Put, bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = put("a"), put("b")
@@ -226,19 +225,19 @@ def test_what_was_being_downloaded_at_the_last_start_of_the_machine_is_not_gone_
     (cache.folder_of(file) / "partial-another").write_bytes(bytes(SIZE // 2))
     assert content_of(cache, file) == remote_bytes(file)
     assert sent(proxy) == 2 * SIZE
-    assert sorted(path.name for path in cache.folder_of(file).iterdir()) == ["data", "lock"]
+    assert sorted(path.name for path in cache.folder_of(file).iterdir()) == ["data"]
 
 
 def test_a_forked_child_has_a_view_of_its_own(put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     one = put("a")
     cache = shared_cache()
-    with cache.use(one, OpenFile) as held:
-        child = os.fork()
-        if not child:
-            os._exit(0 if shared_cache() is not cache and content_of(shared_cache(), one) else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert os.pread(held.descriptor, SIZE, 0) == remote_bytes(one)
+    held = cache.get(one, OpenFile)
+    child = os.fork()
+    if not child:
+        os._exit(0 if shared_cache() is not cache and content_of(shared_cache(), one) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.pread(held.descriptor, SIZE, 0) == remote_bytes(one)
 
 
 def test_a_shard_larger_than_the_cache_is_one_error(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
@@ -271,7 +270,7 @@ def test_an_object_that_changes_while_it_is_downloaded_is_refused(
         if len(calls) == 2:
             put()
 
-    monkeypatch.setattr(file_lock, "on_progress", [change])
+    monkeypatch.setattr(local_file, "on_progress", [change])
     cache = LocalCache(tmp_path / "shards")
     with pytest.raises(StoreError, match="has changed since the store was opened"):
         content_of(cache, old)
@@ -285,7 +284,7 @@ def test_an_object_that_is_gone(put: Put, bucket: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"/a does not exist, or its bucket does not"):
         content_of(LocalCache(tmp_path / "shards"), file)
     with pytest.raises(StoreError, match=r"/a does not exist"):
-        look_up_all([file.address])
+        look_up(file.address)
 
 
 def test_content_without_the_recorded_digest_is_refused(put: Put, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 import tfrecords
 
 from raypipe.errors import StoreError
-from raypipe.storage.file_lock import locked, open_lock, try_lock
-from raypipe.storage.local_file import is_own_folder, make_own_folder, open_regular
+from raypipe.storage.local_file import locked, make_cache_folder, open_lock, open_regular, try_lock
 from raypipe.stores import open_writer
 
 from conftest import write_tar  # isort: skip
@@ -221,14 +220,13 @@ def test_what_takes_a_files_place_after_the_first_look_is_refused(
         open_regular(tmp_path / "b")
 
 
-def test_a_folder_of_ones_own(tmp_path: Path) -> None:
-    make_own_folder(tmp_path / "new")
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-    make_own_folder(tmp_path / "new")
+def test_a_folder_of_ones_own_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    for _ in range(2):
+        assert stat.S_IMODE(make_cache_folder("new").stat().st_mode) == 0o700
     (tmp_path / "link").symlink_to("new")
-    assert is_own_folder(tmp_path / "new") and not is_own_folder(tmp_path / "link")
     with pytest.raises(PermissionError, match="link belongs to another user, or is a link"):
-        make_own_folder(tmp_path / "link")
+        make_cache_folder("link")
 
 
 # Locks

@@ -17,9 +17,8 @@ import pytest
 from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.files import RemoteFile, read_json
 from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.remote_file import RemoteFile
-from raypipe.storage.whole_file import read_json
 from raypipe.stores import Store, destination, open_store, open_writer
 from raypipe.stores.addresses import MANIFEST, expand, list_files
 from raypipe.stores.destination import new_remote

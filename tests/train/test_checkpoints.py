@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -17,7 +16,7 @@ from full_disk import fill, make_room
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.train.checkpoints import find_newest, has_checkpoints, set_aside, write_checkpoint
+from raypipe.train.checkpoints import find_newest, has_checkpoints, read_state, write_checkpoint
 
 PLAN = "0123456789abcdef"
 
@@ -32,8 +31,10 @@ def content(cursor: Cursor, size: int = 5000) -> bytes:
 
 
 def write(run_uri: str, epoch: int, step: int, plan: str = PLAN, size: int = 5000) -> str:
-    cursor = Cursor(epoch, step, plan)
-    return write_checkpoint(run_uri, cursor, content(cursor, size), {"steps": step})
+    """As a run does that has gone on from the newest."""
+    newest, _ = find_newest(run_uri, check)
+    cursor, before = Cursor(epoch, step, plan), newest.name if newest else ""
+    return write_checkpoint(run_uri, cursor, content(cursor, size), {"steps": step}, before)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -53,10 +54,11 @@ def newest(run: Path, before: int = 0) -> Path:
 
 
 def step_of(run: Path | str) -> int | None:
-    found = find_newest(run if isinstance(run, str) else run.as_uri(), check).checkpoint
+    run_uri = run if isinstance(run, str) else run.as_uri()
+    found, _ = find_newest(run_uri, check)
     if found is None:
         return None
-    assert found.state().read() == content(found.cursor)
+    assert read_state(run_uri, found.name).read() == content(found.cursor)
     return found.cursor.step
 
 
@@ -68,7 +70,7 @@ def test_the_newest_is_found_as_it_was_written_and_two_are_kept(run: Path) -> No
         "checkpoint_0001_0000006",
         "checkpoint_0002_0000000",
     ]
-    assert not find_newest(run.as_uri(), check).passed_over and has_checkpoints(run.as_uri())
+    assert not find_newest(run.as_uri(), check)[1] and has_checkpoints(run.as_uri())
 
 
 def test_a_run_without_a_folder_starts_from_its_beginning(tmp_path: Path) -> None:
@@ -105,30 +107,24 @@ def test_a_damaged_one_is_passed_over_with_its_reason_and_nothing_is_removed(run
     broken, (harm, reason) = newest(run), DAMAGE[damage]
     harm(broken)
     before = tree(run)
-    found = find_newest(run.as_uri(), check)
-    assert found.damaged == [broken.name] == list(found.passed_over) and reason in found.passed_over[broken.name]
+    _, passed_over = find_newest(run.as_uri(), check)
+    assert [*passed_over] == [broken.name] and reason in passed_over[broken.name]
     assert step_of(run) == 3 and tree(run) == before
-    set_aside(run.as_uri(), found)
-    after = tree(run)
-    assert after.pop(f"{broken.name}/damaged.json") == before.pop(f"{broken.name}/checkpoint.json")
-    assert after == before
     # The run goes on, past the damaged one, which counts as none of the two that are kept.
     write(run.as_uri(), 1, 5)
     assert step_of(run) == 5 and step_of_each(run) == {3, 5, 6}
     write(run.as_uri(), 1, 7)
-    assert step_of(run) == 7 and step_of_each(run) == {5, 6, 7}
-    write(run.as_uri(), 1, 8)
-    assert step_of_each(run) == {7, 8}
+    assert step_of(run) == 7 and step_of_each(run) == {5, 7}
 
 
 def step_of_each(run: Path) -> set[int]:
     return {int(path.name.split("_")[2]) for path in run.glob("checkpoint_*/")}
 
 
-def test_one_that_was_cut_off_is_passed_over_until_two_newer_ones_are_whole(run: Path) -> None:
+def test_one_that_was_cut_off_is_passed_over_and_goes_with_the_next_that_is_written(run: Path) -> None:
     (newest(run) / "checkpoint.json").unlink()
-    found = find_newest(run.as_uri(), check)
-    assert list(found.passed_over.values()) == ["it was cut off while it was written"] and not found.damaged
+    _, passed_over = find_newest(run.as_uri(), check)
+    assert list(passed_over.values()) == ["it was cut off while it was written"]
     assert step_of(run) == 3
     for step, left in ((6, {3, 6}), (7, {6, 7}), (8, {7, 8})):
         write(run.as_uri(), 1, step)
@@ -151,14 +147,14 @@ def test_if_none_can_be_read_one_error_has_all_the_reasons(run: Path) -> None:
 def test_if_all_were_cut_off_the_run_starts_from_its_beginning(run: Path) -> None:
     for path in run.glob("checkpoint_*"):
         (path / "checkpoint.json").unlink()
-    found = find_newest(run.as_uri(), check)
-    assert found.checkpoint is None and len(found.passed_over) == 2 and not found.damaged
+    newest, passed_over = find_newest(run.as_uri(), check)
+    assert newest is None and len(passed_over) == 2
 
 
 def test_one_of_another_plan_is_passed_over_and_refused_where_there_is_no_other(run: Path) -> None:
     write(run.as_uri(), 1, 9, plan="f" * 16)
-    found = find_newest(run.as_uri(), check)
-    assert list(found.passed_over.values()) == [f"made under plan {'f' * 16}"] and step_of(run) == 6
+    _, passed_over = find_newest(run.as_uri(), check)
+    assert list(passed_over.values()) == [f"made under plan {'f' * 16}"] and step_of(run) == 6
     for path in (newest(run, before=1), *run.glob("checkpoint_0001_0000003_*")):
         shutil.rmtree(path)
     with pytest.raises(CursorError, match="made under plan"):
@@ -204,20 +200,21 @@ def test_after_each_of_30_kills_while_checkpoints_are_written_the_newest_is_whol
     assert len(list(run.glob("checkpoint_*"))) <= 2 + 4  # what the last two kills have cut off
 
 
-def test_checkpoints_in_a_bucket_are_found_passed_over_and_set_aside(bucket: str) -> None:
+def test_checkpoints_in_a_bucket_are_found_passed_over_and_removed(bucket: str) -> None:
     run = f"{bucket}/runs/mine"
     for step in (1, 2, 3):
         write(run, 0, step)
     assert step_of(run) == 3
     filesystem, path = open_filesystem(run)
-    names = [info.base_name for info in filesystem.get_file_info(pyarrow.fs.FileSelector(path))]
-    assert len(names) == 2
-    with filesystem.open_output_stream(f"{path}/{max(names)}/state.pt") as file:
+
+    def names() -> list[str]:
+        return sorted(info.base_name for info in filesystem.get_file_info(pyarrow.fs.FileSelector(path)))
+
+    two, three = names()
+    with filesystem.open_output_stream(f"{path}/{three}/state.pt") as file:
         file.write(b"")
-    found = find_newest(run, check)
-    assert found.damaged == [max(names)] and step_of(run) == 2
-    set_aside(run, found)
-    left = {info.base_name for info in filesystem.get_file_info(pyarrow.fs.FileSelector(f"{path}/{max(names)}"))}
-    assert left == {"state.pt", "cursor.json", "damaged.json"}
-    manifest = filesystem.open_input_stream(f"{path}/{max(names)}/damaged.json").read()
-    assert json.loads(manifest)["metrics"] == {"steps": 3}
+    found, passed_over = find_newest(run, check)
+    assert found and found.name == two and [*passed_over] == [three]
+    assert names() == sorted([two, three])
+    four = write(run, 0, 4)
+    assert names() == [two, four]

@@ -21,7 +21,7 @@ from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.launch import _leave_traces, describe, train
 from raypipe.train.learning import num_classes_of
-from raypipe.train.run_folder import as_plain, locate, store_config
+from raypipe.train.run_folder import as_plain, located, store_config
 
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),
@@ -173,24 +173,24 @@ def test_a_resume_that_is_refused_changes_nothing(stores: dict[str, Path], tmp_p
     uri = (tmp_path / "mine").as_uri()
     store_config(run, uri)
     plan = spec_of(run, uri).plan
+    before = ""
     for step in (1, 2):
-        cursor = Cursor(0, step, plan.fingerprint)
-        write_checkpoint(uri, cursor, b"state", {})
+        before = write_checkpoint(uri, Cursor(0, step, plan.fingerprint), b"state", {}, before)
     newest = sorted((tmp_path / "mine").glob("checkpoint_*"))[-1]
     (newest / "state.pt").write_bytes(b"")
     (tmp_path / "mine" / "metrics.jsonl").write_text('{"kind": "train", "step": 3}\n')
     (tmp_path / "mine" / "stop").touch()
-    before = tree(tmp_path)
+    found = tree(tmp_path)
     resumed = dataclasses.replace(run, resume=str(tmp_path / "mine"))
     with pytest.raises(CursorError, match="made under plan"):
         train(dataclasses.replace(resumed, plan=dataclasses.replace(run.plan, seed=7)))
-    assert tree(tmp_path) == before
+    assert tree(tmp_path) == found
     for path in (tmp_path / "mine").glob("checkpoint_*"):
         (path / "state.pt").write_bytes(b"")
-    before = tree(tmp_path)
+    found = tree(tmp_path)
     with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read"):
         train(resumed)
-    assert tree(tmp_path) == before
+    assert tree(tmp_path) == found
 
 
 def test_a_report_that_cannot_be_made_hides_neither_result_nor_error(
@@ -234,15 +234,18 @@ def test_a_run_holds_the_steps_of_a_file_and_need_not_read_it_again(
         [f"--store.train={stores['train']}", f"--transform.train={file}", f"--runs={tmp_path}", "--name=mine"],
         None,
     )
-    run, run_uri = locate(given)
-    assert run.transform == dataclasses.replace(given.transform, train=STEPS)
-    store_config(run, run_uri)
+    with located(given) as (run, run_uri, _):
+        assert run.transform == dataclasses.replace(given.transform, train=STEPS)
+        store_config(run, run_uri)
     file.unlink()
-    resumed, _ = locate(parse_run([f"--resume={tmp_path / 'mine'}"], None))
-    assert resumed.transform == run.transform
-    assert spec_of(resumed, run_uri).transforms["train"] == STEPS
-    with pytest.raises(ConfigError, match=r"policy\.yaml cannot be read"):
-        locate(dataclasses.replace(given, name="other"))
+    with located(parse_run([f"--resume={tmp_path / 'mine'}"], None)) as (resumed, _, _):
+        assert resumed.transform == run.transform
+        assert spec_of(resumed, run_uri).transforms["train"] == STEPS
+    with (
+        pytest.raises(ConfigError, match=r"policy\.yaml cannot be read"),
+        located(dataclasses.replace(given, name="other")),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

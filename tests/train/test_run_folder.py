@@ -14,6 +14,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import MicroBatchId
+from raypipe.storage import files
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.train import run_folder
 from raypipe.train.checkpoints import write_checkpoint
@@ -73,11 +74,11 @@ def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_onc
         assert first_uri != second_uri and first.name != second.name
         assert all((tmp_path / "runs" / each.name / "lease").is_dir() for each in (first, second))
         with (
-            pytest.raises(ConfigError, match=rf"{second.name} is in use by process {os.getpid()} of"),
+            pytest.raises(ConfigError, match=rf"{second.name} is in use by process {os.getpid()} on"),
             located(dataclasses.replace(run, name=second.name)),
         ):
             pass
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("command", ["train", "search"])
@@ -194,9 +195,10 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path, monkeyp
     remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
 
     def from_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
-        return remote, uri.removeprefix("bucket://")
+        return (remote, uri.removeprefix("bucket://")) if uri.startswith("bucket:") else open_filesystem(uri)
 
-    monkeypatch.setattr(run_folder, "open_filesystem", from_uri)
+    for module in (run_folder, files):
+        monkeypatch.setattr(module, "open_filesystem", from_uri)
     run = tmp_path / "runs" / "mine"
     log = RunLog("bucket://runs/mine", 0)
     log.write("train", 1, loss=1.0)

@@ -1,0 +1,220 @@
+"""Files at a local path or a URI: read with one clear error, written whole or not at all, and identified."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from io import BufferedRandom, BufferedReader
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.fs
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.filesystem import (
+    check_bucket,
+    check_lasting,
+    explained,
+    is_remote,
+    open_filesystem,
+)
+from raypipe.storage.local_file import regular_path
+
+# What a scan of 14 million members takes; the longest runs' digests are a tenth of it.
+_MAX_JSON_BYTES = 1 << 30
+
+
+def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
+    """A file, open for reading; on this machine a regular one.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        return filesystem.open_input_file(path)
+    with regular_path(path) as opened:
+        return filesystem.open_input_file(opened)
+
+
+def read_whole(address: str) -> bytes | None:
+    """What a file holds; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with explained(ConfigError, f"{address} cannot be read"):
+        try:
+            with open_input(*open_filesystem(address)) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+
+def read_json(address: str | Path) -> Any:
+    """What a file of up to 1 GiB holds.
+
+    Raises:
+        ConfigError: it cannot be read, is larger, or is no JSON.
+    """
+    text = read_text(address, _MAX_JSON_BYTES)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{address} is no JSON: {error}") from error
+
+
+def read_text(address: str | Path, max_bytes: int) -> str:
+    """What a small file holds.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than `max_bytes`, or is no UTF-8.
+    """
+    with explained(ConfigError, f"{address} cannot be read"), open_input(*open_filesystem(address)) as file:
+        if file.size() > max_bytes:
+            raise ConfigError(f"{address} cannot be read: it has more than {max_bytes:,} bytes")
+        content = file.read()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{address} is no text: {error}") from error
+
+
+def write_json(address: str | Path, content: dict[str, Any]) -> None:
+    """`write_text` of an object."""
+    write_text(address, json.dumps(content, indent=1))
+
+
+def write_text(address: str | Path, text: str) -> None:
+    """Write a file in place of one that is there; readers see the old or the new one.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with explained(ConfigError, f"{address} cannot be written"):
+        filesystem, path = open_filesystem(address)
+        if is_remote(address):  # an object is there once it is written whole
+            with synced_output(filesystem, path) as file:
+                file.write(text.encode())
+            return
+        partial = Path(path).with_name(f".{Path(path).name}.partial-{secrets.token_hex(4)}")
+        try:
+            with synced_output(filesystem, str(partial)) as file:
+                file.write(text.encode())
+            partial.replace(path)
+            sync_folder(filesystem, str(partial.parent))
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def synced_output(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[IO[bytes]]:
+    """A new file to write to. At the end its content is on the disk, and not in the machine's memory alone."""
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        with filesystem.open_output_stream(path) as stream:
+            yield stream
+        return
+    with Path(path).open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Put on the disk which files a folder has; object storage has done so already."""
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def check_place(address: str | Path) -> None:
+    """Raise ConfigError where no file can be written, before the work of making its content."""
+    with explained(ConfigError, f"{address} cannot be written"):
+        _, path = open_filesystem(address)
+        check_lasting(str(address), "the file to write")
+    if is_remote(address):
+        check_bucket(str(address))
+        return
+    folder = Path(path).parent
+    if not folder.is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{address} cannot be written: expected is a file in a folder that can be written to")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """An object as it was when its store was opened, or, before it was looked up, as a list of objects has it.
+
+    Attributes:
+        address: its URI.
+        num_bytes: its size; -1 where that is not known.
+        version: the object store's ETag, or the time of its last change: equal as long as the object is the same;
+            "" before it was looked up.
+        digest: `digest_of_file` of its content, where whoever wrote it has recorded that; else "".
+    """
+
+    address: str
+    num_bytes: int = -1
+    version: str = ""
+    digest: str = ""
+
+    def checked(self, found: RemoteFile) -> RemoteFile:
+        """What is there, with the digest that it should have; raises StoreError where it has another size."""
+        if self.num_bytes not in (-1, found.num_bytes):
+            raise StoreError(
+                f"{self.address} has {found.num_bytes} bytes, and was written with {self.num_bytes}: ingest it "
+                "again"
+            )
+        return replace(found, digest=self.digest)
+
+    def check_same(self, found: RemoteFile) -> None:
+        """Raise StoreError if what is found at the address now is another object."""
+        if (found.num_bytes, found.version) != (self.num_bytes, self.version):
+            raise StoreError(
+                f"{self.address} has changed since the store was opened: {self.num_bytes} bytes of version "
+                f"{self.version} then, {found.num_bytes} of {found.version} now. Start a new run, or put the old "
+                "object back"
+            )
+
+
+def look_up(address: str) -> RemoteFile:
+    """What is at an address: one request.
+
+    Raises:
+        StoreError: nothing, or it cannot be reached.
+    """
+    with opened(address) as (_, found):
+        return found
+
+
+@contextlib.contextmanager
+def opened(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
+    """An object, open for ranged reads, and what it is; within, errors of the file system are StoreErrors."""
+    with explained(StoreError, f"{address} cannot be read"):
+        filesystem, path = open_filesystem(address)
+        try:
+            file = open_input(filesystem, path)
+        except FileNotFoundError:
+            raise StoreError(f"{address} does not exist, or its bucket does not") from None
+        with file:
+            metadata = {name.lower(): value.decode() for name, value in (file.metadata() or {}).items()}
+            version = metadata.get("etag") or str(filesystem.get_file_info(path).mtime_ns)
+            yield file, RemoteFile(address, file.size(), version.strip('"'))
+
+
+def hash_of(file: BufferedReader | BufferedRandom) -> hashlib._Hash:
+    """The hash of what follows in a file, to go on with."""
+    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+
+
+def digest_of_file(path: Path) -> str:
+    """blake2b of a file's content, 32 hex digits."""
+    with path.open("rb") as file:
+        return hash_of(file).hexdigest()

@@ -99,7 +99,7 @@ def _recognized(file: LMDBFile) -> str:
     shown = "; ".join(f"{key[:40]!r}: {value!r}" for key, value in found[:2])
     raise StoreError(
         f"{file.path} has no __raypipe__ record, and its values are no images ({shown}): name its layout. "
-        "--layout pickle reads pickled (image, label), as Efficient-PyTorch writes them, and runs nothing of them; "
+        "--layout pickle reads pickled (image, label), as of Efficient-PyTorch, and runs nothing of them; "
         "--layout module:function names a function of yours that makes a sample of a key and a value"
     )
 

@@ -61,7 +61,36 @@ class TarStore(ArchiveStore):
         super().__init__(address, image_column, label_column)
 
     def _scan(self, path: Path, name: str) -> Scan:
-        return _scan(path, name, *self._options)
+        """Read all headers of a tar, and the labels of a WebDataset's."""
+        found: list[tuple[str, Place | None]] = []
+        with (
+            _HeaderReader(io.FileIO(path, opener=open_regular)) as file,
+            tarfile.open(fileobj=file, mode="r:") as tar,
+        ):
+            start = -1
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
+                if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
+                    raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
+                is_file = member.isreg() and not member.issparse()
+                start = tar.offset
+                place = (member.offset_data, member.size, member.mtime) if is_file else None
+                found.append((str(PurePosixPath(member.name)), place))
+            # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
+            assert tar.fileobj is not None
+            tar.fileobj.seek(tar.offset)
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
+            options = (*self._options, lambda at, num: os.pread(file.fileno(), num, at))
+            samples = find_samples(name, found, *options)
+        if samples is not None:
+            return {"samples": samples}
+        images: dict[str, Place] = {}
+        for member_name, place in found:
+            images.pop(member_name, None)  # the last of a name counts, and if it is a link, none
+            if place and is_image(PurePosixPath(member_name)):
+                images[member_name] = place
+        return {"members": images}
 
     def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
         has_samples = ["samples" in scan for scan in scans]
@@ -112,36 +141,6 @@ class _HeaderReader(io.BufferedReader):
                 f"an extended header at byte {self.tell() - len(content)} is nothing but a number"
             )
         return content
-
-
-def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
-    """Read all headers of a tar, and the labels of a WebDataset's; name is for errors."""
-    found: list[tuple[str, Place | None]] = []
-    with _HeaderReader(io.FileIO(path, opener=open_regular)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        start = -1
-        while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
-            if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
-                raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
-            is_file = member.isreg() and not member.issparse()
-            start = tar.offset
-            place = (member.offset_data, member.size, member.mtime) if is_file else None
-            found.append((str(PurePosixPath(member.name)), place))
-        # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
-        assert tar.fileobj is not None
-        tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        read = lambda at, num: os.pread(file.fileno(), num, at)  # noqa: E731
-        samples = find_samples(name, found, image_column, label_column, read)
-    if samples is not None:
-        return {"samples": samples}
-    images: dict[str, Place] = {}
-    for member_name, place in found:
-        images.pop(member_name, None)  # the last of a name counts, and if it is a link, none
-        if place and is_image(PurePosixPath(member_name)):
-            images[member_name] = place
-    return {"members": images}
 
 
 class ZipStore(ArchiveStore):

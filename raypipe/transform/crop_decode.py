@@ -134,42 +134,35 @@ def find_crop_first(pipeline: Any, generators: tuple[np.random.Generator, random
     return None
 
 
-class CropDecoder:
-    """Decodes the crops of JPEGs.
+def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int, int]) -> Undecoded | None:
+    """A JPEG by its header; None: decode it whole, as those that `exif` turns or `decode_min_side` reduces.
 
     Args:
-        config: its `crop_decode` is not "off"; JPEGs that `exif` turns, and those that `decode_min_side` reduces,
-            are decoded whole.
-        target: (height, width) to which crops are resized, pixels.
+        config: its `crop_decode` is not "off".
+        target: (height, width) to which the crop is resized, pixels.
     """
+    scaled = config.crop_decode == "scaled"
+    if not ((scaled or extension()) and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
+        return None
+    try:
+        size = jpeg_size(data)
+    except SampleError:  # `decode` says why
+        return None
+    if size is None or (config.decode_min_side and min(size) >= 2 * config.decode_min_side):
+        return None
+    if config.exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+        return None
+    if scaled and min(size) >= _MIN_SCALED_SIDE:
+        return size, functools.partial(_decode_scaled, data, size, target)
+    return size, functools.partial(decode_box, data)
 
-    def __init__(self, config: TransformConfig, target: tuple[int, int]) -> None:
-        self._config, self._target = config, target
-        self._useful = config.crop_decode == "scaled" or extension() is not None
 
-    def open(self, data: bytes | None) -> Undecoded | None:
-        """A JPEG by its header; None: decode it whole."""
-        if not (self._useful and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
-            return None
-        try:
-            size = jpeg_size(data)
-        except SampleError:  # `decode` says why
-            return None
-        min_side = self._config.decode_min_side
-        if size is None or (min_side and min(size) >= 2 * min_side):
-            return None
-        if self._config.exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
-            return None
-        return size, functools.partial(self._decode, data, *size)
-
-    def _decode(self, data: bytes, height: int, width: int, box: Box) -> np.ndarray:
-        if self._config.crop_decode != "scaled" or min(height, width) < _MIN_SCALED_SIDE:
-            return decode_box(data, box)
-        enough = (n for n in SCALES if box[2] * n >= 8 * self._target[0] and box[3] * n >= 8 * self._target[1])
-        eighths = next(enough, WHOLE)
-        top, rows = _scaled_span(box[0], box[2], height, eighths)
-        left, columns = _scaled_span(box[1], box[3], width, eighths)
-        return decode_box(data, (top, left, rows, columns), eighths)
+def _decode_scaled(data: bytes, size: tuple[int, int], target: tuple[int, int], box: Box) -> np.ndarray:
+    enough = (n for n in SCALES if box[2] * n >= 8 * target[0] and box[3] * n >= 8 * target[1])
+    eighths = next(enough, WHOLE)
+    top, rows = _scaled_span(box[0], box[2], size[0], eighths)
+    left, columns = _scaled_span(box[1], box[3], size[1], eighths)
+    return decode_box(data, (top, left, rows, columns), eighths)
 
 
 def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:

@@ -18,12 +18,10 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
+from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import Steps, albumentations, build_steps, choices, is_file, read_steps
 
 Transform = Callable[..., Any]
-
-IGNORE = 255
-"""In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
 
 
 def build_transform(transform: str | Steps, size: int) -> Transform | None:

@@ -21,7 +21,7 @@ from raypipe.device.prefetcher import Batch, HostBatch, decoded_on_device, on_de
 from raypipe.device.ring import Leaf, Ring, hand_over, numbered
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.transform.encoded import EncodedTransform, pack
+from raypipe.transform.contents import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 
 CPU = torch.device("cpu")

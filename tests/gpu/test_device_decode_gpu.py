@@ -10,7 +10,7 @@ from PIL import Image
 
 from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
-from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, pack
+from raypipe.transform.contents import EncodedMicroBatch, EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -33,7 +33,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores import hdf5, open_source, open_store
 from raypipe.stores.tfrecord import is_tfrecord
-from raypipe.transform.crop_decode import CropDecoder
+from raypipe.transform.crop_decode import open_for_crop
 from raypipe.transform.decode import decode
 
 MEMORY_BYTES = 1 << 30
@@ -97,7 +97,7 @@ def decoded(data: bytes | None, rng: np.random.Generator) -> str:
 def same_in_part(data: bytes, rng: np.random.Generator) -> None:
     """A crop of a JPEG that is decoded alone: a part of the whole image, or as bad."""
     # Never scaled; opens without the extension too.
-    opened = CropDecoder(TransformConfig(crop_decode="scaled"), (1 << 16, 1 << 16)).open(data)
+    opened = open_for_crop(data, TransformConfig(crop_decode="scaled"), (1 << 16, 1 << 16))
     if opened is None or math.prod(opened[0]) > 4_000_000:
         return
     (height, width), decode_box = opened

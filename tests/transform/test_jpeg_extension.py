@@ -124,9 +124,9 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
         "import sys; sys.modules['_raypipe_jpeg'] = None\n"
         "from raypipe.config import TransformConfig\n"
-        "from raypipe.transform.crop_decode import CropDecoder\n"
+        "from raypipe.transform.crop_decode import open_for_crop\n"
         "from raypipe.transform.decode import extension, why_no_extension\n"
-        "assert extension() is None and CropDecoder(TransformConfig(), (8, 8)).open(b'') is None\n"
+        "assert extension() is None and open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
         "print(why_no_extension())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -31,8 +31,9 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from raypipe.device.ring import hand_over, new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.decode import decode, encode_jpeg, jpeg_orientation
+from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.image_header import MAX_PIXELS
+from raypipe.transform.jpeg import jpeg_orientation
 
 CHUNK_PIXELS = 128 << 20
 """Decoded pixels per call of nvJPEG, at most, unless one image alone has more: 384 MiB of RGB on the device, which

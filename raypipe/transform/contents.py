@@ -32,10 +32,9 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.crop_decode import Undecoded, cut, open_for_crop
-from raypipe.transform.decode import Box, decode, image_size
-from raypipe.transform.sample_cache import Decoded
-from raypipe.transform.sample_transform import EncodedSample, Key, KeyedGenerator, SampleTransform
+from raypipe.transform.decode import decode, image_size
+from raypipe.transform.jpeg import Box, Undecoded, cut, open_for_crop
+from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
 from raypipe.transform.targets import IGNORE, NO_BOX, decode_boxes, decode_mask, target_pipeline
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store, title_of
 from raypipe.transform.contents import Content
-from raypipe.transform.sample_cache import Decoded, SampleCache
-from raypipe.transform.sample_transform import EncodedSample, Key
+from raypipe.transform.sample_cache import SampleCache
+from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
 
 Sample = EncodedSample | Decoded
 

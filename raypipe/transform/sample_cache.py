@@ -34,7 +34,6 @@ import shutil
 import struct
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +46,7 @@ from raypipe.storage.file_lock import locked, try_lock, wait_for_lock
 from raypipe.storage.local_file import boot_id, cache_folder, make_cache_folder, open_regular
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
+from raypipe.transform.sample_transform import Decoded
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +57,6 @@ _KEY = re.compile(r"[0-9a-f]{32}(\.new)?")
 _DEFAULT_SHARE, _MOST = 0.25, 0.9  # of what is free: there are shards as well
 _HEADER = struct.Struct("<QQQ")  # of the file
 _RECORD = struct.Struct("<qqII")  # index, label, height, width
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A sample that needs no decoding.
-
-    Attributes:
-        pixels: uint8 RGB (H, W, 3), as `decode.decode` gives them; where they lie in a cache, read-only.
-        label: of the sample.
-    """
-
-    pixels: np.ndarray
-    label: int
 
 
 class SampleCache:

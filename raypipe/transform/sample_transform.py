@@ -24,10 +24,12 @@ import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.transform.crop_decode import Undecoded, find_crop_first
+from raypipe.transform.jpeg import DecodeBox, Undecoded
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
+
+_Generators = tuple[np.random.Generator, random.Random]
 
 Kind = Literal["none", "albumentations", "torchvision", "plain"]
 
@@ -38,6 +40,13 @@ class EncodedSample(NamedTuple):
     image: bytes | None
     mask: Any = None
     boxes: Any = None
+
+
+class Decoded(NamedTuple):
+    """A sample that needs no decoding: uint8 RGB (H, W, 3), maybe read-only, and its label."""
+
+    pixels: np.ndarray
+    label: int
 
 
 class KeyedGenerator:
@@ -86,7 +95,7 @@ class SampleTransform:
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(*generators)
-        self._crop_first = find_crop_first(self.transform, generators)
+        self._crop_first = _find_crop_first(self.transform, generators)
         self.crop_target = self._crop_first.target if self._crop_first else None
 
     def __reduce__(self) -> Any:
@@ -190,3 +199,90 @@ def _checked(result: Any, kind: Kind) -> np.ndarray:
         f"the transform returned {came}; expected is uint8 {layout} with 3 channels (normalisation and the"
         " conversion to floating point happen on the GPU: leave them out of the CPU transform)"
     )
+
+
+class _AlbumentationsCropFirst:
+    """A Compose that begins with RandomResizedCrop.
+
+    Args:
+        pipeline: it is copied.
+        generators: what all its transforms draw from.
+
+    Attributes:
+        target: (height, width) to which the crop is resized, pixels.
+    """
+
+    def __init__(self, pipeline: Any, generators: _Generators) -> None:
+        self._pipeline = copy.deepcopy(pipeline)
+        self._pipeline.set_random_state(*generators)
+        self._first = self._pipeline.transforms[0]
+        self._first.apply_with_params = self._decode_and_resize  # of this object alone, not of its class
+        self._decode_box: DecodeBox
+        self.target: tuple[int, int] = tuple(self._first.size)
+
+    def __call__(self, size: tuple[int, int], decode_box: DecodeBox, **targets: Any) -> dict[str, Any]:
+        """What the pipeline makes of an image of this (height, width), and of whole masks and boxes."""
+        self._decode_box = decode_box
+        nothing: np.ndarray = np.ndarray((*size, 3), np.uint8, b"\0", strides=(0, 0, 0))  # a byte for all
+        return self._pipeline(image=nothing, **targets)
+
+    def _decode_and_resize(self, params: dict[str, Any], image: Any, **targets: Any) -> dict[str, Any]:
+        left, top, right, bottom = map(int, params["crop_coords"])
+        crop = self._decode_box((top, left, bottom - top, right - left))
+        height, width = crop.shape[:2]
+        resized = self._first.apply(crop, **params | {"crop_coords": (0, 0, width, height)})
+        cut = type(self._first).apply_with_params(self._first, params, **targets) if targets else {}
+        return {"image": np.ascontiguousarray(resized), **cut}
+
+
+class _TorchvisionCropFirst:
+    """The same of a v2.Compose, which is used as it is; draws from torch's global generator."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._first, *self._others = pipeline.transforms
+        self.target: tuple[int, int] = tuple(self._first.size) * (2 // len(self._first.size))
+
+    def __call__(self, size: tuple[int, int], decode_box: DecodeBox) -> Any:
+        """What the pipeline makes of an image of this (height, width)."""
+        import torch
+        from torchvision import tv_tensors
+
+        whole = tv_tensors.Image(torch.zeros((), dtype=torch.uint8).expand(3, *size))  # takes no memory
+        drawn = self._first.make_params([whole])
+        crop = decode_box((drawn["top"], drawn["left"], drawn["height"], drawn["width"]))
+        height, width = crop.shape[:2]
+        image = tv_tensors.Image(torch.from_numpy(crop).permute(2, 0, 1))
+        result = self._first.transform(image, {"top": 0, "left": 0, "height": height, "width": width})
+        for transform in self._others:
+            result = transform(result)
+        return result
+
+
+_CropFirst = _AlbumentationsCropFirst | _TorchvisionCropFirst
+
+
+def _find_crop_first(pipeline: Any, generators: _Generators) -> _CropFirst | None:
+    """A pipeline by which a crop is drawn before the image is decoded; None = it does not surely begin with one.
+
+    The library draws the crop itself, by its own code from its own generators, from an image that has the size
+    alone; the crop is then decoded, and the library resizes it and goes on. Recognised, and nothing that only
+    looks like it (a subclass may do as it likes with the pixels outside):
+
+        albumentations.Compose([RandomResizedCrop(…), …])    both with p=1, without replay and saved parameters
+        torchvision.transforms.v2.Compose([RandomResizedCrop(…), …])    without hooks
+    """
+    kind = type(pipeline)
+    steps = getattr(pipeline, "transforms", None)
+    if not isinstance(steps, list | tuple) or not steps:
+        return None
+    first = steps[0]
+    albumentations, v2 = sys.modules.get("albumentations"), sys.modules.get("torchvision.transforms.v2")
+    if albumentations and kind is albumentations.Compose and type(first) is albumentations.RandomResizedCrop:
+        special = first.deterministic or first.replay_mode or pipeline.save_applied_params
+        special = special or set(pipeline.processors) - {"bboxes"} or not pipeline.p == first.p == 1
+        return None if special else _AlbumentationsCropFirst(pipeline, generators)
+    if v2 and kind is v2.Compose and type(first) is v2.RandomResizedCrop and hasattr(first, "make_params"):
+        hooks = [*vars(pipeline).items(), *vars(first).items()]
+        hooked = any(value for name, value in hooks if name.endswith("_hooks"))
+        return None if hooked else _TorchvisionCropFirst(pipeline)
+    return None

@@ -23,8 +23,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store
-from raypipe.transform.decode import damage_in
-from raypipe.transform.image_header import image_kind
+from raypipe.transform.image_header import damage_in, image_kind
 
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""

@@ -33,8 +33,8 @@ from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores import hdf5, open_source, open_store
 from raypipe.stores.tfrecord import is_tfrecord
-from raypipe.transform.crop_decode import open_for_crop
 from raypipe.transform.decode import decode
+from raypipe.transform.jpeg import open_for_crop
 
 MEMORY_BYTES = 1 << 30
 CPU_S, CLOCK_S = 10.0, 100.0  # of one input; a machine with much else to do takes the second

@@ -32,7 +32,8 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import sample_cache
 from raypipe.transform.decode import decode, encode_jpeg
-from raypipe.transform.sample_cache import Decoded, SampleCache, open_caches
+from raypipe.transform.sample_cache import SampleCache, open_caches
+from raypipe.transform.sample_transform import Decoded
 
 from conftest import picture  # isort: skip
 

@@ -20,10 +20,9 @@ from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
-from raypipe.transform import crop_decode
-from raypipe.transform import decode as decode_module
-from raypipe.transform.crop_decode import Undecoded, decode_box, open_for_crop
-from raypipe.transform.decode import Box, decode, decode_jpeg_at, why_no_extension
+from raypipe.transform import jpeg as jpeg_module
+from raypipe.transform.decode import decode
+from raypipe.transform.jpeg import Box, Undecoded, cut, decode_box, decode_jpeg_at, open_for_crop, why_no_extension
 
 needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
 RNG = np.random.default_rng(0)
@@ -33,8 +32,7 @@ RNG = np.random.default_rng(0)
 def no_extension() -> Iterator[None]:
     """What a node without the extension does."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (crop_decode, decode_module):
-            patch.setattr(module, "extension", lambda: None)
+        patch.setattr(jpeg_module, "extension", lambda: None)
         yield
 
 
@@ -71,11 +69,6 @@ def boxes(height: int, width: int, num: int) -> Iterator[Box]:
         yield int(RNG.integers(height - h + 1)), int(RNG.integers(width - w + 1)), h, w
 
 
-def cut(image: np.ndarray, box: Box) -> np.ndarray:
-    top, left, height, width = box
-    return image[top : top + height, left : left + width]
-
-
 @needs_extension
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 9), (33, 50), (64, 64), (101, 83)])
@@ -102,7 +95,7 @@ def test_at_a_scale_it_has_the_pixels_of_simplejpeg_at_that_scale(kind: str, eig
 
 @needs_extension
 def test_the_extension_decodes_all_but_the_unusual_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crop_decode, "decode", lambda *a: pytest.fail("decoded whole"))
+    monkeypatch.setattr(jpeg_module, "decode_jpeg_at", lambda *a: pytest.fail("decoded whole"))
     for kind, encode in KINDS.items():
         if kind != "CMYK":
             assert decode_box(encode(noise(40, 40)), (3, 5, 7, 9)).shape == (7, 9, 3)
@@ -213,7 +206,7 @@ def test_every_box_at_every_scale_keeps_a_pixel_and_stays_inside() -> None:
         for eighths in (1, 2, 4):
             for start in range(side):
                 for length in range(1, side - start + 1):
-                    first, num = crop_decode._scaled_span(start, length, side, eighths)
+                    first, num = jpeg_module._scaled_span(start, length, side, eighths)
                     assert first >= 0 and num >= 1 and first + num <= -(-side * eighths // 8)
 
 

@@ -27,7 +27,7 @@ import ray
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 
 from memory import MemoryWatch  # isort: skip

@@ -37,10 +37,11 @@ from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
-from raypipe.device.prefetcher import HostBatch, on_device
+from raypipe.device.prefetcher import on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
 from raypipe.transform.contents import EncodedTransform, pack
+from raypipe.transform.micro_batch import HostBatch
 from raypipe.transform.sample_transform import EncodedSample
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)

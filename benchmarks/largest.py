@@ -59,7 +59,7 @@ def start(num: int) -> dict[str, float]:
     from raypipe.plan.schedule import MicroBatchId
     from raypipe.rayext.cluster import connect
     from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
 
     image = cv2.imencode(".jpg", np.zeros((256, 256, 3), np.uint8))[1].tobytes()

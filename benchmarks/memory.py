@@ -108,7 +108,7 @@ def most_per_s(arrivals: np.ndarray) -> float:
 def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argparse.Namespace) -> dict[str, int]:
     """Stream a store through one consumer; the peaks of what it takes, and the bound, in bytes."""
     from raypipe.streaming.pipeline import in_flight, splits
-    from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
 
     spec = StreamSpec.of(

@@ -23,7 +23,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.logs import table
 from raypipe.stores.base import Columns, Store
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 
 NUM_SAMPLES = 1_281_167  # ImageNet's

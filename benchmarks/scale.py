@@ -33,7 +33,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.rank_stream import host_batches
+from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 
 from resume import RepeatedStore  # isort: skip

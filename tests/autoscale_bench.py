@@ -80,7 +80,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
 
     from raypipe.config import PlanConfig, PoolConfig
     from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
     from raypipe.streaming.supervisor import start_supervisor
 

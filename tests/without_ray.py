@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raypipe.device.prefetcher import HostBatch
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
+from raypipe.transform.micro_batch import HostBatch
 
 
 def host_batches(spec: StreamSpec, from_step: int = 0) -> Iterator[HostBatch]:

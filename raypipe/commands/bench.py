@@ -217,7 +217,7 @@ def stream_once(
 
     from raypipe.rayext.cluster import connect
     from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
 
     # The same transform in both splits, so that every micro-batch costs the same.

@@ -25,34 +25,12 @@ from raypipe.device.mixing import Mixed
 from raypipe.device.ring import Item, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
 from raypipe.plan.schedule import MicroBatchId
+from raypipe.transform.micro_batch import HostBatch
 
 if TYPE_CHECKING:
     from raypipe.device.device_decode import DeviceDecoder
 
 Used = TypeVar("Used")
-
-
-@dataclass(frozen=True)
-class HostBatch:
-    """One micro-batch in host memory, possibly read-only; a `Batch` has what is not described here.
-
-    Attributes:
-        image: uint8 (B, H, W, 3); empty where the device is to decode.
-        label: int64 (B,).
-        encoded: what the device is to decode.
-    """
-
-    at: MicroBatchId
-    image: np.ndarray
-    label: np.ndarray
-    weight: np.ndarray
-    index: np.ndarray
-    num_bad: int
-    read_s: float = 0.0
-    work_s: float = 0.0
-    encoded: dict[str, np.ndarray] | None = None
-    mask: np.ndarray | None = None
-    boxes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ class PoolWatch(BackpressurePolicy):
             self._queued_since = now
         elif not self._told and now - self._queued_since > _QUEUE_S:
             self._told = True
-            left = self._timeout_s - (now - self._progress[1])
+            left = max(0.0, self._timeout_s - (now - self._progress[1]))
             self._supervisor.note.remote(
                 f"no transform actor runs: {waiting} wait for {cpus:g} CPUs each; the run ends in {left:.0f} s "
                 "(pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)",

@@ -29,8 +29,8 @@ from raypipe.storage.whole_file import read_json, write_json
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-    from raypipe.device.prefetcher import HostBatch
     from raypipe.streaming.spec import StreamSpec
+    from raypipe.transform.micro_batch import HostBatch
 
 # Whatever reads, decodes, transforms or draws at random on the CPU.
 PACKAGES = (
@@ -78,7 +78,7 @@ class MicroBatchDigest:
 
 
 def _consume(iterator: DataIterator) -> Iterator[MicroBatchDigest]:
-    from raypipe.streaming.rank_stream import host_batches
+    from raypipe.streaming.row import host_batches
 
     for batch in host_batches(iterator):
         yield MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum()))

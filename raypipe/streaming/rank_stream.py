@@ -8,8 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,57 +18,21 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.prefetcher import Batch, HostBatch, decoded_on_device, on_device
+from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
 from raypipe.errors import RaypipeError, SampleError
-from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.timing import StageClock, StageTimes, mark
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import MicroBatchId, Segment, Split
 from raypipe.stores.base import name_of, title_of
-from raypipe.streaming.row import host_batch
+from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.streaming.worker import BadSampleBudget, record_bad
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
-
-_RAY_DATA_THREAD = "iter_threaded"
-_THREAD_S = 5.0  # for a call to Ray that it is in
-
-
-def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
-    """The rows of a stream's split as micro-batches in host memory, zero-copy and read-only.
-
-    Raises:
-        RaypipeError: what went wrong in an actor, without the layers around it.
-    """
-    failure: BaseException | None = None
-    before, threads = set(threading.enumerate()), list[threading.Thread]()
-    try:
-        for row in iterator.iter_batches(
-            batch_size=None,  # type: ignore[arg-type]
-            batch_format="numpy",
-            prefetch_batches=1,
-        ):
-            if not threads:
-                threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
-            yield host_batch(row)
-    except Exception as error:
-        failure = cause_of(error)
-    finally:
-        del iterator
-        # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
-        # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
-        gc.collect()
-        # Nobody waits for these. One that calls Ray after `ray.shutdown()` ends the process: exit code 1, no word.
-        for thread in threads:
-            thread.join(_THREAD_S)
-    # Here, and not above: the error would hold on to the frames of the execution.
-    if failure is not None:
-        raise failure
 
 
 class Feed:

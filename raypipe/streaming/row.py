@@ -10,20 +10,23 @@ from an actor     the same, (1,) each; image uint8 (1, B, H, W, 3), or, for the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+import threading
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from raypipe.failures import cause_of
 from raypipe.plan.schedule import PADDING, MicroBatchId, Split
 from raypipe.stores.base import Store
-from raypipe.transform.micro_batch import MicroBatchResult, read_encoded
+from raypipe.transform.micro_batch import HostBatch, MicroBatchResult, read_encoded
 from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import as_bytes
 
 if TYPE_CHECKING:
-    from raypipe.device.prefetcher import HostBatch
+    from ray.data import DataIterator
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
 # The arrays of an EncodedMicroBatch, in the order in which they are hashed.
@@ -34,6 +37,9 @@ PLACE_SCHEMA = pa.schema(
 )
 _READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": pa.list_(pa.int64())}
 READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
+
+_RAY_DATA_THREAD = "iter_threaded"
+_THREAD_S = 5.0  # for a call to Ray that it is in
 
 Read = tuple[list[EncodedSample], np.ndarray]
 """B samples, and labels int64 (B,); padding has no image, and label 0."""
@@ -102,8 +108,6 @@ def made_row(at: MicroBatchId, result: MicroBatchResult, read_s: float, work_s: 
 
 def host_batch(row: Mapping[str, Any]) -> HostBatch:
     """A finished row as a micro-batch in host memory."""
-    from raypipe.device.prefetcher import HostBatch  # here: it imports torch, which no reader needs
-
     first = {name: column[0] for name, column in row.items()}
     encoded = {name: first[name] for name in _ENCODED if name in first}
     return HostBatch(
@@ -119,3 +123,35 @@ def host_batch(row: Mapping[str, Any]) -> HostBatch:
         mask=first.get("mask"),
         boxes=first.get("boxes"),
     )
+
+
+def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
+    """The rows of a stream's split as micro-batches in host memory, zero-copy and read-only.
+
+    Raises:
+        RaypipeError: what went wrong in an actor, without the layers around it.
+    """
+    failure: BaseException | None = None
+    before, threads = set(threading.enumerate()), list[threading.Thread]()
+    try:
+        for row in iterator.iter_batches(
+            batch_size=None,  # type: ignore[arg-type]
+            batch_format="numpy",
+            prefetch_batches=1,
+        ):
+            if not threads:
+                threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
+            yield host_batch(row)
+    except Exception as error:
+        failure = cause_of(error)
+    finally:
+        del iterator
+        # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
+        # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
+        gc.collect()
+        # Nobody waits for these. One that calls Ray after `ray.shutdown()` ends the process: exit code 1, no word.
+        for thread in threads:
+            thread.join(_THREAD_S)
+    # Here, and not above: the error would hold on to the frames of the execution.
+    if failure is not None:
+        raise failure

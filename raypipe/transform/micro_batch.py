@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.base import Store, title_of
 from raypipe.transform.contents import Content
 from raypipe.transform.sample_cache import SampleCache
@@ -64,6 +65,29 @@ class MicroBatchResult:
     index: np.ndarray
     weight: np.ndarray
     bad: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One micro-batch in host memory, possibly read-only; the device's `Batch` has what is not described here.
+
+    Attributes:
+        image: uint8 (B, H, W, 3); empty where the device is to decode.
+        label: int64 (B,).
+        encoded: what the device is to decode.
+    """
+
+    at: MicroBatchId
+    image: np.ndarray
+    label: np.ndarray
+    weight: np.ndarray
+    index: np.ndarray
+    num_bad: int
+    read_s: float = 0.0
+    work_s: float = 0.0
+    encoded: dict[str, np.ndarray] | None = None
+    mask: np.ndarray | None = None
+    boxes: np.ndarray | None = None
 
 
 class MicroBatchTransform:

@@ -129,7 +129,7 @@ def test_sizes_and_qualities_that_cannot_be(values: tuple[int, int]) -> None:
         ingest(MemoryStore([b"x"], [0]), "x.lmdb", short_side=values[0], quality=values[1])
 
 
-@pytest.mark.parametrize("suffix", [".lmdb", ".parquet", ".tar"])
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
 def test_one_byte_that_changes_on_the_disk_is_found(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

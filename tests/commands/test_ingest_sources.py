@@ -154,7 +154,7 @@ def expected_of(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {**columns, "boxes": [json.dumps(sample["boxes"]) for sample in samples]}
 
 
-@pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
+@pytest.mark.parametrize("suffix", ["lmdb", "parquet"])
 def test_any_iterable_of_samples(tmp_path: Path, suffix: str) -> None:
     address, samples = str(tmp_path / f"a.{suffix}"), labelled()
     found = raypipe.ingest(iter(samples), address, classes=tuple("abcde"), shards=2, progress=False)

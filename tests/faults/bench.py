@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.prefetcher import Batch, HostBatch
+from raypipe.device.prefetcher import Batch
 from raypipe.plan.cursor import CURSOR_FILE
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
@@ -39,6 +39,7 @@ from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.train.trainer import RunTrainer
+from raypipe.transform.micro_batch import HostBatch
 
 NUM_SAMPLES, SIDE = 320, 16
 STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other

@@ -12,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import waiting_is_an_error
 
-from raypipe.device.prefetcher import HostBatch, on_device, prefetch
+from raypipe.device.prefetcher import on_device, prefetch
 from raypipe.device.ring import Ring
 from raypipe.plan.schedule import MicroBatchId
+from raypipe.transform.micro_batch import HostBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -100,7 +100,7 @@ def test_options_are_those_that_are_not_usual() -> None:
     [
         ("train.lmdb", LMDBStore),
         ("train.parquet/", ParquetStore),
-        ("{00..99}.tar?x=1", TarStore),
+        ("{00..99}.tar", TarStore),
         ("train.zip", ZipStore),
     ],
 )

@@ -14,7 +14,6 @@ import without_ray
 from raypipe.commands import cli
 from raypipe.commands.inspection import verify
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.prefetcher import HostBatch
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores import open_store
@@ -22,6 +21,7 @@ from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import DigestFile, batch_digest, combine, compare, iterate_digests, settings_of
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.micro_batch import HostBatch
 
 from conftest import CLASSES, samples  # isort: skip
 

@@ -16,13 +16,14 @@ import without_ray
 from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.prefetcher import Batch, HostBatch
+from raypipe.device.prefetcher import Batch
 from raypipe.errors import ResourceError, SampleError
 from raypipe.storage.file_lock import progress
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import feed
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.micro_batch import HostBatch
 
 from conftest import CLASSES, picture  # isort: skip
 

@@ -14,7 +14,7 @@ import pytest
 import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.prefetcher import Batch, HostBatch
+from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
 from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
@@ -23,8 +23,10 @@ from raypipe.stores.parquet_files import ParquetWriter
 from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.handover import feed
 from raypipe.streaming.pipeline import dataset, splits, stream
-from raypipe.streaming.rank_stream import Feed, host_batches
+from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.micro_batch import HostBatch
 
 from conftest import CLASSES, picture, samples  # isort: skip
 

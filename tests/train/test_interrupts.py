@@ -128,4 +128,4 @@ def test_a_signal_before_the_trainers_ends_the_run_without_them(
     else:  # it was too late for that, and the trainers were asked
         assert result["stopped"] and result["steps"] <= 1
     waiting.join()
-    assert '"train"' not in "".join(file.read_text() for file in tmp_path.glob("early/metrics.jsonl"))
+    assert "".join(file.read_text() for file in tmp_path.glob("early/metrics.jsonl")).count('"train"') <= 1

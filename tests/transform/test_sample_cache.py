@@ -349,7 +349,7 @@ def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = L
         store,
         plan=PlanConfig(**{"epochs": 2, "micro_batch": 6, "seed": 3} | plan),
         transform=transform,
-        pool=PoolConfig(cache="disk", cache_bytes=limit),
+        pool=PoolConfig(cache=place, cache_bytes=limit),
     )
 
 

@@ -142,13 +142,14 @@ def decoded_on_device(
             started = mark(device)
             found = decoder.decode(**host.encoded)
             target = torch.from_numpy(host.label.copy()).to(device, non_blocking=True)
-            weight = torch.from_numpy(np.where(found.failed, np.float32(0), host.weight))
+            weight = torch.from_numpy(host.weight.copy())
+            weight[list(found.failed)] = 0
             weight = weight.to(device, non_blocking=True)
             if on_decoded:
                 on_decoded(started, mark(device))
             ready.record(decoder.stream)
         there = {"image": found.image, "target": target, "weight": weight}
-        return _batch(host, seed_of, **there, num_fallback=found.num_fallback, failed=found.errors), ready
+        return _batch(host, seed_of, **there, num_fallback=found.num_fallback, failed=found.failed), ready
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
     try:

@@ -104,7 +104,7 @@ class DeviceAugment:
             raise ConfigError(f"augment.{mixing[0]} mixes images, and neither masks nor boxes: set it to 0")
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
-        self._operations = build_operations(config, targets)
+        self._operations = [build_operation(entry, targets) for entry in (*PRESETS[config.preset], *config.ops)]
         self._module = _user_module(config.module) if config.module else None
 
     def __call__(
@@ -167,12 +167,8 @@ def _user_module(name: str) -> Operation:
     return checked
 
 
-def build_operations(config: AugmentConfig, targets: bool = False) -> list[Operation]:
-    """The operations of a configuration: those of its preset, then its own; see `DeviceAugment`."""
-    return [_operation(entry, targets) for entry in [*PRESETS[config.preset], *config.ops]]
-
-
-def _operation(entry: dict[str, Any], targets: bool) -> Operation:
+def build_operation(entry: dict[str, Any], targets: bool = False) -> Operation:
+    """One operation of a configuration; raises ConfigError as `DeviceAugment` does."""
     import kornia.augmentation
     import kornia.augmentation.auto
     from kornia.augmentation._2d.base import AugmentationBase2D
@@ -192,9 +188,7 @@ def _operation(entry: dict[str, Any], targets: bool) -> Operation:
             f"augment: {op} moves or erases pixels on the device, where masks and boxes stay as they are: use "
             "transform.train for geometry, and augment.ops for operations of colour alone"
         )
-    parameters = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key != "op"
-    }
+    parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
         module: Any = found(**parameters)  # type: ignore[arg-type]
         # What the parameters are worth is seen when they are used.
@@ -206,12 +200,12 @@ def _operation(entry: dict[str, Any], targets: bool) -> Operation:
     if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != probe.shape[:2]:
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
     is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE
-    whole = None if is_policy else float(module.p)
+    whole = 1.0 if is_policy else float(module.p)
 
     def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
         """The strength is the share of rows that a policy is applied to, and scales the probability of others."""
         chosen = torch.rand(len(image)) < strength if is_policy else None
-        if whole is not None and is_scaled:
+        if is_scaled and not is_policy:
             module.p = whole * strength
         # Drawn on the host: the module was never moved to the device. Kornia moves what it needs, not waiting.
         result = module(image, params=module.forward_parameters(image.shape))

@@ -14,7 +14,6 @@ once per micro-batch, for all of its rows, as Kornia's do. Kornia takes seconds 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,7 +104,8 @@ class DeviceAugment:
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
         self._operations = [build_operation(entry, targets) for entry in (*PRESETS[config.preset], *config.ops)]
-        self._module = _user_module(config.module) if config.module else None
+        if config.module:
+            self._operations.append(_user_module(config.module))
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -122,13 +122,11 @@ class DeviceAugment:
         Returns:
             Images of `dtype` (B, 3, h, w), channels_last, and the other half of the targets where it was mixed.
         """
-        if self._operations or self._module:
+        if self._operations:
             image = image.float().mul_(1 / 255)
             with _seeded(seed, self.device):
                 for operation in self._operations:
                     image = operation(image, strength)
-                if self._module:
-                    image = self._module(image, strength)
         image = self.normalize(image)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         plan = draw_mix(self.config, rng, image.shape[2], image.shape[3], strength)
@@ -153,7 +151,6 @@ def _user_module(name: str) -> Operation:
     call = function.forward if isinstance(function, torch.nn.Module) else function
     takes_strength = "strength" in inspect.signature(call).parameters
 
-    @functools.wraps(call)
     def checked(image: torch.Tensor, strength: float) -> torch.Tensor:
         result = function(image, strength=strength) if takes_strength else function(image)
         if not isinstance(result, torch.Tensor) or result.ndim != 4 or len(result) != len(image):

@@ -230,8 +230,8 @@ class EncodedTransform:
         if self._preset == "light":
             generator = self._keyed.rewind(key)
             return sample.image, random_resized_crop(height, width, generator), bool(generator.random() < 0.5)
-        is_center = self._preset == "center"
-        return sample.image, center_box(height, width, self._size) if is_center else (0, 0, height, width), False
+        box = center_box(height, width, self._size) if self._preset == "center" else (0, 0, height, width)
+        return sample.image, box, False
 
     def pack(self, cuts: Iterable[Cut | None], num_samples: int) -> EncodedMicroBatch:
         return pack(cuts)

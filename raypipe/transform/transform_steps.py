@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -27,8 +27,6 @@ from raypipe.storage.whole_file import read_text
 
 Steps = list[dict[str, Any]]
 """Each `{NAME: {argument: value, …}}`; the arguments of a step without any may be None."""
-
-T = TypeVar("T")
 
 # A long policy has a hundred values and is four deep. A YAML of a few lines can stand for billions (aliases of
 # aliases), and for lists that hold themselves.
@@ -50,9 +48,9 @@ def is_file(transform: object) -> bool:
     return isinstance(transform, str) and transform.lower().endswith((".yaml", ".yml", ".json"))
 
 
-def without_files(transform: T) -> T | Steps:
+def without_files(transform: Any) -> Any:
     """A transform, with the steps in place of the address of a file that holds them; see `read_steps`."""
-    return read_steps(transform) if isinstance(transform, str) and is_file(transform) else transform
+    return read_steps(transform) if is_file(transform) else transform
 
 
 def config_without_files(config: TransformConfig) -> TransformConfig:

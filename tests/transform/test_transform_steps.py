@@ -97,6 +97,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "SmallestMaxSize": {"max_size": 9},
     "CropAndPad": {"px": 3},
     "Crop": {"x_max": 9, "y_max": 9},
+    "PiecewiseAffine": {"nb_rows": 2, "nb_cols": 2},
     "GridElasticDeform": {"num_grid_xy": [4, 4], "magnitude": 5},
     "Pad3D": {"padding": 3},
     "PadIfNeeded3D": {"min_zyx": [9, 9, 9]},

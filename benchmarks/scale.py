@@ -31,7 +31,7 @@ import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec

@@ -54,8 +54,6 @@ class StoreConfig:
         val: address of the validation store; empty = no validation (for the digits: their own).
         image_column: name of the image column of Parquet; of WebDataset, the suffix of the images.
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
-        layout: of LMDB that raypipe did not write: "auto" = found out; "image", "scene-text" or `module:function`;
-            "pickle" = unpickle values, plain data alone.
         leave_out: list of bad samples of the training store, as `raypipe inspect --verify` writes it, a local
             path or a URI: the run does without them; empty = without none.
         val_leave_out: the same, of the validation store.
@@ -65,7 +63,6 @@ class StoreConfig:
     val: str = ""
     image_column: str = "image"
     label_column: str = "label"
-    layout: str = "auto"
     leave_out: str = ""
     val_leave_out: str = ""
 

@@ -109,7 +109,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
             time.sleep(pause_s)
             seen = watcher.timeline[-1]
             if not over and seen["phase"] == phase and seen["actors"] == end:
-                deadline, over = min(deadline, time.monotonic() + 8), True
+                deadline, over = min(deadline, time.monotonic() + 4), True
 
     for name, phases in (
         ("fast", (("the trainer takes all", starving_s, 0.0), ("the trainer is slow", slow_s, SLOW_S))),

@@ -158,7 +158,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {name: folder / f"{name}.lmdb" for name in ("train", "val")}
     write_atomically(str(paths["train"]), samples(100), CLASSES)
     write_atomically(str(paths["val"]), samples(22, first=1000), CLASSES)
-    from raypipe.stores.parquet_files import ParquetWriter
+    from raypipe.stores.writers import ParquetWriter
 
     paths["parquet"] = folder / "train.parquet"
     with ParquetWriter(paths["parquet"], classes=CLASSES, row_group_size=10) as writer:

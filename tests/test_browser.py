@@ -16,7 +16,7 @@ from raypipe.commands.inspection import sampled
 from raypipe.commands.store_page import write_page
 from raypipe.pages import COLOURS
 from raypipe.pages.report import write_report
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")

@@ -252,13 +252,14 @@ def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
 def test_what_docs_moving_has_instead_of_other_loaders_runs(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     import albumentations
     import torch
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_AIR_LOCAL_CACHE_DIR", str(tmp_path))
+    in_process = "" if request.config.getoption("--soak") else "TorchTrainer(train_fn"
     shutil.copy(stores["train"], tmp_path / "train.lmdb")
     for number in range(10):
         write_tar(tmp_path / f"train-{number:04d}.tar", samples(10, first=10 * number))
@@ -272,7 +273,8 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
     assert len(ours) == 4
     for code in ours:
         names = {"raypipe": raypipe, **given}
-        exec(compile(code.replace("0099", "0009"), "moving.md", "exec"), names)
+        program, trainer, _ = code.replace("0099", "0009").partition(in_process or "\0")
+        exec(compile(program + ("train_fn({})" if trainer else ""), "moving.md", "exec"), names)
         if "spec" in names:
             assert len(names["spec"].stores["train"]) == 100
         if "image" in names:

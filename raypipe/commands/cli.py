@@ -40,9 +40,10 @@ def ingest(
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
     overwrite: bool = False,
+    layout: str = "auto",
     **columns: str,
 ) -> dict[str, Any]:
-    """Copy any store into a new LMDB, Parquet or WebDataset store.
+    """Copy any store into a new LMDB or Parquet store.
 
     Example: raypipe ingest imagenet.tar imagenet.lmdb --short-side 256 --quality 92
 
@@ -54,11 +55,13 @@ def ingest(
         shards: files of the new store; 0 = 1 GiB each.
         on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
         overwrite: replace a store at dst.
+        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
     from raypipe.commands import ingest as ingest_module
 
+    options = {} if layout == "auto" else {"layout": layout}
     return ingest_module.ingest(
-        open_source(src, **store_options(**columns)),
+        open_source(src, **options, **store_options(**columns)),
         dst,
         short_side=short_side,
         quality=quality,

@@ -15,29 +15,28 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores.base import Columns, Store, check_columns, check_indices
+from raypipe.stores.base import Columns, MemoryStore, Store, check_columns, check_indices
 
 if TYPE_CHECKING:
-    from raypipe.stores.lmdb_shard import LMDBWriter as LMDBWriter
-    from raypipe.stores.memory import MemoryStore as MemoryStore
-    from raypipe.stores.parquet_files import ParquetWriter as ParquetWriter
+    from raypipe.stores.writers import LMDBWriter as LMDBWriter
+    from raypipe.stores.writers import ParquetWriter as ParquetWriter
 
 _HOME = {
-    "LMDBWriter": "lmdb_shard",
-    "MemoryStore": "memory",
-    "ParquetWriter": "parquet_files",
-    "digits_stores": "digits",
-    "open_writer": "destination",
+    "LMDBWriter": "writers",
+    "ParquetWriter": "writers",
+    "digits_stores": "destination",
+    "open_writer": "writers",
 }
 # Kind → its module, and its class, or the function that yields the samples of what is read once, in order.
 _STORES = {
     "folder": ("folder", "FolderStore"),
     "hdf5": ("hdf5", "hdf5_samples"),
     "lmdb": ("lmdb", "LMDBStore"),
+    "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
     "parquet": ("parquet", "ParquetStore"),
-    "tar": ("tar", "TarStore"),
+    "tar": ("tar_and_zip", "TarStore"),
     "tfrecord": ("tfrecord", "tfrecord_samples"),
-    "zip": ("zip", "ZipStore"),
+    "zip": ("tar_and_zip", "ZipStore"),
 }
 # End of a file's name → kind; TFRecord has names of its own. The first four are read from object stores too.
 _ENDS = {".lmdb": "lmdb", ".parquet": "parquet", ".tar": "tar", ".zip": "zip", ".h5": "hdf5", ".hdf5": "hdf5"}
@@ -91,13 +90,13 @@ def open_store(address: str | Path, **options: Any) -> Store:
 
     Args:
         address: a local path, or a URI.
-        options: arguments of the store's class, such as `image_column` of `ParquetStore`, `layout` of `LMDBStore`.
+        options: arguments of the store's class, such as `image_column` of `ParquetStore`.
 
     Raises:
         StoreError: there is nothing at the address, nothing that is understood, or what must be ingested first.
         ConfigError: the store has no such option, or the address holds credentials.
     """
-    found = open_source(address, **options)
+    found = _open(address, options, sources=False)
     if isinstance(found, Iterator):
         raise StoreError(
             f"{address} is read once, in order: copy it by `raypipe ingest {address} NEW.lmdb`, and open that"
@@ -106,14 +105,23 @@ def open_store(address: str | Path, **options: Any) -> Store:
 
 
 def open_source(address: str | Path, **options: Any) -> Store | Iterator[dict[str, Any]]:
-    """What `raypipe.ingest` copies from an address: a store, see `open_store`, or samples of TFRecord or HDF5."""
-    from raypipe.storage.filesystem import refuse_credentials
+    """What `raypipe.ingest` copies from an address: a store, see `open_store`, or the samples of TFRecord,
+    HDF5, or LMDB that others wrote, whose option is `layout`."""
+    return _open(address, options, sources=True)
+
+
+def _open(address: str | Path, options: dict[str, Any], sources: bool) -> Store | Iterator[dict[str, Any]]:
+    from raypipe.storage.filesystem import is_remote, refuse_credentials
 
     refuse_credentials(address)
     text = str(address)
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
     kind = _kind_of(text)
+    if sources and kind == "lmdb" and not is_remote(text):
+        from raypipe.stores.lmdb import is_foreign
+
+        kind = "foreign LMDB" if "layout" in options or is_foreign(text) else kind
     module, name = _STORES[kind]
     found = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(found).parameters)
@@ -125,20 +133,16 @@ def open_source(address: str | Path, **options: Any) -> Store | Iterator[dict[st
     return found(text, **options)
 
 
-def store_options(
-    image_column: str = "image", label_column: str = "label", layout: str = "auto"
-) -> dict[str, str]:
+def store_options(image_column: str = "image", label_column: str = "label") -> dict[str, str]:
     """The options that are not left as they are by default, for `open_store`: not every kind of store has them.
 
     Args:
         image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
             the feature; of HDF5, the dataset.
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
-        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
-    given = {"image_column": image_column, "label_column": label_column, "layout": layout}
-    usual = {"image_column": "image", "label_column": "label", "layout": "auto"}
-    return {name: value for name, value in given.items() if value != usual[name]}
+    given = {"image_column": (image_column, "image"), "label_column": (label_column, "label")}
+    return {name: value for name, (value, usual) in given.items() if value != usual}
 
 
 def _kind_of(address: str) -> str:

@@ -9,12 +9,9 @@ Data sets come in files named by their split, `train-00000-of-00002.parquet`, wh
 folder is one store, so it must hold one split, whole.
 
 A folder in an object store that `raypipe ingest` wrote has a manifest, `_raypipe.json`, which is written last and
-names its shards:
+names its shards, so that no half of a store is read; one that is written over stays the old one until then:
 
-    {"version": 1, "complete": true, "shards": [{"name": "…", "num_bytes": n, "digest": 32 hex digits}, …]}
-
-Until then it says that it is not complete, so that no half of a store is read. A store that is written over
-stays the old one until the manifest is another.
+    {"version": 1, "shards": [{"name": "00000-8 hex digits.lmdb", "num_bytes": n, "digest": 32 hex digits}, …]}
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.
 """train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
 _SPLIT = re.compile(r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])", re.IGNORECASE)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")  # what an ingest calls its shards in an object store
 _MAX_SHARDS = 100_000
 
 
@@ -84,7 +82,12 @@ def list_files(
         if names is None:
             return [RemoteFile(address)]
         if MANIFEST in names:
-            return _of_manifest(address)
+            return _of_manifest(join(address, MANIFEST))
+        if is_remote(address) and any(map(_UPLOADED.fullmatch, names)):
+            raise StoreError(
+                f"{address} is not complete: it is being written, or its ingest was broken off. Wait for it, or "
+                "ingest it again with --overwrite"
+            )
         found = [name for name in names if is_one(name)]
         check_one_split(address, found)
     if not found:
@@ -146,41 +149,25 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
             )
 
 
-# The manifest of a folder in an object store
-
-
-def is_complete(address: str) -> bool:
-    """Whether the folder at an address, which has a manifest, is a whole store."""
-    try:
-        return read_json(join(address, MANIFEST))["complete"] is True
-    except (ConfigError, KeyError, TypeError):
-        return False
-
-
-def _of_manifest(address: str) -> list[RemoteFile]:
-    where = join(address, MANIFEST)
+def _of_manifest(where: str) -> list[RemoteFile]:
     try:
         content = read_json(where)
         if content["version"] != VERSION:
             raise StoreError(f"{where} has version {content['version']}; this raypipe reads version {VERSION}")
-        if content["complete"] is not True:
-            raise StoreError(
-                f"{address} is not complete: it is being written, or its ingest was broken off. Wait for it, or "
-                "ingest it again with --overwrite"
-            )
+        folder, _ = split(where)
         return [
-            RemoteFile(join(address, str(shard["name"])), int(shard["num_bytes"]), digest=str(shard["digest"]))
-            for shard in content["shards"]
+            RemoteFile(join(folder, str(shard["name"])), int(shard["num_bytes"]), digest=str(shard["digest"]))
+            for shard in [content["shards"][0], *content["shards"][1:]]
         ]
     except ConfigError as error:
         raise StoreError(str(error)) from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise StoreError(
             f"{where} is no manifest ({type(error).__name__}: {error}): ingest the store again"
         ) from None
 
 
-def write_manifest(address: str, shards: Iterable[RemoteFile], complete: bool) -> None:
+def write_manifest(address: str, shards: Iterable[RemoteFile]) -> None:
     """Write a folder's manifest over the one that is there.
 
     Raises:
@@ -189,4 +176,4 @@ def write_manifest(address: str, shards: Iterable[RemoteFile], complete: bool) -
     entries = [
         {"name": split(shard.address)[1], "num_bytes": shard.num_bytes, "digest": shard.digest} for shard in shards
     ]
-    write_json(join(address, MANIFEST), {"version": VERSION, "complete": complete, "shards": entries})
+    write_json(join(address, MANIFEST), {"version": VERSION, "shards": entries})

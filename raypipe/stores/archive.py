@@ -89,7 +89,7 @@ class _Archive:
 
 
 class _Opened:
-    """The archives of a store, and what is in them; see `OpenContents`."""
+    """The archives of a store, and what is in them; see `FileStore`."""
 
     groups = None
 
@@ -146,6 +146,7 @@ class ArchiveStore(FileStore[_Opened]):
 
     suffix: ClassVar[str]
     index_file: ClassVar[str]  # in the cache; another layout gets another number
+    advice: ClassVar[str]  # what a file may be that cannot be scanned, and what to do
 
     def close(self) -> None:
         super().close()
@@ -154,7 +155,7 @@ class ArchiveStore(FileStore[_Opened]):
 
     @abstractmethod
     def _scan(self, path: Path, name: str) -> Scan:
-        """What is in an archive; name is for errors."""
+        """What is in an archive; name is for errors. It may raise anything."""
 
     @abstractmethod
     def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
@@ -197,7 +198,7 @@ class ArchiveStore(FileStore[_Opened]):
             except OSError:  # it is for speed alone
                 folder = None
             if folder is None:
-                return self._scan(Path(archive.name), archive.name)
+                return self._checked_scan(Path(archive.name), archive.name)
             index = folder / f"{_hash(os.fsencode(archive.name))}-{self.index_file}"
             lock = locked(index.with_suffix(".lock"))  # one process scans, and the others wait
         with lock:
@@ -206,10 +207,19 @@ class ArchiveStore(FileStore[_Opened]):
                 if kept["state"] == state:
                     return kept["found"]
             with archive.use() as file:
-                scan = self._scan(file.path, archive.name)
+                scan = self._checked_scan(file.path, archive.name)
             with contextlib.suppress(ConfigError):
                 write_json(index, {"state": state, "found": scan})
         return scan
+
+    def _checked_scan(self, path: Path, name: str) -> Scan:
+        try:
+            return self._scan(path, name)
+        except StoreError:
+            raise
+        except Exception as error:  # tarfile and zipfile let half a dozen types through
+            reason = f"{type(error).__name__}: {error!s:.500}; it is {self.advice}"
+            raise StoreError(f"{name} cannot be read as {self.suffix[1:]}: {reason}") from error
 
 
 def _text(content: bytes | None) -> str | None:

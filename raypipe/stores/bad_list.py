@@ -32,32 +32,25 @@ def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.
         return np.empty(0, np.int64)
     if store is None:
         raise ConfigError(f"{setting}: there is {address}, but no store that it could be a list of")
-    problem = ""
     try:
         content = read_json(address)
         fingerprint, bad = content["fingerprint"], [entry["index"] for entry in content["bad"]]
         if fingerprint != store.fingerprint:
-            problem = (
-                f"was made of {content.get('store', 'another store')} with fingerprint {fingerprint}, "
-                f"{store.address} has fingerprint {store.fingerprint}"
-            )
+            raise ValueError(f"it was made of {content.get('store')} with fingerprint {fingerprint}")
+        for index in bad:
+            if type(index) is not int or not 0 <= index < len(store):
+                raise ValueError(f"it names sample {index!r}, outside the samples 0 to {len(store) - 1}")
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
-    except (KeyError, TypeError) as error:
-        problem, bad = f"is no list of bad samples ({type(error).__name__}: {error})", []
-    outside = [index for index in bad if type(index) is not int or not 0 <= index < len(store)]
-    if outside and not problem:
-        problem = f"names sample {outside[0]!r}, outside the samples 0 to {len(store) - 1} of {store.address}"
-    if problem:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: {address} {problem}: make a list of {store.address} by "
-            f"`raypipe inspect {store.address} --verify`"
-        )
+            f"{setting}: {address} is no list of bad samples of {store.address}, which has fingerprint "
+            f"{store.fingerprint} ({type(error).__name__}: {error}): make one by `raypipe inspect {store.address} "
+            "--verify`"
+        ) from error
     left_out = np.unique(np.array(bad, np.int64))
     if len(left_out) == len(store):
-        raise ConfigError(
-            f"{setting}: {address} leaves out all {len(store)} samples of {store.address}: mend the store"
-        )
+        raise ConfigError(f"{setting}: {address} leaves out all {len(store)} samples: mend {store.address}")
     return left_out
 
 

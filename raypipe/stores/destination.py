@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,41 +26,14 @@ from raypipe.storage.file_lock import open_lock, try_lock
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
 from raypipe.storage.local_file import cache_folder, make_cache_folder
 from raypipe.storage.remote_file import RemoteFile, digest_of_file
-from raypipe.stores.addresses import MANIFEST, is_complete, names_in, write_manifest
-from raypipe.stores.memory import Sample, column_types, plain
-from raypipe.stores.record import FileWriter
+from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
+from raypipe.stores.record import Sample, column_types, plain
+from raypipe.stores.writers import open_writer
 
 logger = logging.getLogger(__name__)
 
-# Suffix → the module and the class of its writer.
-_WRITERS = {
-    ".lmdb": ("lmdb_shard", "LMDBWriter"),
-    ".parquet": ("parquet_files", "ParquetWriter"),
-}
-WRITTEN_SUFFIXES = tuple(_WRITERS)
-"""Of the files that `open_writer` makes."""
 _CHUNK = 64  # samples that are encoded at a time
-
-
-def open_writer(
-    path: str | Path,
-    columns: Mapping[str, str] | None = None,
-    classes: Sequence[str] | None = None,
-    **options: Any,
-) -> FileWriter:
-    """Return the writer, not yet entered, for a new file: `.lmdb` or `.parquet`.
-
-    Args:
-        path: the file to make.
-        columns: all columns, name → int64, float64, binary or string; None for `image` and `label`.
-        classes: class names, position = label.
-        options: further arguments of the writer's class.
-    """
-    suffix = Path(path).suffix
-    if suffix not in _WRITERS:
-        raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(_WRITERS)}")
-    module, name = _WRITERS[suffix]
-    return getattr(import_module(f"raypipe.stores.{module}"), name)(path, columns, classes, **options)
+_NUM_VAL = 360  # digits held out for validation, the same share of each class
 
 
 # Here
@@ -126,6 +98,37 @@ def write_atomically(
             writer.append(sample)
 
 
+def digits_stores(folder: Path | None = None) -> tuple[str, str]:
+    """Addresses of the training and the validation store of the digits; written on first use.
+
+    They are the 1,797 that scikit-learn ships: real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998).
+
+    Args:
+        folder: where they are kept; None = the cache folder.
+    """
+    folder = (folder or cache_folder()) / "digits-v1"
+    train, val = folder / "train.lmdb", folder / "val.lmdb"
+    if not (train.exists() and val.exists()):
+        _write_digits(train, val)
+    return str(train), str(val)
+
+
+def _write_digits(train: Path, val: Path) -> None:
+    import cv2
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    pixels = np.round(data.images * (255 / 16)).astype(np.uint8)  # scanned with 17 grey levels
+    samples = [
+        {"image": cv2.imencode(".png", image)[1].tobytes(), "label": int(label)}
+        for image, label in zip(pixels, data.target, strict=True)
+    ]
+    chosen = train_test_split(samples, test_size=_NUM_VAL, random_state=0, stratify=data.target)
+    for path, part in zip((train, val), chosen, strict=True):
+        write_atomically(str(path), part, classes=tuple("0123456789"), overwrite=True)
+
+
 # Of samples that can be read once
 
 
@@ -134,7 +137,7 @@ def kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short
     """Within, the file of a store in the cache folder that has the samples, in their order.
 
     Args:
-        samples: see `raypipe.ingest`; each is taken once.
+        samples: see `raypipe.ingest`; each is taken once. One whose image is None may lack the other columns.
         classes: names, position = label.
         short_side: see `column_types`.
     """
@@ -145,12 +148,16 @@ def kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short
             first = next(chunks, [])
             if not first:
                 raise StoreError("there are no samples")
-            values = {name: [sample.get(name) for sample in first] for name in first[0]}
+            values: dict[str, list[Any]] = {}
+            for sample in first:
+                for name, value in sample.items():
+                    values.setdefault(name, []).append(value)
             columns = column_types(values, "the samples", short_side)
+            blank = {name: 0 if kind in ("int64", "float64") else None for name, kind in columns.items()}
             file = folder / "samples.lmdb"
             with open_writer(file, columns, classes) as writer:
                 for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
-                    writer.append(plain(sample))
+                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample))
         yield file
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -204,7 +211,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
 
 
 def _there(dst: str, overwrite: bool) -> set[str]:
-    """Paths of the objects of the store at an address; raises StoreError unless there are none, or they may go."""
+    """Paths of the objects at an address; raises StoreError unless there are none, or they may go."""
     with explained(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)
         if filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:
@@ -212,11 +219,6 @@ def _there(dst: str, overwrite: bool) -> set[str]:
         else:
             found = {f"{path}/{name}" for name in names_in(filesystem, path)}
     if found and not overwrite:
-        if f"{path}/{MANIFEST}" in found and not is_complete(dst):
-            raise StoreError(
-                f"{dst} is not complete: another process is writing it, or was broken off. Wait for it, or "
-                "overwrite it with --overwrite"
-            )
         raise StoreError(_exists(dst))
     return found
 
@@ -230,16 +232,12 @@ def _upload(files: list[Path], dst: str, old: set[str]) -> None:
         )
         for number, file in enumerate(files)
     ]
-    was_complete = manifest in old and is_complete(dst)
     try:
-        if not was_complete:
-            write_manifest(dst, [], complete=False)
         for file, shard in zip(files, shards, strict=True):
             _copy(file, shard)
-        write_manifest(dst, shards, complete=True)
+        write_manifest(dst, shards)
     except BaseException:
-        left = {open_filesystem(shard.address)[1] for shard in shards}
-        _remove_objects(filesystem, left if was_complete else left | {manifest})
+        _remove_objects(filesystem, ({open_filesystem(shard.address)[1] for shard in shards} | {manifest}) - old)
         raise
     _remove_objects(filesystem, old - {manifest})
 

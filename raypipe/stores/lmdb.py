@@ -1,4 +1,8 @@
-"""LMDB stores: one single-file environment, or a folder of them as shards, here or in an object store.
+"""LMDB stores: one file in raypipe's own layout, or a folder of them as shards, here or in an object store.
+
+Keys are the index as big-endian uint64, values are records (see `raypipe.stores.record`), and the key
+`__raypipe__` holds a JSON record: version, count, columns, classes, fingerprint. Nothing is pickled. The lmdb
+library writes them; `raypipe.stores.lmdb_pages` reads, since the library trusts its files.
 
 Shards in an object store are opened by ranged reads of their metadata; records come through the node's cache.
 """
@@ -8,20 +12,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.storage.filesystem import is_remote
+from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.remote_file import RemoteFile, opened
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns, FileStore, image_and_label_first, part_of
-from raypipe.stores.lmdb_foreign import ForeignShard
-from raypipe.stores.lmdb_shard import Shard, open_shard
+from raypipe.stores.lmdb_pages import LMDBFile
+from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _NUM_THREADS = 16  # a shard's metadata take about six round trips; a store may have thousands of shards
 
@@ -32,52 +40,97 @@ class LMDBStore(FileStore["_Shards"]):
     Shards are sorted by name and concatenated; they must agree in columns and classes. Those of a remote store
     are read through the node's cache, see `raypipe.storage.local_cache`. Numbers of a missing or damaged record
     are 0, the rest None.
-
-    Args:
-        address: a path or URI.
-        layout: of local files that are not raypipe's own: "auto" = found out, or a name, see
-            `raypipe.stores.lmdb_foreign`.
     """
 
-    def __init__(self, address: str | Path, layout: str = "auto") -> None:
-        super().__init__(address, layout)
-
     def _open(self) -> _Shards:
-        if is_remote(self.address):
-            self._found = self._found or _open_remote(self.address)
-            return _Shards(self._found)
-        files = [RemoteFile(self.address)] if Path(self.address, "data.mdb").exists() else _files(self.address)
-        paths = [Path(file.address) for file in files]
-        return _Shards([open_shard(path) or ForeignShard(path, *self._options) for path in paths])
+        if not is_remote(self.address):
+            return _Shards([_open_local(file.address) for file in lmdb_files(self.address)])
+        self._found = self._found or _look_up(self.address)
+        return _Shards(self._found)
 
     def close(self) -> None:
         super().close()
         if self._found:
-            shared_cache().close([shard.file for shard in self._found])
+            shared_cache().close([shard.remote for shard in self._found])
+
+
+def lmdb_files(address: str) -> list[RemoteFile]:
+    """The files of a store; of local folders that are environments, those in them."""
+    if Path(address, "data.mdb").exists():
+        return [RemoteFile(f"{address}/data.mdb")]
+    what = "data.mdb of an LMDB environment, and no *.lmdb"
+    found = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
+    return [
+        replace(file, address=f"{file.address}/data.mdb") if Path(file.address).is_dir() else file
+        for file in found
+    ]
+
+
+def is_foreign(address: str) -> bool:
+    """Whether the first file at a local address is sound, as far as can be seen, and not raypipe's own."""
+    try:
+        return LMDBFile(lmdb_files(address)[0].address).get(METADATA_KEY) is None
+    except (StoreError, OSError):  # as it will be told by who reads it
+        return False
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of a store, and what its metadata say.
+
+    Attributes:
+        path: its path or URI, for errors.
+        metadata: see above.
+        local: a local one, which stays open; a forked child goes on with its parent's, since nothing in it moves.
+        remote: the object. Nothing of it is downloaded before its first record is read.
+    """
+
+    path: str
+    metadata: Metadata
+    local: LMDBFile | None = None
+    remote: RemoteFile | None = None
+
+    def use(self) -> AbstractContextManager[LMDBFile]:
+        """The file, from the node's cache where it is remote; raises StoreError where it is another one by now."""
+        if self.local is not None:
+            return nullcontext(self.local)
+        assert self.remote is not None
+        return shared_cache().use(self.remote, self._open_cached)
+
+    def _open_cached(self, path: Path) -> LMDBFile:
+        try:
+            file, found = _open_file(path)
+        except StoreError as error:
+            raise StoreError(f"{self.path}, in the cache: {error}") from error
+        if found.fingerprint != self.metadata.fingerprint:
+            raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
+        return file
 
 
 class _Shards:
-    """Open shards. A forked child goes on with its parent's: nothing in them moves while they are read."""
+    """The shards of an open store."""
 
     groups = None
 
-    def __init__(self, shards: Sequence[Shard | ForeignShard | RemoteShard]) -> None:
-        self._shards, self._types = shards, shards[0].types
-        self.columns, self.classes = image_and_label_first(self._types), shards[0].classes
+    def __init__(self, shards: Sequence[_Shard]) -> None:
+        self._shards, first = shards, shards[0].metadata
+        self._types, self.columns, self.classes = first.types, image_and_label_first(first.types), first.classes
         for shard in shards[1:]:
-            if (shard.types, shard.classes) != (self._types, self.classes):
+            if (shard.metadata.types, shard.metadata.classes) != (self._types, self.classes):
                 raise StoreError(
                     f"{shard.path} and {shards[0].path} differ in columns or classes; "
                     "all shards of one store have the same"
                 )
-        self._offsets = np.cumsum([0] + [shard.count for shard in shards], dtype=np.int64)
+        self._layouts = [RecordLayout(shard.metadata.types) for shard in shards]
+        self._offsets = np.cumsum([0] + [shard.metadata.count for shard in shards], dtype=np.int64)
 
     @property
     def fingerprint(self) -> str:
-        """That of a single file, as written or as `ForeignShard` has it; for shards, the hash over theirs."""
-        if len(self._shards) == 1:
-            return self._shards[0].fingerprint
-        return hashlib.blake2b("".join(s.fingerprint for s in self._shards).encode(), digest_size=16).hexdigest()
+        """That of a single file, as written; for shards, the hash over theirs."""
+        fingerprints = [shard.metadata.fingerprint for shard in self._shards]
+        if len(fingerprints) == 1:
+            return fingerprints[0]
+        return hashlib.blake2b("".join(fingerprints).encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
@@ -87,11 +140,20 @@ class _Shards:
         order = np.argsort(indices, kind="stable")
         bounds = np.searchsorted(indices[order], self._offsets)
         rows: list[dict[str, Any]] = [{}] * len(indices)
-        for number, shard in enumerate(self._shards):
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            shard, layout = self._shards[number], self._layouts[number]
             positions = order[bounds[number] : bounds[number + 1]]
-            if positions.size:
-                keys = indices[positions] - self._offsets[number]
-                shard.read_into(rows, positions.tolist(), keys.tolist(), columns)
+            keys = indices[positions] - self._offsets[number]
+            with shard.use() as file:
+                for position, key in zip(positions.tolist(), keys.tolist(), strict=True):
+                    try:
+                        value = file.get(KEY.pack(key))
+                    except StoreError:
+                        continue  # a bad sample like any other: its place in the file is what is damaged
+                    except OSError as error:
+                        raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
+                    if value is not None:
+                        rows[position] = layout.unpack(value, columns)
         return {
             name: np.array([row.get(name, 0) for row in rows], self._types[name])
             if self._types[name] in ("int64", "float64")
@@ -101,78 +163,58 @@ class _Shards:
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)
-        return f"{self._shards[number].path}, key {self._shards[number].key(within)}"
+        return f"{self._shards[number].path}, key {within}"
 
 
-def _files(address: str) -> list[RemoteFile]:
-    what = "data.mdb of an LMDB environment, and no *.lmdb"
-    return list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
+def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> tuple[LMDBFile, Metadata]:
+    """Open a file, or what is read instead of it, with its metadata.
 
-
-@dataclass(frozen=True)
-class RemoteShard:
-    """What a Shard is, of one that is not here. Nothing of it is downloaded before its first record is read.
-
-    Attributes:
-        file: the object.
-        count, types, classes, fingerprint: as its metadata have them.
+    Raises:
+        StoreError: it is missing, damaged, truncated, of another version, or not raypipe's own.
     """
-
-    file: RemoteFile
-    count: int
-    types: dict[str, str]
-    classes: tuple[str, ...] | None
-    fingerprint: str
-
-    @property
-    def path(self) -> str:
-        return self.file.address
-
-    def key(self, number: int) -> str:
-        """See `Shard.key`."""
-        return str(number)
-
-    def read_into(
-        self, rows: list[dict[str, Any]], positions: list[int], keys: list[int], columns: tuple[str, ...]
-    ) -> None:
-        """See `Shard.read_into`; the shard is fetched first, if it is not in the node's cache.
-
-        Raises:
-            StoreError: it cannot be fetched or read, or is another one by now.
-        """
-        with shared_cache().use(self.file, self._open) as shard:
-            shard.read_into(rows, positions, keys, columns)
-
-    def _open(self, path: Path) -> Shard:
+    file = LMDBFile(path, source)
+    with explained(StoreError, f"{path} cannot be read"):
         try:
-            shard = open_shard(path)
-        except StoreError as error:
-            raise StoreError(f"{self.path}, in the cache: {error}") from error
-        if shard is None or shard.fingerprint != self.fingerprint:
-            raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
-        return shard
+            record = file.get(METADATA_KEY)
+        except StoreError:
+            if file.num_bytes >= file.declared_bytes:
+                raise
+            record = memoryview(b"")
+    if record is None:
+        raise StoreError(
+            f"{path} is LMDB that raypipe did not write: copy it by `raypipe ingest`, which reads it from a disk"
+        )
+    if file.num_bytes < file.declared_bytes:
+        raise StoreError(
+            f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or ingest it again"
+        )
+    found = Metadata.from_json(bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record")
+    if file.num_entries != found.count + 1:
+        raise StoreError(
+            f"{path} holds {file.num_entries - 1} samples, but was written with {found.count}; ingest it again"
+        )
+    return file, found
 
 
-def _open_remote(address: str) -> list[RemoteShard]:
+def _open_local(path: str) -> _Shard:
+    file, metadata = _open_file(path)
+    return _Shard(path, metadata, local=file)
+
+
+def _look_up(address: str) -> list[_Shard]:
+    """The shards of a remote store."""
+
+    def found_at(listed: RemoteFile) -> _Shard:
+        with opened(listed.address) as (source, found):
+            return _Shard(listed.address, _open_file(listed.address, source)[1], remote=listed.checked(found))
+
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        shards = list(pool.map(_look_up, _files(address)))
-    # Class names that are equal are one object, so that a pickled store has them once and not once per shard.
-    first = shards[0]
+        shards = list(pool.map(found_at, lmdb_files(address)))
+    # Metadata that are equal share their class names, so that a pickled store has these once, not once per shard.
+    first = shards[0].metadata
     return [
-        replace(shard, types=first.types, classes=first.classes)
-        if (shard.types, shard.classes) == (first.types, first.classes)
+        replace(shard, metadata=replace(shard.metadata, types=first.types, classes=first.classes))
+        if (shard.metadata.types, shard.metadata.classes) == (first.types, first.classes)
         else shard
         for shard in shards
     ]
-
-
-def _look_up(listed: RemoteFile) -> RemoteShard:
-    with opened(listed.address) as (source, found):
-        file = listed.checked(found)
-        shard = open_shard(listed.address, source)
-    if shard is None:
-        raise StoreError(
-            f"{listed.address} is LMDB that raypipe did not write, which is read from a disk alone: copy it here, "
-            "and ingest it to where it was"
-        )
-    return RemoteShard(file, shard.count, shard.types, shard.classes, shard.fingerprint)

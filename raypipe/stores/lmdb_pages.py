@@ -119,40 +119,26 @@ class LMDBFile:
             start, found = _node(page, min(slot, num_nodes - 1))
             return self._value(page, start) if found == key else None
 
-    def leaves(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of each leaf page, and how many entries it has, in the order of the keys.
-
-        Of a leaf the first and the last key are looked at: that of the leaves the keys ascend also ends a walk
-        that comes to a page twice.
-        """
+    def entries(self) -> Iterator[tuple[bytes, memoryview | None]]:
+        """Yield all keys, which ascend, each with its value; None where damage has made the value unreadable."""
         with self._explained():
             num_entries = 0
             last: bytes | None = None
             for number in self._leaf_numbers(self._root, self._depth):
                 page, num_nodes = self._page(number, _LEAF)
-                before, first, last = last, _node(page, 0)[1], _node(page, num_nodes - 1)[1]
-                if last < first or (before is not None and first <= before):
-                    raise _DamageError(f"key {first[:64]!r} comes after {max(last, before or b'')[:64]!r}")
-                yield number, num_nodes
+                for start, key in [_node(page, slot) for slot in range(num_nodes)]:
+                    # This also ends a walk that comes to a page twice.
+                    if last is not None and key <= last:
+                        raise _DamageError(f"key {key[:64]!r} comes after {last[:64]!r}")
+                    last = key
+                    try:
+                        value = self._value(page, start)
+                    except _DamageError:
+                        value = None
+                    yield key, value
                 num_entries += num_nodes
             if num_entries != self.num_entries:
                 raise _DamageError(f"{num_entries} keys are there and {self.num_entries} are declared")
-
-    def leaf(self, number: int) -> list[tuple[bytes, int]]:
-        """Return the keys in a leaf page, and the lengths of their values in bytes."""
-        with self._explained():
-            page, num_nodes = self._page(number, _LEAF)
-            nodes = (_node(page, slot) for slot in range(num_nodes))
-            return [(key, _NODE.unpack_from(page, start)[0]) for start, key in nodes]
-
-    def entry(self, number: int, slot: int) -> tuple[bytes, memoryview]:
-        """Return the key and the value that stand at a place in a leaf page."""
-        with self._explained():
-            page, num_nodes = self._page(number, _LEAF)
-            if slot >= num_nodes:
-                raise _DamageError(f"page {number} has {num_nodes} entries, and had more")
-            start, key = _node(page, slot)
-            return key, self._value(page, start)
 
     @contextmanager
     def _explained(self, where: str = "") -> Iterator[None]:

@@ -7,10 +7,10 @@ keeps the last ones decoded.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import open_input
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, part_of
-from raypipe.stores.parquet_files import Dataset, open_dataset
+from raypipe.stores.parquet_files import class_names, columns_of, read_files
 from raypipe.stores.parquet_pages import bounded
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
@@ -31,7 +31,10 @@ DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that Pa
 class ParquetStore(FileStore["_Groups"]):
     """A store in Parquet files, sorted by name, that all have one schema.
 
-    Null images are None, text that is no UTF-8 as well; null labels raise StoreError.
+    Null images are None, text that is no UTF-8 as well; null labels raise StoreError. The fingerprint is a hash
+    over the files' footers: schema, rows, sizes, positions and statistics, not the data, but for files by
+    `ParquetWriter`, which have a hash of the data there; and over the names of the image and label columns, where
+    they are others.
 
     Args:
         address: path or URI of a file or folder.
@@ -51,18 +54,13 @@ class ParquetStore(FileStore["_Groups"]):
         super().__init__(address, image_column, label_column, cache_bytes)
 
     def _open(self) -> _Groups:
-        image_column, label_column, cache_bytes = self._options
-        return _Groups(open_dataset(self.address, image_column, label_column), cache_bytes)
+        return _Groups(self.address, *self._options)
 
     @property
     def _contents(self) -> _Groups:
         if self._opened is not None and self._opened.pid != os.getpid():
             self.close()  # in a forked child, since its parent's lock may have been held
         return super()._contents
-
-    def cached_bytes(self) -> int:
-        """Return the size of the decoded row groups held now."""
-        return 0 if self._opened is None else self._opened.num_bytes
 
     def forwards(self) -> ParquetStore:
         """The same store for one who goes through it once, from one end to the other: it keeps one row group."""
@@ -71,18 +69,35 @@ class ParquetStore(FileStore["_Groups"]):
 
 
 class _Groups:
-    """The row groups of an open dataset, the last used ones decoded."""
+    """The row groups of the files, as one sequence; the last used ones are decoded."""
 
-    def __init__(self, dataset: Dataset, cache_bytes: int) -> None:
-        self._dataset, self._cache_bytes, self.num_bytes = dataset, cache_bytes, 0
-        self.columns, self.classes = tuple(dataset.columns), dataset.classes
-        self.groups, self.fingerprint = dataset.offsets, dataset.fingerprint
-        self._cache: OrderedDict[int, dict[str, pa.ChunkedArray]] = OrderedDict()
+    def __init__(self, address: str, image_column: str, label_column: str, cache_bytes: int) -> None:
+        self._filesystem, files = read_files(address)
+        first, digest = files[0], hashlib.blake2b(digest_size=16)
+        self._fields = columns_of(first, image_column, label_column)
+        self.columns, self.classes = tuple(self._fields), class_names(first.schema, label_column)
+        for file in files:
+            if not file.schema.equals(first.schema) or class_names(file.schema, label_column) != self.classes:
+                raise StoreError(
+                    f"{file.path} and {first.path} differ in schema or classes: a store has one schema"
+                )
+            digest.update(len(file.footer).to_bytes(8, "little") + file.footer)
+        if (image_column, label_column) != ("image", "label"):  # other columns are other contents
+            digest.update(repr((image_column, label_column)).encode())
+        self.fingerprint = digest.hexdigest()
+        self._groups = [group for file in files for group in file.groups()]
+        self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
+        self._cache_bytes = cache_bytes
+        self._cache: OrderedDict[tuple[int, str], pa.ChunkedArray] = OrderedDict()
         self._lock = threading.Lock()
         self.pid = os.getpid()
 
     def __len__(self) -> int:
         return int(self.groups[-1])
+
+    def num_bytes(self) -> int:
+        """Of the columns that are held now."""
+        return sum(column.get_total_buffer_size() for column in self._cache.values())
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         # Each group is visited once: its rows stand together in `order`.
@@ -93,39 +108,35 @@ class _Groups:
             rows = indices[order[bounds[group] : bounds[group + 1]]] - self.groups[group]
             decoded = self._decoded(group, columns)
             for name in columns:
-                where = f"{self._dataset.groups[group].path}, column {self._dataset.columns[name].name!r}"
+                where = f"{self._groups[group].path}, column {self._fields[name].name!r}"
                 parts[name].append(_take(decoded[name], rows, name == "label", where))
-        places = np.argsort(order, kind="stable")  # where in `order` each asked-for sample stands
-        return {
-            name: _join(parts[name], places, self._dataset.columns[name].type, name == "label") for name in columns
-        }
+        return {name: _join(parts[name], order, self._fields[name].type, name == "label") for name in columns}
 
     def sample_name(self, index: int) -> str:
         number, row = part_of(self.groups, index)
-        return f"{self._dataset.groups[number]}, row {row}"
+        return f"{self._groups[number]}, row {row}"
 
-    def _decoded(self, number: int, names: Iterable[str]) -> dict[str, pa.ChunkedArray]:
-        """Return columns of a row group, maybe with others that were asked for earlier."""
+    def _decoded(self, number: int, names: tuple[str, ...]) -> dict[str, pa.ChunkedArray]:
+        """Return columns of a row group, which become the last used."""
         with self._lock:
-            held = self._cache.pop(number, {})
-            self.num_bytes -= _num_bytes(held)  # it comes back as the last used
-            held |= self._load(number, [name for name in names if name not in held])
-            self._cache[number] = held
-            self.num_bytes += _num_bytes(held)
-            while self.num_bytes > self._cache_bytes and len(self._cache) > 1:
-                _, evicted = self._cache.popitem(last=False)
-                self.num_bytes -= _num_bytes(evicted)
-            return held
+            missing = [name for name in names if (number, name) not in self._cache]
+            self._cache.update({(number, name): column for name, column in self._load(number, missing).items()})
+            for name in names:
+                self._cache.move_to_end((number, name))
+            found = {name: self._cache[number, name] for name in names}
+            while len(self._cache) > len(found) and self.num_bytes() > self._cache_bytes:
+                self._cache.popitem(last=False)
+            return found
 
     def _load(self, number: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
         if not names:
             return {}
-        group = self._dataset.groups[number]
-        fields = {name: self._dataset.columns[name] for name in names}
+        group = self._groups[number]
+        fields = {name: self._fields[name] for name in names}
         # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.
         leaves = [f"{f.name}.bytes" if _is_hf_image(name, f) else f.name for name, f in fields.items()]
         try:
-            with open_input(self._dataset.filesystem, group.path) as file:
+            with open_input(self._filesystem, group.path) as file:
                 bytes_of, in_dictionaries = bounded(file, group.metadata, group.row_group, leaves)
                 options = {"metadata": group.metadata, "read_dictionary": in_dictionaries}
                 # What it reads is there, column by column: it must not ask for several at a time.
@@ -149,10 +160,6 @@ class _Groups:
 
 def _is_hf_image(name: str, column: pa.Field) -> bool:
     return name == "image" and pa.types.is_struct(column.type)
-
-
-def _num_bytes(columns: dict[str, pa.ChunkedArray]) -> int:
-    return sum(column.get_total_buffer_size() for column in columns.values())
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -190,10 +197,12 @@ def _num_bytes_of(values: pa.Array | None) -> int:
     return values.nbytes
 
 
-def _join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
-    """Put the parts, one per group, together in the order asked for."""
+def _join(parts: list[Any], order: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
+    """Put the parts, one per group, together as they were asked for: value i of them all belongs to order[i]."""
     if not _is_number(kind):
-        values = [value for part in parts for value in part]
-        return [values[place] for place in places.tolist()]
-    joined = np.concatenate(parts)[places] if parts else np.empty(0, kind.to_pandas_dtype())
+        values = [None] * len(order)
+        for position, value in zip(order.tolist(), (value for part in parts for value in part), strict=True):
+            values[position] = value
+        return values
+    joined = np.concatenate(parts)[np.argsort(order)] if parts else np.empty(0, kind.to_pandas_dtype())
     return joined.astype(np.int64) if is_label else joined

@@ -1,18 +1,11 @@
-"""Parquet files: their footers, put together as one dataset before any row is read; and their writer."""
+"""Parquet files: their footers, which tell all of them but their rows."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -20,18 +13,9 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, open_filesystem, open_input
 from raypipe.stores.addresses import list_files
-from raypipe.stores.record import FileWriter
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
-# A group is what one read costs at least: big enough for throughput, small enough to shuffle well.
-GROUP_BYTES = 8 << 20
-_ARROW_TYPES = {
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-    "binary": pa.binary(),
-    "string": pa.string(),
-}
 _NUM_FOOTER_THREADS = 16  # a remote footer takes two round trips; a store may have thousands
 
 
@@ -52,34 +36,25 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Parquet files of one schema, as one sequence of row groups.
+class ParquetFile:
+    """A file's path in its file system, its footer as it stands there, and what that says."""
 
-    Attributes:
-        filesystem: where the files are.
-        columns: name in the store → field in the files; `image` and `label` first.
-        classes: class names from the label's Hugging Face feature, None without one.
-        groups: all row groups that have rows, in order.
-        offsets: int64 of shape (num_groups + 1,), the first sample of each group, and the end.
-        fingerprint: hash over the files' footers: schema, rows, sizes, positions and statistics, not the data, but
-            for files by `ParquetWriter`, which have a hash of the data there; and over the names of the image and
-            label columns, where they are others.
-    """
+    path: str
+    footer: bytes
+    metadata: pq.FileMetaData
+    schema: pa.Schema
 
-    filesystem: pafs.FileSystem
-    columns: dict[str, pa.Field]
-    classes: tuple[str, ...] | None
-    groups: list[Group]
-    offsets: np.ndarray
-    fingerprint: str
+    def groups(self) -> list[Group]:
+        """Its row groups that have rows."""
+        groups = [Group(self.path, self.metadata, number) for number in range(self.metadata.num_row_groups)]
+        return [group for group in groups if group.num_rows]
 
 
-def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
+def read_files(address: str) -> tuple[pafs.FileSystem, list[ParquetFile]]:
     """Read all footers at an absolute path or URI.
 
     Raises:
-        StoreError: no file, a broken file, files of different schemas, or a column that is missing or
-            of an unusable type.
+        StoreError: no file, or a broken one.
     """
     files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
     with explained(StoreError, f"{address} cannot be opened"):
@@ -87,34 +62,7 @@ def open_dataset(address: str, image_column: str, label_column: str) -> Dataset:
         paths = [open_filesystem(file.address)[1] for file in files]
     with ThreadPoolExecutor(_NUM_FOOTER_THREADS) as pool:
         footers = list(pool.map(lambda path: _read_footer(filesystem, path), paths))
-    metadata = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
-
-    schema = _arrow_schema(paths[0], metadata[0])
-    classes = _class_names(schema, label_column)
-    for path, other in zip(paths[1:], metadata[1:], strict=True):
-        other_schema = _arrow_schema(path, other)
-        if not other_schema.equals(schema) or _class_names(other_schema, label_column) != classes:
-            raise StoreError(f"{path} and {paths[0]} differ in schema or classes: a store has one schema")
-
-    groups = [
-        group
-        for path, parsed in zip(paths, metadata, strict=True)
-        for group in (Group(path, parsed, number) for number in range(parsed.num_row_groups))
-        if group.num_rows
-    ]
-    digest = hashlib.blake2b(digest_size=16)
-    for footer in footers:
-        digest.update(len(footer).to_bytes(8, "little") + footer)
-    if (image_column, label_column) != ("image", "label"):  # other columns are other contents
-        digest.update(repr((image_column, label_column)).encode())
-    return Dataset(
-        filesystem=filesystem,
-        columns=_columns(paths[0], schema, image_column, label_column),
-        classes=classes,
-        groups=groups,
-        offsets=np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64),
-        fingerprint=digest.hexdigest(),
-    )
+    return filesystem, [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
 
 
 def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
@@ -131,7 +79,7 @@ def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
         raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _parse_footer(path: str, footer: bytes) -> pq.FileMetaData:
+def _parse_footer(path: str, footer: bytes) -> ParquetFile:
     # A footer between two magics is itself a Parquet file, one without data.
     file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
     try:
@@ -144,18 +92,16 @@ def _parse_footer(path: str, footer: bytes) -> pq.FileMetaData:
             f"{path} has a broken footer: {parsed.num_rows} rows, in row groups of {sum(sizes)}, the smallest of "
             f"{min(sizes, default=0)}; copy or ingest it again"
         )
-    return parsed
-
-
-def _arrow_schema(path: str, metadata: pq.FileMetaData) -> pa.Schema:
     try:
-        return metadata.schema.to_arrow_schema()
+        schema = parsed.schema.to_arrow_schema()
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{path} has a broken schema: {error}; copy or ingest it again") from error
+    return ParquetFile(path, footer, parsed, schema)
 
 
-def _columns(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
-    """Return the store's columns, after checking that image and label are of usable types."""
+def columns_of(file: ParquetFile, image_column: str, label_column: str) -> dict[str, pa.Field]:
+    """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
+    path, schema = file.path, file.schema
     there = ", ".join(schema.names)
     renamed = {"image": image_column, "label": label_column}
     columns: dict[str, pa.Field] = {}
@@ -183,8 +129,8 @@ def _columns(path: str, schema: pa.Schema, image_column: str, label_column: str)
     return columns
 
 
-def _class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
-    """Return the names in the label's ClassLabel feature. Older files leave the feature's `_type` out."""
+def class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
+    """The names in the label's ClassLabel of Hugging Face, None without one; older files leave out its `_type`."""
     try:
         feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label_column]
         if feature.get("_type", "ClassLabel") != "ClassLabel":
@@ -192,80 +138,3 @@ def _class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None
         return tuple(str(name) for name in feature["names"])
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
-
-
-class ParquetWriter(FileWriter):
-    """Writes one new Parquet file in the flat layout.
-
-    The class names go into the schema's metadata as a Hugging Face ClassLabel, and a hash of all
-    samples into the footer.
-
-    Args:
-        path, columns, classes: see `FileWriter`.
-        row_group_size: samples per row group; None for as many as make up about 8 MiB.
-    """
-
-    failures = (pa.ArrowException, OSError)
-
-    def __init__(
-        self,
-        path: str | Path,
-        columns: Mapping[str, str] | None = None,
-        classes: Sequence[str] | None = None,
-        row_group_size: int | None = None,
-    ) -> None:
-        super().__init__(path, columns, classes)
-        if row_group_size is not None and row_group_size < 1:
-            raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
-        self._row_group_size = row_group_size
-        self._schema = _schema(self._layout.types, classes)
-        self._pending: list[Mapping[str, Any]] = []
-        self._pending_bytes = 0
-
-    def _begin(self) -> None:
-        # Of images (JPEGs, mostly) there is nothing to compress, and statistics would repeat whole ones.
-        small = [name for name in self._schema.names if name != "image"]
-        self._file = self._path.open("wb")
-        self._writer = pq.ParquetWriter(
-            self._file,
-            self._schema,
-            compression={name: "none" if name == "image" else "zstd" for name in self._schema.names},
-            use_dictionary=small,
-            write_statistics=small,
-        )
-
-    def _add(self, sample: Mapping[str, Any], record: bytes) -> None:
-        self._pending.append(dict(sample))
-        self._pending_bytes += len(record)
-        if len(self._pending) == self._row_group_size or (
-            self._row_group_size is None and self._pending_bytes >= GROUP_BYTES
-        ):
-            self._flush()
-
-    def _flush(self) -> None:
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        if pending:
-            columns = {name: [sample[name] for sample in pending] for name in self._schema.names}
-            self._writer.write_table(pa.table(columns, schema=self._schema))
-
-    def _finish(self) -> None:
-        self._flush()
-        self._writer.add_key_value_metadata({"raypipe.fingerprint": self._fingerprint.hexdigest()})
-        self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _close(self) -> None:
-        # What is still buffered goes into a file that is about to be removed.
-        with contextlib.suppress(pa.ArrowException, OSError):
-            self._writer.close()
-        self._file.close()
-
-
-def _schema(types: Mapping[str, str], classes: Sequence[str] | None) -> pa.Schema:
-    schema = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in types.items()])
-    if classes is None or "label" not in types:
-        return schema
-    features: dict[str, Any] = {name: {"dtype": kind, "_type": "Value"} for name, kind in types.items()}
-    features["label"] = {"names": list(classes), "_type": "ClassLabel"}
-    return schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})

@@ -1,4 +1,4 @@
-"""What raypipe's own files hold, samples as records and a note of the whole file, and the base of their writers.
+"""What raypipe's own files hold: samples as records, and a note of the whole file.
 
 A record is one sample as one value, which files store and writers fingerprint:
 
@@ -13,19 +13,24 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
-from raypipe.errors import StoreError
+import numpy as np
+
+from raypipe.errors import ConfigError, StoreError
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
 
-NAME = "__raypipe__"
-"""The key of what the writer of an LMDB file notes in it."""
+Sample = Mapping[str, Any]
+"""Columns and their values, as samples come from others."""
+
+KEY = struct.Struct(">Q")
+"""In LMDB: that of a record, by its index."""
+METADATA_KEY = b"__raypipe__"
+"""In LMDB: that of the writer's note."""
 VERSION = 1
 
 # What parsing damage raises: OverflowError for a count of 1e999, RecursionError for a thousand brackets.
@@ -184,82 +189,66 @@ class Metadata:
             raise StoreError(f"{where}: {error!s:.500}") from error
 
 
-class FileWriter(ABC):
-    """Writes one new file, sample after sample.
+# The columns of what others have
 
-    A writer is a context manager. Leaving it normally finishes the file; leaving it by an exception removes it.
-    Writers write where they are told: that a store is whole or not there is up to `raypipe.stores.destination`.
+
+def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int = 0) -> dict[str, str]:
+    """The columns of a source with the types that writers know, found by its first samples.
 
     Args:
-        path: the file to make; it must not exist.
-        columns: all columns, name → one of `COLUMN_TYPES`, in order; None for `image` and `label` alone.
-        classes: class names, position = label; None where there are none.
+        first: column → some of its values.
+        where: they are from, for errors.
+        short_side: see `ingest`.
+
+    Raises:
+        StoreError: there are no images, or a column holds something that writers do not know.
+        ConfigError: images are to change their size, and lists, which may be boxes in their pixels, are not.
     """
+    if "image" not in first:
+        raise StoreError(f"{where} has no column 'image'; its columns are: {', '.join(first)}")
+    types: dict[str, str] = {}
+    for name, values in first.items():
+        value = next((value for value in values if value is not None), None)
+        if name == "image" or isinstance(value, bytes):
+            types[name] = "binary"
+        elif isinstance(value, bool | int | np.integer | np.bool_):
+            types[name] = "float64" if any(isinstance(each, float | np.floating) for each in values) else "int64"
+        elif isinstance(value, float | np.floating):
+            types[name] = "float64"
+        elif _is_json(value) and short_side:
+            raise ConfigError(
+                f"{where}: column {name!r} holds lists. If they are boxes, in pixels, they would no longer fit "
+                "the images that --short-side makes smaller: leave it out"
+            )
+        elif isinstance(value, str) or _is_json(value):
+            types[name] = "string"  # lists as JSON, which loses nothing: writers have no type for them
+        else:
+            raise StoreError(
+                f"{where}: column {name!r} holds {type(value).__name__}; "
+                "int, float, bytes and str columns, and lists of them but of bytes, can be copied"
+            )
+    return types
 
-    failures: ClassVar[tuple[type[Exception], ...]]
-    """What is raised where a file cannot be written."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        columns: Mapping[str, str] | None = None,
-        classes: Sequence[str] | None = None,
-    ) -> None:
-        self._path = Path(path)
-        self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
-        self._classes = None if classes is None else tuple(classes)
-        self._fingerprint = Fingerprint(self._layout.types, self._classes)
+def plain(sample: Sample) -> dict[str, Any]:
+    """A sample with values of their columns' types."""
+    plain = dict(sample)
+    for name, value in sample.items():
+        if isinstance(value, bool | np.bool_):
+            plain[name] = int(value)
+        elif isinstance(value, list | np.ndarray):
+            plain[name] = _as_json(value)
+    return plain
 
-    @property
-    def fingerprint(self) -> str:
-        """Of what has been written so far."""
-        return self._fingerprint.hexdigest()
 
-    def __enter__(self) -> Self:
-        try:
-            self._path.open("xb").close()
-            try:
-                self._begin()
-            except BaseException:
-                self._path.unlink()
-                raise
-        except self.failures as error:
-            raise StoreError(f"{self._path} cannot be made: {error}") from error
-        return self
+def _as_json(values: Any) -> str:
+    return json.dumps(values, default=np.ndarray.tolist)
 
-    def append(self, sample: Mapping[str, Any]) -> None:
-        """Add one sample with exactly the declared columns; None is allowed in binary and string ones."""
-        record = self._layout.pack(sample)
-        self._fingerprint.add(record)
-        try:
-            self._add(sample, record)
-        except self.failures as error:
-            raise StoreError(f"{self._path} cannot be written: {error}") from error
 
-    def __exit__(self, *exc: object) -> None:
-        finished = False
-        try:
-            if exc[0] is None:
-                self._finish()
-                finished = True
-        except self.failures as error:
-            raise StoreError(f"{self._path} cannot be written: {error}") from error
-        finally:
-            self._close()
-            if not finished:
-                self._path.unlink(missing_ok=True)
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Open the file, which is there and empty."""
-
-    @abstractmethod
-    def _add(self, sample: Mapping[str, Any], record: bytes) -> None: ...
-
-    @abstractmethod
-    def _finish(self) -> None:
-        """Put all on the disk."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Close the file, finished or not."""
+def _is_json(value: Any) -> bool:
+    if not isinstance(value, list | np.ndarray):
+        return False
+    try:
+        return bool(_as_json(value))
+    except TypeError:  # bytes, dates and the like
+        return False

@@ -66,8 +66,8 @@ def tfrecord_samples(
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of TFRecord files, sorted by name. Labels are as they stand: ImageNet's begin at 1.
 
-    A record over 512 MiB, or whose checksum is wrong, or that is no Example with one image, is named in a warning,
-    and is an image None and a label 0.
+    A record over 512 MiB, or whose checksum is wrong, or that is no Example with one image, is {"image": None},
+    and a warning names it.
 
     Args:
         address: a file, a folder, or a pattern of files, see `raypipe.stores.addresses`.
@@ -80,21 +80,18 @@ def tfrecord_samples(
             an Example has no label, and others have; or a library is missing.
     """
     paths = [file.address for file in list_files(str(Path(address).absolute()), is_tfrecord, "TFRecord")]
-    records = itertools.chain.from_iterable(map(_records, paths))
-    start: list[tuple[str, Mapping[str, Any]]] = []
-    for where, features in records:
-        start.append((where, features))
-        if features or len(start) == _MAX_BAD:
+    names: dict[str, str] = {}
+    num = 0
+    for where, features in (record for path in paths for record in _records(path)):
+        num += 1
+        if features and not names:
+            names = _chosen(where, features, {"image": image_column, "label": label_column})
+        if num == _MAX_BAD and not names:
             break
-    if not start:
-        raise StoreError(f"{address} has no records")
-    if not features:
-        raise StoreError(
-            f"{address} has no tf.train.Example with features among its first records: none can be read"
-        )
-    names = _chosen(*start[-1], {"image": image_column, "label": label_column})
-    for where, features in itertools.chain(start, records):
         yield _sample(where, features, names)
+    if not names:
+        first = f"tf.train.Example with features among its first {num} records: none can be read"
+        raise StoreError(f"{address} has no {first if num else 'records'}")
 
 
 def _records(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -144,9 +141,9 @@ def _sample(where: str, features: Mapping[str, Any], names: dict[str, str]) -> d
         column: list(getattr(features[name], _KINDS[column]).value) if name in features else []
         for column, name in names.items()
     }
-    if len(found["image"]) != 1:
+    if len(found.get("image", ())) != 1:
         logger.warning("%s: its checksum is wrong, it is over 512 MiB, or no Example with one image", where)
-        return {"image": None, **dict.fromkeys(names.keys() - {"image"}, 0)}
+        return {"image": None}
     if len(found.get("label", [0])) != 1:
         raise StoreError(
             f"{where}, has no label in {names['label']!r}, or several; training on a made-up one would not be "

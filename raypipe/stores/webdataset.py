@@ -17,7 +17,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -41,51 +40,47 @@ Members = Iterable[tuple[str, Place | None]]
 """A tar's members in their order: names, and where the regular files are."""
 
 
-@dataclass(frozen=True)
-class Labels:
-    """Where the labels of a tar are.
-
-    Attributes:
-        column: the suffix of the labels, or their field in the JSON; "label" = as above.
-        read: the num_bytes of the tar at a position.
-    """
-
-    column: str
-    read: Callable[[int, int], bytes]
-
-    @property
-    def suffix(self) -> str:
-        return _LABEL_SUFFIX if self.column == "label" else self.column.lower()
-
-    def of(self, key: str, members: Mapping[str, Place]) -> int | None:
-        """The label of a sample; None where there is none. Raises ValueError where it is none of 64 bits."""
-        if self.suffix in members:
-            position, num_bytes, _ = members[self.suffix]
-            text = self.read(position, min(num_bytes, _MAX_LABEL_BYTES)).strip()
-            label = int(text) if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES else None
-            what = f"{key}.{self.suffix} is {text!r}"
-        else:
-            content: Any = None
-            if "json" in members and members["json"][1] <= _MAX_JSON_BYTES:
-                with contextlib.suppress(ValueError, RecursionError):
-                    content = json.loads(self.read(*members["json"][:2]))
-            if not isinstance(content, dict) or self.column not in content:
-                return None
-            label = content[self.column] if type(content[self.column]) is int else None
-            what = f"{self.column!r} of {key}.json is {content[self.column]!r}"
-        if label is None or not -(1 << 63) <= label < 1 << 63:
-            raise ValueError(f"the label {what:.300}, which is no integer of 64 bits")
-        return label
+Read = Callable[[int, int], bytes]
+"""The num_bytes of a tar at a position."""
 
 
-def find_samples(name: str, found: Members, image_column: str, labels_at: Labels) -> Scan | None:
+def _label(key: str, members: Mapping[str, Place], column: str, read: Read) -> int | None:
+    """The label of a sample; None where there is none. Raises ValueError where it is none of 64 bits."""
+    suffix = _label_suffix(column)
+    label: Any = None
+    if suffix in members:
+        position, num_bytes, _ = members[suffix]
+        text = read(position, min(num_bytes, _MAX_LABEL_BYTES)).strip()
+        if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES:
+            label = int(text)
+        what = f"{key}.{suffix} is {text!r}"
+    else:
+        content: Any = None
+        if "json" in members and members["json"][1] <= _MAX_JSON_BYTES:
+            with contextlib.suppress(ValueError, RecursionError):
+                content = json.loads(read(*members["json"][:2]))
+        if not isinstance(content, dict) or column not in content:
+            return None
+        label = content[column]
+        what = f"{column!r} of {key}.json is {label!r}"
+    if type(label) is not int or not -(1 << 63) <= label < 1 << 63:
+        raise ValueError(f"the label {what:.300}, which is no integer of 64 bits")
+    return label
+
+
+def _label_suffix(column: str) -> str:
+    return _LABEL_SUFFIX if column == "label" else column.lower()
+
+
+def find_samples(name: str, found: Members, image_column: str, label_column: str, read: Read) -> Scan | None:
     """Make samples of a tar's members.
 
     Args:
         name: of the tar, for errors.
         found: its members.
         image_column: the suffix of the images; "image" = that of any image.
-        labels_at: where labels are.
+        label_column: the suffix of the labels, or their field in the JSON; "label" = as above.
+        read: see `Read`.
 
     Returns:
         None where the layout is not WebDataset's: there are no labels, and text does not stand beside every image.
@@ -110,9 +105,9 @@ def find_samples(name: str, found: Members, image_column: str, labels_at: Labels
         samples.append((key, members))
     images = [_image_of(members, image_column.lower()) for _, members in samples]
     try:
-        labels = [labels_at.of(key, members) for key, members in samples]
+        labels = [_label(key, members, label_column, read) for key, members in samples]
     except ValueError as error:
-        raise _bad(name, str(error), labels_at) from None
+        raise _bad(name, str(error), label_column) from None
     labelled = any(label is not None for label in labels)
     texts = {not _TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
     if not labelled and texts != {True}:
@@ -120,9 +115,9 @@ def find_samples(name: str, found: Members, image_column: str, labels_at: Labels
     if labelled and None in labels and not problem:
         problem = f"sample {samples[labels.index(None)][0]!r} has no label, and others have one"
     if problem:
-        raise _bad(name, problem, labels_at)
+        raise _bad(name, problem, label_column)
     others = set(samples[0][1]).intersection(*(members for _, members in samples))
-    others -= {images[0] or "", labels_at.suffix, "image", "label"}
+    others -= {images[0] or "", _label_suffix(label_column), "image", "label"}
     suffixes = [suffix for suffix in samples[0][1] if suffix in others]
     digest = hashlib.blake2b(digest_size=16)
     places: dict[str, list[int]] = {suffix: [] for suffix in ("", *suffixes)}
@@ -158,10 +153,10 @@ def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
     return min(found, key=lambda suffix: "." in suffix, default=None)
 
 
-def _bad(name: str, problem: str, labels_at: Labels) -> StoreError:
+def _bad(name: str, problem: str, label_column: str) -> StoreError:
     return StoreError(
         f"{name}: {problem}. Each sample of a WebDataset tar has one .{_LABEL_SUFFIX} or one field "
-        f"{labels_at.column!r} in its .json, and its members stand one behind the other (tar --sort=name)"
+        f"{label_column!r} in its .json, and its members stand one behind the other (tar --sort=name)"
     )
 
 

@@ -25,6 +25,7 @@ from raypipe.failures import get
 from raypipe.lookup import version_of
 from raypipe.plan.cursor import Cursor
 from raypipe.storage.whole_file import read_json, write_json
+from raypipe.streaming.row import host_batches
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -78,8 +79,6 @@ class MicroBatchDigest:
 
 
 def _consume(iterator: DataIterator) -> Iterator[MicroBatchDigest]:
-    from raypipe.streaming.row import host_batches
-
     for batch in host_batches(iterator):
         yield MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum()))
 

@@ -118,7 +118,7 @@ class StreamSpec:
 
 def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
     """The stream of a run, whose folder has the record of its bad samples."""
-    options = store_options(run.store.image_column, run.store.label_column, run.store.layout)
+    options = store_options(run.store.image_column, run.store.label_column)
     return StreamSpec.of(
         open_store(run.store.train, **options),
         open_store(run.store.val, **options) if run.store.val else None,

@@ -49,7 +49,6 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.storage.lease import RunExistsError, check_owner, taken
 from raypipe.storage.whole_file import write_text
-from raypipe.stores.digits import digits_stores
 from raypipe.train.checkpoints import has_checkpoints
 from raypipe.transform.transform_steps import config_without_files
 
@@ -110,6 +109,8 @@ def locate(run: RunConfig) -> tuple[RunConfig, str]:
     check_lasting(run_uri, "runs")
     check_run_folder(run_uri, bool(run.resume))
     if not run.store.train:
+        from raypipe.stores.destination import digits_stores  # which imports what writes
+
         train_address, val_address = digits_stores()
         store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
         run = dataclasses.replace(run, store=store)

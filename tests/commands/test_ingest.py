@@ -23,9 +23,8 @@ from raypipe.commands import cli, tasks
 from raypipe.commands.ingest import ingest as _ingest
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.stores import open_store
-from raypipe.stores.base import Store
+from raypipe.stores.base import MemoryStore, Store
 from raypipe.stores.destination import new_path, write_atomically
-from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode import decode
 
 from conftest import CLASSES, picture  # isort: skip

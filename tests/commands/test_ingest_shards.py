@@ -13,8 +13,8 @@ from raypipe.commands import ingest as ingest_module
 from raypipe.commands.ingest import digest_of, ingest, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.memory import MemoryStore, column_types
-from raypipe.stores.record import Fingerprint, RecordLayout
+from raypipe.stores.base import MemoryStore
+from raypipe.stores.record import Fingerprint, RecordLayout, column_types
 
 TYPES = {"image": "binary", "label": "int64", "name": "string", "score": "float64", "mask": "binary"}
 SAMPLES: list[dict[str, Any]] = [

@@ -15,8 +15,8 @@ from raypipe.commands.inspection import _bounds, _reasons, describe, verify
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
+from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
-from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.spec import StreamSpec
 
 from conftest import CLASSES, picture  # isort: skip

@@ -15,8 +15,7 @@ import pytest
 from raypipe.commands.inspection import CheckedSample, check_range, check_samples, spread
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.base import Store
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore, Store
 
 from conftest import CLASSES, picture  # isort: skip
 

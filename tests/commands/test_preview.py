@@ -22,7 +22,7 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.pages.picture import Tile, draw
 from raypipe.plan.order import GlobalOrder, StoredOrder, WindowOrder
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform

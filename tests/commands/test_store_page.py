@@ -11,7 +11,7 @@ from raypipe.commands.cli import main
 from raypipe.commands.inspection import sampled
 from raypipe.commands.store_page import mixing, render, write_page
 from raypipe.errors import ConfigError
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 
 SORTED = MemoryStore([picture(i % 7) for i in range(400)], np.repeat(np.arange(4), 100).tolist(), CLASSES[:4])
 

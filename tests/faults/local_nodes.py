@@ -31,6 +31,7 @@ class Nodes:
             initialize_head=True,
             head_node_args={
                 "num_cpus": 0,
+                "include_dashboard": False,
                 "object_store_memory": 100 << 20,
                 "resources": {"head": 100},
             },

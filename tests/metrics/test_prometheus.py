@@ -20,7 +20,7 @@ from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import METRICS
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.streaming.handover import feed
 from raypipe.streaming.rank_stream import Feed
 from raypipe.streaming.spec import StreamSpec

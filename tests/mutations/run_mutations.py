@@ -21,6 +21,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,7 @@ from PIL import Image
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, StoreError
-from raypipe.stores import hdf5, open_source, open_store
-from raypipe.stores.tfrecord import is_tfrecord
+from raypipe.stores import hdf5, open_source
 from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import open_for_crop
 
@@ -150,11 +150,11 @@ class Stores:
 def read_all(path: Path, rng: np.random.Generator) -> str:
     """Read and decode all samples of a store, or 300 from its start and its end."""
     try:
-        if path.suffix == ".h5" or is_tfrecord(path.name):
-            images = [sample["image"] for sample in open_source(path)]
+        store = open_source(path, **({"layout": "pickle"} if path.name == "pickle.lmdb" else {}))
+        if isinstance(store, Iterator):
+            images = [sample["image"] for sample in store]
             outcomes = {decoded(image, rng) for image in images if not isinstance(image, np.ndarray)}
             return "good" if outcomes <= {"good"} else "bad sample"
-        store = open_store(path, **({"layout": "pickle"} if path.name == "pickle.lmdb" else {}))
         num = len(store)
         assert num >= 0 and len(store.fingerprint) == 32
         assert store.groups is None or store.groups[-1] == num

@@ -17,7 +17,7 @@ from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import WindowOrder
 from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Segment, Split, shares
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 
 
 @cache

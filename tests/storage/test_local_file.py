@@ -43,7 +43,7 @@ from raypipe.commands.cli import main, parse_run
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_source, open_store
-from raypipe.stores import folder, hdf5, lmdb, memory, parquet, tar, tfrecord, zip
+from raypipe.stores import base, folder, hdf5, lmdb, parquet, tar_and_zip, tfrecord
 from raypipe.transform.transform_steps import read_steps
 
 def store(path):
@@ -62,7 +62,7 @@ def command(*args):
 class Told(Exception):
     pass
 
-empty = memory.MemoryStore([b"x"], [0])
+empty = base.MemoryStore([b"x"], [0])
 READERS = {
     "store": store,
     "bad list": lambda path: read_bad_list(path, empty, "store.leave_out"),

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from raypipe.stores import archive
-from raypipe.stores.tar import TarStore
-from raypipe.stores.zip import ZipStore
+from raypipe.stores.tar_and_zip import TarStore, ZipStore
 
 
 def make(path: Path, *names: str) -> TarStore:

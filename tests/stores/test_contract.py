@@ -19,8 +19,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
-from raypipe.stores.base import name_of
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore, name_of
 
 CLASSES = ("ant", "bee", "cat")
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]

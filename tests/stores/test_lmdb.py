@@ -1,4 +1,4 @@
-"""LMDB stores: damage, foreign layouts, forks, and the writer's map."""
+"""LMDB stores: damage, forks, and the writer's map."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import os
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +19,8 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores.lmdb import LMDBStore
-from raypipe.stores.lmdb_shard import KEY, METADATA_KEY, LMDBWriter
+from raypipe.stores.record import KEY, METADATA_KEY
+from raypipe.stores.writers import LMDBWriter
 
 PAGE_BYTES = 4096
 METADATA = {
@@ -79,24 +78,11 @@ def test_truncated(tmp_path: Path, missing_bytes: int | str) -> None:
     left = {"half": num_bytes // 2, "most": 2 * PAGE_BYTES, "header": 1000, "all": 0}
     remaining = num_bytes - missing_bytes if isinstance(missing_bytes, int) else left[missing_bytes]
     os.truncate(path, remaining)
-    # In a process of its own: reading past the end of a mapped file is a signal, not an exception.
-    program = (
-        "import sys, numpy as np\n"
-        "from raypipe.errors import StoreError\n"
-        "from raypipe.stores.lmdb import LMDBStore\n"
-        "try:\n"
-        "    LMDBStore(sys.argv[1]).read(np.arange(20))\n"
-        "except StoreError as error:\n"
-        "    print(error)"
-    )
-    command = [sys.executable, "-c", program, str(path)]
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert str(path) in result.stdout
-    assert "copy or ingest it again" in result.stdout
+    with pytest.raises(StoreError, match="copy or ingest it again") as raised:
+        LMDBStore(path).read(np.arange(20))
+    assert str(path) in str(raised.value)
     if remaining > 2 * PAGE_BYTES:
-        assert f"truncated: {remaining} bytes, needs {num_bytes};" in result.stdout
+        assert f"truncated: {remaining} bytes, needs {num_bytes};" in str(raised.value)
 
 
 def test_no_lmdb(tmp_path: Path) -> None:
@@ -172,12 +158,6 @@ class _Trap:
         return Path.touch, (self.marker,)
 
 
-def test_unknown_layouts(tmp_path: Path) -> None:
-    path = write_raw(tmp_path / "a.lmdb", {b"key": b"no image"})
-    with pytest.raises(StoreError, match=r"a\.lmdb has no __raypipe__ record, and its values are no images"):
-        LMDBStore(path).read(np.array([0]))
-
-
 def test_pickles_are_never_run(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     trap = pickle.dumps(_Trap(marker))
@@ -185,9 +165,6 @@ def test_pickles_are_never_run(tmp_path: Path) -> None:
     assert marker.exists()  # it is a trap
     marker.unlink()
 
-    torch_style = {b"__keys__": trap, b"__len__": trap, b"0": trap}
-    with pytest.raises(StoreError, match="not unpickled by default"):
-        LMDBStore(write_raw(tmp_path / "torch.lmdb", torch_style)).read(np.array([0]))
     with pytest.raises(StoreError, match="bad __raypipe__ record"):
         len(LMDBStore(write_raw(tmp_path / "meta.lmdb", {METADATA_KEY: trap})))
     values = {KEY.pack(0): trap, METADATA_KEY: json.dumps(METADATA).encode()}
@@ -309,7 +286,7 @@ def test_forks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", [10, 3_000, 200_000])
 def test_writer_grows_its_map(tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.stores.lmdb_shard._FIRST_MAP_BYTES", 64 << 10)
+    monkeypatch.setattr("raypipe.stores.writers._FIRST_MAP_BYTES", 64 << 10)
     path = write(tmp_path / "a.lmdb", num_samples=300, num_bytes=num_bytes)
     batch = LMDBStore(path).read(np.arange(300))
     assert batch["label"].tolist() == list(range(300))

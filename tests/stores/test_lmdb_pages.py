@@ -67,7 +67,7 @@ def value(key: bytes, num_bytes: int, number: int) -> bytes:
 def check(path: Path, entries: dict[bytes, bytes], absent: set[bytes]) -> None:
     file = LMDBFile(path)
     assert file.num_entries == len(entries)
-    assert [key for number, _ in file.leaves() for key, _ in file.leaf(number)] == sorted(entries)
+    assert [key for key, _ in file.entries()] == sorted(entries)
     for key, content in entries.items():
         found = file.get(key)
         assert found is not None and bytes(found) == content
@@ -231,7 +231,7 @@ def test_a_walk_of_the_keys_ends(tmp_path: Path, damage: Callable[[bytearray], N
     damage(data)
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(StoreError, match="a is damaged: "):
-        list(LMDBFile(tmp_path / "a").leaves())
+        list(LMDBFile(tmp_path / "a").entries())
 
 
 def test_a_database_within_is_named(tmp_path: Path) -> None:

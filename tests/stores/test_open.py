@@ -11,12 +11,11 @@ import pytest
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer, store_options
+from raypipe.stores.base import MemoryStore
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.lmdb import LMDBStore
-from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
-from raypipe.stores.tar import TarStore
-from raypipe.stores.zip import ZipStore
+from raypipe.stores.tar_and_zip import TarStore, ZipStore
 
 from conftest import write_tar  # isort: skip
 
@@ -91,8 +90,8 @@ def test_an_option_that_the_store_has_not(tmp_path: Path, address: str) -> None:
 
 
 def test_options_are_those_that_are_not_usual() -> None:
-    assert store_options() == store_options("image", "label", "auto") == {}
-    assert store_options("img", layout="pickle") == {"image_column": "img", "layout": "pickle"}
+    assert store_options() == store_options("image", "label") == {}
+    assert store_options("img") == {"image_column": "img"}
 
 
 @pytest.mark.parametrize(

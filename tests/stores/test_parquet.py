@@ -21,7 +21,7 @@ import pytest
 from raypipe.errors import StoreError
 from raypipe.stores import open_store, parquet
 from raypipe.stores.parquet import ParquetStore
-from raypipe.stores.parquet_files import GROUP_BYTES, ParquetWriter
+from raypipe.stores.writers import GROUP_BYTES, ParquetWriter
 
 DATA = Path(__file__).with_name("data")
 HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -296,9 +296,9 @@ def test_cache_is_bounded(tmp_path: Path) -> None:
         indices = rng.integers(0, 40, size=12)
         batch = store.read(indices)
         assert batch["label"].tolist() == indices.tolist()
-        assert 0 < store.cached_bytes() <= 100_000
+        assert 0 < store._contents.num_bytes() <= 100_000
     store.close()
-    assert store.cached_bytes() == 0
+    assert store._opened is None
 
 
 def test_cache_keeps_the_last_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_cache_keeps_the_last_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for index in (0, 1, 3, 4, 5, 39, 38, 0):
         store.read(np.array([index]))
     assert reads == [0, 1, 9, 0]
-    assert 40_000 < store.cached_bytes() < 50_000
+    assert 40_000 < store._contents.num_bytes() < 50_000
     store.read(np.arange(40))
     assert reads[4:] == list(range(1, 10))  # group 0 was there
 
@@ -326,13 +326,13 @@ def test_a_store_for_one_pass_is_the_same_store_with_one_group_held(tmp_path: Pa
     assert (store.address, store.fingerprint) == (str(path), ParquetStore(path).fingerprint)
     for start in range(0, 40, 8):
         assert store.read(np.arange(start, start + 8))["label"].tolist() == list(range(start, start + 8))
-        assert 40_000 < store.cached_bytes() < 50_000
+        assert 40_000 < store._contents.num_bytes() < 50_000
 
 
 def test_reading_labels_leaves_the_images_alone(tmp_path: Path) -> None:
     store = ParquetStore(write(tmp_path / "a.parquet", num_bytes=10_000))
     assert store.read(np.arange(20), columns=("label",))["label"].tolist() == list(range(20))
-    assert store.cached_bytes() < 1_000
+    assert store._contents.num_bytes() < 1_000
     assert store.read(np.array([1]))["image"] == [b"\x01" * 10_000]
 
 

@@ -21,9 +21,9 @@ from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.remote_file import RemoteFile
 from raypipe.storage.whole_file import read_json
 from raypipe.stores import Store, destination, open_store, open_writer
-from raypipe.stores.addresses import MANIFEST, expand, list_files, write_manifest
+from raypipe.stores.addresses import MANIFEST, expand, list_files
 from raypipe.stores.destination import new_remote
-from raypipe.stores.tar import TarStore
+from raypipe.stores.tar_and_zip import TarStore
 
 CLASSES = ("ant", "bee", "cat")
 IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (9000 * i) for i in range(12)]
@@ -235,7 +235,7 @@ def test_an_uploaded_store_reads_back_and_leaves_nothing_here(name: str, bucket:
     assert store.read(np.arange(len(IMAGES)))["image"] == IMAGES and store.classes == CLASSES
     assert not list((tmp_path / "cache").glob("ingest-*"))
     manifest = read_json(f"{bucket}/{name}/{MANIFEST}")
-    assert manifest["complete"] and len(manifest["shards"]) == 3
+    assert len(manifest["shards"]) == 3
     with pytest.raises(StoreError, match=rf"{name} exists: choose another destination, or overwrite it"):
         upload(tmp_path, f"{bucket}/{name}")
 
@@ -284,18 +284,19 @@ def test_a_store_that_is_not_complete_is_neither_read_nor_written_over_unasked(
     bucket: str, tmp_path: Path
 ) -> None:
     address = f"{bucket}/x.lmdb"
-    write_manifest(address, [], complete=False)
     write(tmp_path / "a.lmdb")
-    put(tmp_path / "a.lmdb", f"{address}/00000-1.lmdb")
+    put(tmp_path / "a.lmdb", f"{address}/00000-0123abcd.lmdb")
     with pytest.raises(StoreError, match=r"x\.lmdb is not complete: it is being written, or its ingest was"):
         len(open_store(address))
-    with pytest.raises(StoreError, match=r"x\.lmdb is not complete: another process is writing it"):
+    with pytest.raises(StoreError, match=r"x\.lmdb exists: choose another destination"):
         upload(tmp_path, address)
     assert len(upload(tmp_path, address, overwrite=True)) == len(IMAGES)
     assert len(lmdb_files(address)) == 3
 
 
-@pytest.mark.parametrize("content", [{}, {"version": 2}, {"version": 1, "complete": True, "shards": [{}]}, []])
+@pytest.mark.parametrize(
+    "content", [{}, {"version": 2}, {"version": 1, "shards": [{}]}, {"version": 1, "shards": []}, []]
+)
 def test_a_manifest_that_is_none(content: object, bucket: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps(content))
     put(tmp_path / MANIFEST, f"{bucket}/x.lmdb/{MANIFEST}")
@@ -308,7 +309,7 @@ def test_lmdb_that_others_wrote_is_to_be_copied_first(bucket: str, tmp_path: Pat
     with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
         txn.put(b"0", IMAGES[1])
     put(path, f"{bucket}/train/0.lmdb")
-    with pytest.raises(StoreError, match=r"train/0\.lmdb is LMDB that raypipe did not write, .*: copy it here"):
+    with pytest.raises(StoreError, match=r"train/0\.lmdb is LMDB that raypipe did not write: .*from a disk"):
         len(open_store(f"{bucket}/train"))
 
 

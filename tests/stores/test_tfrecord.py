@@ -43,7 +43,7 @@ def slim(i: int) -> dict[str, Any]:
 def read(address: str | Path, **options: str) -> dict[str, list[Any]]:
     """The columns of a source."""
     samples = list(open_source(address, **options))
-    return {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {name: [sample.get(name) for sample in samples] for name in max(samples, key=len)}
 
 
 def write(path: Path, indices: range = range(20)) -> Path:
@@ -156,7 +156,7 @@ def test_damage_is_a_bad_sample_with_a_warning_and_shows_in_no_other(
     path.write_bytes(data)
     found = read(path)
     assert [i for i, image in enumerate(found["image"]) if image != IMAGES[i]] == [0, 7, 19]
-    assert [found["image"][i] for i in (0, 7, 19)] == [None] * 3 and found["label"][7] == 0
+    assert [found["image"][i] for i in (0, 7, 19)] == [None] * 3 and found["label"][7] is None
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         f"{path}, record {i}" for i in (0, 7, 19)
     ]

@@ -13,7 +13,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores.folder import FolderStore
-from raypipe.stores.zip import ZipStore
+from raypipe.stores.tar_and_zip import ZipStore
 
 
 def make(path: Path, *names: str, method: int = zipfile.ZIP_STORED) -> ZipStore:
@@ -160,6 +160,6 @@ def test_shrunk_after_opening(tmp_path: Path) -> None:
 
 
 def test_a_directory_beyond_all_bounds_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.stores.zip._MAX_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("raypipe.stores.tar_and_zip._MAX_DIRECTORY_BYTES", 1000)
     with pytest.raises(StoreError, match=r"a directory of \d+ bytes; the limit is 1000"):
         len(make(tmp_path / "a.zip", *(f"a/{i}.png" for i in range(100))))

@@ -2,18 +2,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import without_ray
 
 from raypipe.commands import cli
 from raypipe.commands.inspection import verify
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores import open_store
@@ -229,22 +227,6 @@ SMALL = TransformConfig(train="light", val="center", size=16)
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 class TestRanges:
-    def test_a_range_is_that_part_of_the_whole_for_any_workers_and_pool(self, stores: dict[str, Path]) -> None:
-        spec = StreamSpec.of(str(stores["train"]), str(stores["val"]), plan=PLAN, transform=SMALL)
-
-        def digests(start: int, stop: int, actors: int, workers: int) -> list[tuple[str, bytes]]:
-            pool = PoolConfig(min_actors=actors, cpus_per_actor=0.5)
-            cut = replace(spec, plan=spec.plan.until(stop), pool=pool)
-            found = iterate_digests(cut, spec.plan.cursor_at(start), max_actors=actors, world_size=workers)
-            return [(one.name, one.digest) for one in found]
-
-        before = pool_actors()
-        names = [str(at) for at in spec.plan.micro_batches(spec.plan.start())]
-        whole = list(zip(names, without_ray.digests(spec), strict=True))
-        # Six steps of two micro-batches in an epoch, and a validation of two steps after each.
-        assert digests(4, 8, 2, 2) == whole[8 : 12 + 4 + 4]
-        assert wait_for_end(before) == {}
-
     def test_a_stream_of_too_few_micro_batches_is_an_error(
         self, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -295,22 +277,3 @@ class TestRanges:
         )
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (found["samples"], found["micro_batches"]) == (48 + 48, 6 + 6)
-
-
-def pool_actors() -> dict[str, str]:
-    """The live actors of streams: id → class. (Ray Data keeps others of its own, one of each in a cluster.)"""
-    import ray
-
-    states = [actor for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"]
-    names = ("MapWorker", "SplitCoordinator")
-    return {a["ActorID"]: a["ActorClassName"] for a in states if a["ActorClassName"].startswith(names)}
-
-
-def wait_for_end(before: dict[str, str]) -> dict[str, str]:
-    """The actors of streams that live on, 10 s after the last one was needed, beside those there were before."""
-    deadline = time.monotonic() + 10
-    while left := {name: actor for name, actor in pool_actors().items() if name not in before}:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
-    return left

@@ -19,8 +19,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ResourceError, SampleError
 from raypipe.storage.file_lock import progress
-from raypipe.stores.base import Columns
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import feed
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.micro_batch import HostBatch

@@ -18,8 +18,8 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
 from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
-from raypipe.stores.memory import MemoryStore
-from raypipe.stores.parquet_files import ParquetWriter
+from raypipe.stores.base import MemoryStore
+from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.handover import feed
 from raypipe.streaming.pipeline import dataset, splits, stream
@@ -46,6 +46,25 @@ def digests(spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: i
     return [one.digest for one in found]
 
 
+def pool_actors() -> dict[str, str]:
+    """The live actors of streams: id → class. (Ray Data keeps others of its own, one of each in a cluster.)"""
+    import ray
+
+    states = [actor for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"]
+    names = ("MapWorker", "SplitCoordinator")
+    return {a["ActorID"]: a["ActorClassName"] for a in states if a["ActorClassName"].startswith(names)}
+
+
+def wait_for_end(before: dict[str, str]) -> dict[str, str]:
+    """The actors of streams that live on, 10 s after the last one was needed, beside those there were before."""
+    deadline = time.monotonic() + 10
+    while left := {name: actor for name, actor in pool_actors().items() if name not in before}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return left
+
+
 def test_the_digest_is_the_same_for_any_pool_and_any_workers_and_after_a_resume(
     stores: dict[str, Path],
 ) -> None:
@@ -53,8 +72,10 @@ def test_the_digest_is_the_same_for_any_pool_and_any_workers_and_after_a_resume(
     alone = without_ray.digests(spec)
     assert len(alone) == len(set(alone)) == spec.plan.num_micro_batches(spec.plan.start()) == 2 * (12 + 4)
     assert combine(digests(spec, actors=3)) == combine(alone)
+    before = pool_actors()
     resumed = digests(spec, actors=2, workers=2, from_step=8)
     assert combine(resumed) == combine(alone[-len(resumed) :]) and len(resumed) == (6 - 2) * 2 + 4
+    assert wait_for_end(before) == {}
 
 
 def test_each_rank_gets_the_same_from_any_number_of_executions(

@@ -22,8 +22,8 @@ from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, SampleError
+from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
-from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.rank_stream import Feed
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raypipe.plan.schedule import PADDING, MicroBatchId
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.streaming.row import (
     PLACE_SCHEMA,
     READ_SCHEMA,

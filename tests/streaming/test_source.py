@@ -18,8 +18,7 @@ from raypipe.errors import ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import PADDING, Plan, Split
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.base import Columns, Store
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import feed
 from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, place_of

@@ -9,8 +9,7 @@ import pytest
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.stores.base import Columns
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.micro_batch import Attempt

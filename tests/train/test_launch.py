@@ -16,7 +16,7 @@ from raypipe.plan.cursor import Cursor
 from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.bad_list import write_bad_list
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.launch import _leave_traces, describe, train

@@ -17,7 +17,7 @@ from PIL import Image
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import SampleError
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import jpeg as jpeg_module

@@ -24,8 +24,8 @@ from PIL import Image
 from raypipe.config import Cache, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
+from raypipe.stores.base import MemoryStore
 from raypipe.stores.folder import FolderStore
-from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.row import host_batch
 from raypipe.streaming.spec import StreamSpec
@@ -439,7 +439,7 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", ["train", "parquet"])
+@pytest.mark.parametrize("name", ["train", pytest.param("parquet", marks=pytest.mark.soak)])
 def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume(
     name: str, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

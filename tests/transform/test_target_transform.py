@@ -14,7 +14,7 @@ import albumentations as A  # noqa: N812
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.streaming.spec import check_transforms, micro_batch_transform
 from raypipe.transform.contents import TransformedSample
 from raypipe.transform.decode import encode_jpeg

@@ -17,7 +17,7 @@ import albumentations as A  # noqa: N812
 from torchvision.transforms import v2
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.memory import MemoryStore
+from raypipe.stores.base import MemoryStore
 from raypipe.transform.micro_batch import read_encoded
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import EncodedSample

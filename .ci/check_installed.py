@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import _raypipe_jpeg
-from raypipe.transform.jpeg_extension import why_no_extension
 
 import raypipe
+from raypipe.transform.jpeg import why_no_extension
 
 SOURCES = Path(__file__).parents[1] / "raypipe"
 assert raypipe.__file__ and _raypipe_jpeg.__file__

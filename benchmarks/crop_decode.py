@@ -20,9 +20,10 @@ import numpy as np
 
 from raypipe import TransformConfig, open_store
 from raypipe.config import CropDecode
-from raypipe.transform.decode import why_no_extension
+from raypipe.transform.contents import Images
+from raypipe.transform.jpeg import why_no_extension
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample, Images
+from raypipe.transform.sample_transform import EncodedSample
 
 
 def measure(images: list[EncodedSample], modes: dict[str, Callable[..., Any]], epoch: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
-from raypipe.transform.encoded import EncodedTransform, pack
+from raypipe.transform.contents import EncodedTransform, pack
 from raypipe.transform.micro_batch import HostBatch
 from raypipe.transform.sample_transform import EncodedSample
 

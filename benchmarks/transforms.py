@@ -18,9 +18,10 @@ import numpy as np
 from crop_decode import measure
 
 from raypipe import TransformConfig, open_store
-from raypipe.transform.decode import why_no_extension
+from raypipe.transform.contents import Images
+from raypipe.transform.jpeg import why_no_extension
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample, Images
+from raypipe.transform.sample_transform import EncodedSample
 
 NAMES = ["light", "heavy", "tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 HEIGHT, WIDTH = 40, 52
 _MOST_PIXELS = 1_000_000  # a header may be made to declare 65,500 x 65,500
-_EXTRA_COLUMNS = 39  # see raypipe.transform.decode
+_EXTRA_COLUMNS = 39  # see raypipe.transform.jpeg
 OPTIONS: list[dict[str, Any]] = [
     {"quality": 75},
     {"quality": 95},

@@ -30,7 +30,7 @@ def test_what_is_compiled_here_can_be_used_here(hook: ModuleType, tmp_path: Path
         pytest.skip(f"cannot be compiled here: {reason}")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from raypipe.transform.decode import extension\n"
+        "from raypipe.transform.jpeg import extension\n"
         "print(extension(), sys.modules['_raypipe_jpeg'].__file__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

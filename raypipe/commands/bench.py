@@ -171,8 +171,9 @@ class CeilingWorker:
     """One process of the ceiling, with its images in memory and warmed up."""
 
     def __init__(self, store: Store, transform: TransformConfig) -> None:
+        from raypipe.transform.contents import Images
         from raypipe.transform.presets import build_transform
-        from raypipe.transform.sample_transform import EncodedSample, Images
+        from raypipe.transform.sample_transform import EncodedSample
 
         store.read(np.arange(1), ("image",))  # opens it
         began_cpu = time.process_time()

@@ -77,7 +77,8 @@ def _() -> tuple[bool, str]:
     import cv2
     import numpy as np
 
-    from raypipe.transform.decode import decode, why_no_extension
+    from raypipe.transform.decode import decode
+    from raypipe.transform.jpeg import why_no_extension
 
     for kind in (".jpg", ".png", ".webp"):
         decode(cv2.imencode(kind, np.zeros((32, 32, 3), np.uint8))[1].tobytes())

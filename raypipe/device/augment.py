@@ -14,7 +14,6 @@ once per micro-batch, for all of its rows, as Kornia's do. Kornia takes seconds 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,8 +103,9 @@ class DeviceAugment:
             raise ConfigError(f"augment.{mixing[0]} mixes images, and neither masks nor boxes: set it to 0")
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
-        self._operations = build_operations(config, targets)
-        self._module = _user_module(config.module) if config.module else None
+        self._operations = [build_operation(entry, targets) for entry in (*PRESETS[config.preset], *config.ops)]
+        if config.module:
+            self._operations.append(_user_module(config.module))
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -122,13 +122,11 @@ class DeviceAugment:
         Returns:
             Images of `dtype` (B, 3, h, w), channels_last, and the other half of the targets where it was mixed.
         """
-        if self._operations or self._module:
+        if self._operations:
             image = image.float().mul_(1 / 255)
             with _seeded(seed, self.device):
                 for operation in self._operations:
                     image = operation(image, strength)
-                if self._module:
-                    image = self._module(image, strength)
         image = self.normalize(image)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         plan = draw_mix(self.config, rng, image.shape[2], image.shape[3], strength)
@@ -153,7 +151,6 @@ def _user_module(name: str) -> Operation:
     call = function.forward if isinstance(function, torch.nn.Module) else function
     takes_strength = "strength" in inspect.signature(call).parameters
 
-    @functools.wraps(call)
     def checked(image: torch.Tensor, strength: float) -> torch.Tensor:
         result = function(image, strength=strength) if takes_strength else function(image)
         if not isinstance(result, torch.Tensor) or result.ndim != 4 or len(result) != len(image):
@@ -167,12 +164,8 @@ def _user_module(name: str) -> Operation:
     return checked
 
 
-def build_operations(config: AugmentConfig, targets: bool = False) -> list[Operation]:
-    """The operations of a configuration: those of its preset, then its own; see `DeviceAugment`."""
-    return [_operation(entry, targets) for entry in [*PRESETS[config.preset], *config.ops]]
-
-
-def _operation(entry: dict[str, Any], targets: bool) -> Operation:
+def build_operation(entry: dict[str, Any], targets: bool = False) -> Operation:
+    """One operation of a configuration; raises ConfigError as `DeviceAugment` does."""
     import kornia.augmentation
     import kornia.augmentation.auto
     from kornia.augmentation._2d.base import AugmentationBase2D
@@ -192,9 +185,7 @@ def _operation(entry: dict[str, Any], targets: bool) -> Operation:
             f"augment: {op} moves or erases pixels on the device, where masks and boxes stay as they are: use "
             "transform.train for geometry, and augment.ops for operations of colour alone"
         )
-    parameters = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key != "op"
-    }
+    parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
         module: Any = found(**parameters)  # type: ignore[arg-type]
         # What the parameters are worth is seen when they are used.
@@ -206,12 +197,12 @@ def _operation(entry: dict[str, Any], targets: bool) -> Operation:
     if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != probe.shape[:2]:
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
     is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE
-    whole = None if is_policy else float(module.p)
+    whole = 1.0 if is_policy else float(module.p)
 
     def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
         """The strength is the share of rows that a policy is applied to, and scales the probability of others."""
         chosen = torch.rand(len(image)) < strength if is_policy else None
-        if whole is not None and is_scaled:
+        if is_scaled and not is_policy:
             module.p = whole * strength
         # Drawn on the host: the module was never moved to the device. Kornia moves what it needs, not waiting.
         result = module(image, params=module.forward_parameters(image.shape))

@@ -20,19 +20,18 @@ kernel of our own, or boxes padded to one size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import interpolate
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from raypipe.device.ring import hand_over, new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.decode import decode, encode_jpeg, jpeg_orientation
+from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.image_header import MAX_PIXELS
+from raypipe.transform.jpeg import jpeg_orientation
 
 CHUNK_PIXELS = 128 << 20
 """Decoded pixels per call of nvJPEG, at most, unless one image alone has more: 384 MiB of RGB on the device, which
@@ -50,14 +49,12 @@ class DecodedMicroBatch:
     Attributes:
         image: uint8 (B, 3, S, S), channels_last; 0 where a sample is padding or failed. On CUDA the stream that
             was current when it was made waits for it; it can be handed to another by `ring.hand_over`.
-        failed: bool (B,), on the host: samples that were ok and could not be decoded. Their weight must become 0.
-        errors: the reason of each failure, by position.
+        failed: the reason, by row, of each sample that was ok and could not be decoded; its weight must become 0.
         num_fallback: samples that came to the host's decoder, those that failed there as well included.
     """
 
     image: torch.Tensor
-    failed: np.ndarray
-    errors: dict[int, str]
+    failed: dict[int, str]
     num_fallback: int
 
 
@@ -110,50 +107,42 @@ class DeviceDecoder:
         num_pixels = {row: nvjpeg_pixels(one, exif=self.exif) for row, one in encoded.items()}
         by_host = [row for row, num in num_pixels.items() if num is None]
         placed: list[torch.Tensor | None] = [None] * len(ok)
-        errors: dict[int, str] = {}
+        failed: dict[int, str] = {}
 
-        def place(row: int, image: torch.Tensor) -> None:
+        def place(row: int, image: torch.Tensor | None = None) -> None:
+            """Cut an image, which the host decodes where there is none."""
             try:
+                if image is None:
+                    image = torch.from_numpy(decode(encoded[row], exif=self.exif)).permute(2, 0, 1)
                 placed[row] = self._cut(image, *crop[row].tolist())
             except SampleError as error:
-                errors[row] = str(error)
+                failed[row] = str(error)
 
         ready = new_event(self.device)
         with self._backend.stream(self.stream):
             for rows in _chunks({row: num for row, num in num_pixels.items() if num is not None}):
-                for row, image in self._decoded({row: samples[row] for row in rows}):
+                for row, image in zip(rows, self._decoded([samples[row] for row in rows]), strict=True):
                     if image is None:
                         by_host.append(row)
                     else:
                         place(row, image)
             for row in sorted(by_host):
-                try:
-                    pixels = decode(encoded[row], exif=self.exif)
-                except SampleError as error:
-                    errors[row] = str(error)
-                else:
-                    place(row, torch.from_numpy(pixels).permute(2, 0, 1))
+                place(row)
             images = self._finish(placed, flip)
             ready.record(self.stream)
         hand_over(ready, [images], self.device)
-        failed = np.zeros(len(ok), bool)
-        failed[list(errors)] = True
-        return DecodedMicroBatch(images, failed, errors, len(by_host))
+        return DecodedMicroBatch(images, failed, len(by_host))
 
-    def _decoded(self, samples: dict[int, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor | None]]:
-        """Rows with their images; None where the device's decoder refuses one. Each sample is uint8 (n,)."""
-        rows, images = [*samples], list[torch.Tensor | None]()
+    def _decoded(self, samples: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Their images; None where the device's decoder refuses one. Each sample is uint8 (n,)."""
         try:
-            images += self._decode_jpegs([*samples.values()])
-        except _RefusedError:  # names no culprit, and gives nothing back of the others: it is in one half
-            if len(rows) > 1:
-                for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-                    yield from self._decoded({row: samples[row] for row in half})
-                return
-            images = [None]
-        yield from zip(rows, images, strict=True)
+            return [*self._decode_jpegs(samples)]
+        except _RefusedError:  # names no culprit, and gives nothing back of the others
+            return [None] if len(samples) == 1 else [self._decoded([one])[0] for one in samples]
 
     def _decode_jpegs(self, encoded: list[torch.Tensor]) -> list[torch.Tensor]:
+        from torchvision.io import ImageReadMode, decode_jpeg  # it takes seconds
+
         if self.device.type == "cuda":
             # nvJPEG writes without waiting for the stream that its output was allocated under, so kernels that
             # still read a block's former content would be overtaken (pytorch/vision#9606, torchcodec#1634). What
@@ -238,15 +227,14 @@ def _frame_pixels(frame: memoryview | bytes, adobe: int | None, jfif: bool) -> i
     return num_pixels if known and 0 < num_pixels <= MAX_PIXELS else None
 
 
-def _chunks(num_pixels: dict[int, int]) -> Iterator[list[int]]:
+def _chunks(num_pixels: dict[int, int]) -> list[list[int]]:
     """Rows in groups of at most CHUNK_PIXELS, or of one."""
-    group: list[int] = []
-    total = 0
+    groups: list[list[int]] = []
+    total = CHUNK_PIXELS
     for row, num in num_pixels.items():
-        if group and total + num > CHUNK_PIXELS:
-            yield group
-            group, total = [], 0
-        group.append(row)
+        if total + num > CHUNK_PIXELS:
+            groups.append([])
+            total = 0
+        groups[-1].append(row)
         total += num
-    if group:
-        yield group
+    return groups

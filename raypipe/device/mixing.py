@@ -19,18 +19,9 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from raypipe.config import AugmentConfig
 
-
-@dataclass(frozen=True)
-class MixPlan:
-    """What is drawn for one micro-batch, on the host.
-
-    Attributes:
-        lam: share of a row's own target, in [0, 1].
-        box: (top, bottom, left, right) in pixels that comes from the partner (CutMix); None = MixUp.
-    """
-
-    lam: float
-    box: tuple[int, int, int, int] | None = None
+MixPlan = tuple[float, tuple[int, int, int, int] | None]
+"""What is drawn for one micro-batch: the share of a row's own target, in [0, 1]; and the box (top, bottom, left,
+right), in pixels, that comes from the partner (CutMix); None = MixUp."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +58,12 @@ def draw_mix(
     alpha = config.cutmix_alpha if cut else config.mixup_alpha
     lam = float(rng.beta(alpha, alpha))
     if not cut:
-        return MixPlan(lam)
+        return lam, None
     half = math.sqrt(1 - lam) / 2
     centre_y, centre_x = y * height, x * width
     top, bottom = (int(np.clip(round(centre_y + s * half * height), 0, height)) for s in (-1, 1))
     left, right = (int(np.clip(round(centre_x + s * half * width), 0, width)) for s in (-1, 1))
-    return MixPlan(1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
-
-
-def partners(counts: np.ndarray) -> np.ndarray:
-    """bool (B,) → int64 (B,): the next row that counts, cyclic; one that does not, or is alone, is its own."""
-    result = np.arange(len(counts))
-    rows = np.flatnonzero(counts)
-    result[rows] = np.roll(rows, -1)
-    return result
+    return 1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right)
 
 
 def mix(
@@ -94,15 +77,18 @@ def mix(
         counts: bool (B,), on the host: the rows that may mix.
         plan: from `draw_mix`.
     """
-    partner = torch.from_numpy(partners(counts)).to(image.device, non_blocking=True)
-    if plan.box is None:
+    partners, rows = np.arange(len(counts)), np.flatnonzero(counts)
+    partners[rows] = np.roll(rows, -1)  # one that does not count, or is alone, is its own
+    partner = torch.from_numpy(partners).to(image.device, non_blocking=True)
+    lam, box = plan
+    if box is None:
         # A row that is its own partner stays as it is, bit by bit: lerp of x with x adds λ·0.
-        image = torch.lerp(image.index_select(0, partner), image, plan.lam)
+        image = torch.lerp(image.index_select(0, partner), image, lam)
     else:
-        top, bottom, left, right = plan.box
+        top, bottom, left, right = box
         region = image[:, :, top:bottom, left:right]
         region.copy_(region.index_select(0, partner))
-    return image, Mixed(target.index_select(0, partner), plan.lam, plan.box is not None)
+    return image, Mixed(target.index_select(0, partner), lam, box is not None)
 
 
 def soft_targets(
@@ -128,7 +114,6 @@ def mixed_cross_entropy(
 
     Cross-entropy is linear in the target, so it is λ times that of one half plus 1 - λ times that of the other.
     """
-
     loss = partial(cross_entropy, logits, reduction="none", label_smoothing=label_smoothing)
     if mixed is None:
         return loss(target)

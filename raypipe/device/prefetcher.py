@@ -15,20 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed
 from raypipe.device.ring import Item, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.transform.micro_batch import HostBatch
-
-if TYPE_CHECKING:
-    from raypipe.device.device_decode import DeviceDecoder
 
 Used = TypeVar("Used")
 
@@ -93,16 +91,21 @@ def on_device(
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
 
+    def arrays(host: HostBatch) -> list[np.ndarray]:
+        there = (host.image, host.label, host.weight, host.mask, host.boxes)
+        return [array for array in there if array is not None]
+
     def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         image, target, weight, *others = tensors
-        targets = dict(zip(_targets(host), others, strict=True))
+        names = [name for name in ("mask", "boxes") if getattr(host, name) is not None]
+        targets = dict(zip(names, others, strict=True))
         # NHWC in memory is channels_last as it stands.
         return _batch(host, seed_of, image=image.permute(0, 3, 1, 2), target=target, weight=weight, **targets)
 
-    through = Ring(batches, _arrays, device, depth, on_copied)
+    through = Ring(batches, arrays, device, depth, on_copied)
     if through.device.type == "cuda" or ring:
         return _each(through, batch)
-    return (batch(host, [*map(view, _arrays(host))]) for host in batches)
+    return (batch(host, [*map(view, arrays(host))]) for host in batches)
 
 
 def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Iterator[Used]:
@@ -141,14 +144,14 @@ def decoded_on_device(
         with torch.get_device_module(device).stream(decoder.stream):
             started = mark(device)
             found = decoder.decode(**host.encoded)
-            target = torch.from_numpy(host.label.copy()).to(device, non_blocking=True)
-            weight = torch.from_numpy(np.where(found.failed, np.float32(0), host.weight))
-            weight = weight.to(device, non_blocking=True)
+            target, weight = (torch.from_numpy(array.copy()) for array in (host.label, host.weight))
+            weight[list(found.failed)] = 0
+            target, weight = (tensor.to(device, non_blocking=True) for tensor in (target, weight))
             if on_decoded:
                 on_decoded(started, mark(device))
             ready.record(decoder.stream)
         there = {"image": found.image, "target": target, "weight": weight}
-        return _batch(host, seed_of, **there, num_fallback=found.num_fallback, failed=found.errors), ready
+        return _batch(host, seed_of, **there, num_fallback=found.num_fallback, failed=found.failed), ready
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
     try:
@@ -163,26 +166,9 @@ def decoded_on_device(
 
 
 def _batch(host: HostBatch, seed_of: Callable[[MicroBatchId], int], **on_device: Any) -> Batch:
-    return Batch(
-        at=host.at,
-        seed=seed_of(host.at),
-        label=host.label,
-        index=host.index,
-        num_bad=host.num_bad + len(on_device.get("failed", ())),
-        read_s=host.read_s,
-        work_s=host.work_s,
-        **on_device,
-    )
-
-
-def _arrays(host: HostBatch) -> tuple[np.ndarray, ...]:
-    return host.image, host.label, host.weight, *_targets(host).values()
-
-
-def _targets(host: HostBatch) -> dict[str, np.ndarray]:
-    """What there is of mask and boxes."""
-    named = {"mask": host.mask, "boxes": host.boxes}
-    return {name: array for name, array in named.items() if array is not None}
+    same = {name: getattr(host, name) for name in ("at", "label", "index", "read_s", "work_s")}
+    num_bad = host.num_bad + len(on_device.get("failed", ()))
+    return Batch(seed=seed_of(host.at), num_bad=num_bad, **same, **on_device)
 
 
 class Prefetched:

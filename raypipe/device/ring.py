@@ -86,8 +86,7 @@ class Ring(Generic[Item]):
 
     The tensors are valid until the next item is asked for; then their memory is used again. Ask for items under
     the stream that works on them. The tensors have the leaves' shapes and dtypes and, where a leaf is dense, its
-    strides. Nothing is allocated after the first item of each signature (shapes, dtypes, strides); slots are kept
-    for the last 4 signatures.
+    strides. Nothing is allocated after the first item of each signature (shapes, dtypes, strides).
 
     The items are drawn in a thread, anew for each iteration. Closing the iterator ends the thread and closes the
     source's iterator, if that can be closed.

@@ -18,6 +18,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
+from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
 from raypipe.errors import RaypipeError, SampleError
 from raypipe.logs import configure_logs, log_place
@@ -85,9 +86,6 @@ class Feed:
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.register(_close, weakref.ref(self))
         if spec.transform.decode == "gpu":
-            # Here, since torchvision takes seconds to import.
-            from raypipe.device.device_decode import DeviceDecoder
-
             decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
             decoded = functools.partial(self._clocks["train"].add, "decode")
             self._batches = decoded_on_device(self._source, decoder, seed_of, depth, decoded)

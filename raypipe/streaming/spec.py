@@ -14,12 +14,12 @@ from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store
-from raypipe.transform.encoded import EncodedTransform
-from raypipe.transform.micro_batch import Content, MicroBatchTransform
+from raypipe.transform.contents import Content, EncodedTransform, Images
+from raypipe.transform.micro_batch import MicroBatchTransform
 from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_cache import check_cache
-from raypipe.transform.sample_transform import EncodedSample, Images
-from raypipe.transform.targets import ImagesWithTargets, check_columns, target_pipeline
+from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.targets import check_columns, target_pipeline
 from raypipe.transform.transform_steps import Steps, config_without_files, without_files
 
 Transform = Callable[..., Any] | str | Steps | None
@@ -150,8 +150,7 @@ def micro_batch_transform(
     if config.decode == "gpu":
         content = EncodedTransform(transform, config)
     else:
-        kind = ImagesWithTargets if config.target_columns else Images
-        content = kind(_built(transform, config), config, probe, store_address)
+        content = Images(_built(transform, config), config, probe, store_address)
     return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
 
 

@@ -21,7 +21,7 @@ from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import find_newest
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, remove_stop, request_stop, stop_requested, store_config
-from raypipe.transform.decode import missing_extension
+from raypipe.transform.jpeg import missing_extension
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,11 @@ All that decodes, or asks for a size, comes by one of the three. None of them al
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import re
+import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -205,6 +207,21 @@ def open_pillow(data: bytes, kind: str) -> Any:
         extra = max(width * height * max(pixel_bytes, 3), _tiff_buffer_bytes(image) if kind == "TIFF" else 0)
         check_size(width, height, width * height * pixel_bytes + extra)
     return image
+
+
+@contextlib.contextmanager
+def damage_in(kind: str, data: bytes) -> Iterator[None]:
+    """Makes a SampleError of what Pillow raises within, and silences what it warns of: metadata, large images."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except SampleError:
+            raise
+        except Exception as error:  # its plugins raise a dozen types on bad bytes
+            damage = "truncated" if "truncated" in str(error).lower() else "damaged"
+            reason = f"{damage} {kind}: {type(error).__name__}: {error} ({len(data)} bytes)"
+            raise SampleError(reason) from error
 
 
 def _tiff_buffer_bytes(image: Any) -> int:

@@ -2,27 +2,22 @@
 
 MicroBatchTransform     B encoded samples and their keys → arrays (B, …), label, index, weight; judges bad samples
 read_encoded            what it is given of a store
-
-What the samples become, and what makes a bad one, is its Content's:
-
-    Images               image uint8 (B, H, W, 3)
-    ImagesWithTargets    image, and mask uint8 (B, H, W), boxes float32 (B, K, 5)
-    EncodedTransform     the arrays of an EncodedMicroBatch, for the device to decode
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.base import Store, title_of
-from raypipe.transform.sample_cache import Decoded, SampleCache
-from raypipe.transform.sample_transform import EncodedSample, Key
+from raypipe.transform.contents import Content
+from raypipe.transform.sample_cache import SampleCache
+from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
 
 Sample = EncodedSample | Decoded
 
@@ -34,16 +29,6 @@ ReadSubstitute = Callable[[int, int], tuple[EncodedSample | ReadSample, int, int
 For the whole to be reproducible it must be a pure function of the plan."""
 
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
-
-
-class Content(Protocol):
-    """What samples are to the model, from one to the arrays of a micro-batch."""
-
-    def one(self, sample: Any, key: Key) -> Any:
-        """Decode and transform one sample; raises SampleError for a bad one, ConfigError for the user's set-up."""
-
-    def pack(self, samples: Iterable[Any], num_samples: int) -> dict[str, np.ndarray]:
-        """Arrays (B, …) of results of `one`; None is padding, or a bad sample that is left out."""
 
 
 @dataclass(frozen=True)

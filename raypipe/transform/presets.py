@@ -18,12 +18,10 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
-from raypipe.transform.transform_steps import Steps, albumentations, build_steps, choices, is_file, read_steps
+from raypipe.transform.targets import IGNORE
+from raypipe.transform.transform_steps import Steps, albumentations, build_steps, choices, is_file, without_files
 
 Transform = Callable[..., Any]
-
-IGNORE = 255
-"""In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
 
 
 def build_transform(transform: str | Steps, size: int) -> Transform | None:
@@ -42,10 +40,9 @@ def build_transform(transform: str | Steps, size: int) -> Transform | None:
     """
     if size < 1:
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
+    transform = without_files(transform)
     if isinstance(transform, list):
         return build_steps(transform)
-    if is_file(transform):
-        return build_steps(read_steps(transform))
     _check_name(transform)
     if transform == "none":
         return None

@@ -34,8 +34,8 @@ import shutil
 import struct
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +54,7 @@ from raypipe.storage.local_file import (
 )
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
+from raypipe.transform.sample_transform import Decoded
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +65,6 @@ _KEY = re.compile(r"[0-9a-f]{32}(\.new)?")
 _DEFAULT_SHARE, _MOST = 0.25, 0.9  # of what is free: there are shards as well
 _HEADER = struct.Struct("<QQQ")  # of the file
 _RECORD = struct.Struct("<qqII")  # index, label, height, width
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A sample that needs no decoding.
-
-    Attributes:
-        pixels: uint8 RGB (H, W, 3), as `decode.decode` gives them; where they lie in a cache, read-only.
-        label: of the sample.
-    """
-
-    pixels: np.ndarray
-    label: int
 
 
 class SampleCache:
@@ -112,9 +100,15 @@ class SampleCache:
             self._records = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
         found = {}
         for position in np.flatnonzero(words).tolist():
-            sample = self._sample(int(indices[position]), int(words[position]))
-            if sample is not None:
-                found[position] = sample
+            at = int(words[position]) + _RECORD.size
+            if at > len(self._records):
+                continue
+            index, label, height, width = _RECORD.unpack_from(self._records, at - _RECORD.size)
+            num_values = height * width * 3
+            # Else no process has written this.
+            if index == indices[position] and num_values and at + num_values <= len(self._records):
+                pixels = np.frombuffer(self._records, np.uint8, num_values, at)
+                found[position] = Decoded(pixels.reshape(height, width, 3), label)
         return found
 
     def decoded(self, index: int, label: int, data: bytes | None) -> Decoded | None:
@@ -138,38 +132,25 @@ class SampleCache:
         """
         if self.full or self._words[index]:
             return
+        record: list[Any] = [_RECORD.pack(index, label, *pixels.shape[:2]), pixels.data]
         num_bytes = _RECORD.size + pixels.nbytes
         found = os.fstat(self._file)
-        if not found.st_nlink:
-            self._give_up("it has been removed")
-            return
         if found.st_size + num_bytes > self._limit:  # several that look at once may pass it by an image each
             self._end(found.st_size + num_bytes)
             return
-        head = _RECORD.pack(index, label, *pixels.shape[:2])
         try:
+            if not found.st_nlink:
+                raise OSError("it has been removed")
             # Written, not mapped: where the disk is full this is an error, and not the end of the process.
-            written = os.writev(self._file, [head, pixels.data])  # where the file ends by now
+            written = os.writev(self._file, record)  # where the file ends by now
+            if written != num_bytes:
+                raise OSError(f"{written} of {num_bytes} bytes could be written")
         except OSError as error:
             self._give_up(str(error))
-            return
-        if written != num_bytes:
-            self._give_up(f"{written} of {num_bytes} bytes could be written")
             return
         # An aligned store of 8 bytes is seen whole or not at all; and, on any CPU, not before the pixels: the
         # kernel's locks of the write, and the interpreter's behind it, lie between the two.
         self._words[index] = os.lseek(self._file, 0, os.SEEK_CUR) - num_bytes
-
-    def _sample(self, index: int, at: int) -> Decoded | None:
-        start = at + _RECORD.size
-        if start > len(self._records):
-            return None
-        found, label, height, width = _RECORD.unpack_from(self._records, at)
-        num_values = height * width * 3
-        if found != index or not num_values or start + num_values > len(self._records):
-            return None  # no process has written this
-        pixels = np.frombuffer(self._records, np.uint8, num_values, start)
-        return Decoded(pixels.reshape(height, width, 3), label)
 
     def _end(self, wanted: int) -> None:
         """There is no room left for what would make the file so many bytes; the first to see it tells."""
@@ -216,7 +197,7 @@ def open_caches(
         transform: how samples are decoded; `check_cache` has passed.
 
     Raises:
-        ConfigError: there is no such place, or no room at all in it.
+        ConfigError: there is no such place, or no room in it.
     """
     if pool.cache == "off":
         return {}
@@ -230,16 +211,16 @@ def open_caches(
         *(_FORMAT, boot_id(), pool.cache_bytes, num_samples, transform.decode_min_side, transform.exif),
         *(version_of(name) for name in _DECODERS),
     )
-    keys = {split: _key(store, shared) for split, store in stores.items()}
+    paths = {split: root / _key(store, shared) for split, store in stores.items()}
     with locked(root / ".lock"):
-        caches = {key: SampleCache(root / key, transform) for key in keys.values() if (root / key).exists()}
+        caches = {path: SampleCache(path, transform) for path in paths.values() if path.exists()}
         _sweep(root)
-        missing = {key: len(stores[split]) for split, key in keys.items() if key not in caches}
+        missing = {path: len(stores[split]) for split, path in paths.items() if path not in caches}
         limit = _limit(root, pool) if missing else 0
-        for key, num in missing.items():
-            _make(root / key, num, limit * num // num_samples)
-            caches[key] = SampleCache(root / key, transform)
-    return {split: caches[key] for split, key in keys.items()}
+        for path, num in missing.items():
+            _make(path, num, limit * num // num_samples)
+            caches[path] = SampleCache(path, transform)
+    return {split: caches[path] for split, path in paths.items()}
 
 
 def _key(store: Store, shared: tuple[object, ...]) -> str:
@@ -278,17 +259,10 @@ def _limit(root: Path, pool: PoolConfig) -> int:
 
 def _make(path: Path, num_samples: int, limit: int) -> None:
     """Make the file of a cache. The caller holds ROOT/.lock."""
-    table = _HEADER.size + 8 * num_samples
-    if table > limit:
-        raise ConfigError(
-            f"a cache of decoded samples in {path.parent} may take {limit:,} bytes, and where {num_samples:,} "
-            f"samples lie takes {table:,}: raise pool.cache_bytes, or set pool.cache=off"
-        )
     new = path.with_suffix(".new")
     try:
-        with new.open("wb") as file:
-            file.write(_HEADER.pack(limit, num_samples, 0))
-            file.write(bytes(8 * num_samples))  # no hole: a full disk is to show here, where it is an error
+        # Zeros, and no hole: a full disk is to show here, where it is an error.
+        new.write_bytes(_HEADER.pack(limit, num_samples, 0) + bytes(8 * num_samples))
         new.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}; make room, or set pool.cache=off") from error

@@ -1,7 +1,4 @@
-"""One sample and its key → one image; history never shows.
-
-    SampleTransform   an image, or one of which only the crop is decoded → uint8 (H, W, 3)
-    Images            B samples → image uint8 (B, H, W, 3)
+"""One image, decoded or but for its crop, and its key → one image; history never shows.
 
 Three kinds of transform are told apart by the names of their classes, so that neither torch nor
 Albumentations is imported for a user who has none of it:
@@ -21,20 +18,18 @@ import copy
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import cv2
 import numpy as np
 
-from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.crop_decode import CropDecoder, Undecoded, cut, find_crop_first
-from raypipe.transform.decode import decode
-from raypipe.transform.sample_cache import Decoded
+from raypipe.errors import ConfigError
+from raypipe.transform.jpeg import DecodeBox, Undecoded
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
+
+_Generators = tuple[np.random.Generator, random.Random]
 
 Kind = Literal["none", "albumentations", "torchvision", "plain"]
 
@@ -45,6 +40,13 @@ class EncodedSample(NamedTuple):
     image: bytes | None
     mask: Any = None
     boxes: Any = None
+
+
+class Decoded(NamedTuple):
+    """A sample that needs no decoding: uint8 RGB (H, W, 3), maybe read-only, and its label."""
+
+    pixels: np.ndarray
+    label: int
 
 
 class KeyedGenerator:
@@ -74,6 +76,10 @@ class SampleTransform:
     Args:
         transform: see the module's table; None leaves the image as it is. An Albumentations
             transform is copied, since the generators are put into it.
+
+    Attributes:
+        crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
+            none.
     """
 
     def __init__(self, transform: Any) -> None:
@@ -89,40 +95,34 @@ class SampleTransform:
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(*generators)
-        self._crop_first = find_crop_first(self.transform, generators)
+        self._crop_first = _find_crop_first(self.transform, generators)
+        self.crop_target = self._crop_first.target if self._crop_first else None
 
     def __reduce__(self) -> Any:
         return SampleTransform, (self.transform,)
 
-    @property
-    def crop_target(self) -> tuple[int, int] | None:
-        """(height, width) to which a random resized crop at the very beginning resizes; None: there is none."""
-        return self._crop_first.target if self._crop_first else None
-
     def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
-        """Transform one image.
-
-        Args:
-            image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it. Or one that is not
-                decoded, where there is a `crop_target`: the result is the same.
-            key: decides everything random.
-
-        Returns:
-            uint8 of shape (h, w, 3); it may be a view, or `image` itself.
-
-        Raises:
-            ConfigError: the transform returns anything else.
-            Exception: whatever the transform, or what decodes the crop, raises.
-        """
+        """`with_targets` of an image alone."""
         return self.with_targets(image, {}, key)["image"]
 
     def with_targets(
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
     ) -> dict[str, np.ndarray]:
-        """A call for an image and what goes with it, `mask` and `bboxes` as Albumentations takes them.
+        """Transform one image, and what goes with it.
+
+        Args:
+            image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it. Or one that is not
+                decoded, where there is a `crop_target`: the result is the same.
+            targets: `mask` and `bboxes`, as Albumentations takes them.
+            key: decides everything random.
 
         Returns:
-            `image`, the same as without targets, and the targets.
+            `image`, uint8 of shape (h, w, 3), the same as without targets: maybe a view, or what was given. And
+            the targets.
+
+        Raises:
+            ConfigError: the transform returns anything else.
+            Exception: whatever the transform, or what decodes the crop, raises.
         """
         if self.transform is None:
             assert isinstance(image, np.ndarray)
@@ -134,7 +134,10 @@ class SampleTransform:
         elif self.kind == "albumentations":
             made = self.transform(image=image, **targets)
         elif self.kind == "torchvision":
-            made = self._by_torchvision(image)
+            import torch
+            from torchvision import tv_tensors
+
+            made = self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
         else:
             made = self.transform(image, **self._rng)
         if self.kind != "albumentations":
@@ -154,12 +157,6 @@ class SampleTransform:
         torch = sys.modules.get("torch")  # a transform that uses torch has imported it
         if torch is not None:
             torch.default_generator.manual_seed(k0)  # not torch.manual_seed, which goes to the GPUs as well
-
-    def _by_torchvision(self, image: np.ndarray) -> Any:
-        import torch
-        from torchvision import tv_tensors
-
-        return self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
 
 
 def _kind_of(transform: Any) -> Kind:
@@ -204,96 +201,88 @@ def _checked(result: Any, kind: Kind) -> np.ndarray:
     )
 
 
-class Images:
-    """Decodes and transforms samples to images of one size: `raypipe.transform.micro_batch.Content`.
+class _AlbumentationsCropFirst:
+    """A Compose that begins with RandomResizedCrop.
 
     Args:
-        transform: for `SampleTransform`.
-        config: how they are decoded.
-        probe: samples to learn the size of the results by, should a micro-batch of nothing but padding come
-            first; else the first result decides it.
-        store_address: named in errors.
+        pipeline: it is copied.
+        generators: what all its transforms draw from.
+
+    Attributes:
+        target: (height, width) to which the crop is resized, pixels.
     """
 
-    def __init__(
-        self,
-        transform: Callable[..., Any] | None,
-        config: TransformConfig,
-        probe: Callable[[], Iterable[EncodedSample]] = tuple,
-        store_address: str = "",
-    ) -> None:
-        self.sample_transform = SampleTransform(transform)
-        self._config, self._probe, self._store_address = config, probe, store_address
-        target = self.sample_transform.crop_target
-        self._crop_decoder = CropDecoder(config, target) if target and config.crop_decode != "off" else None
-        self._size: tuple[int, int] | None = None
+    def __init__(self, pipeline: Any, generators: _Generators) -> None:
+        self._pipeline = copy.deepcopy(pipeline)
+        self._pipeline.set_random_state(*generators)
+        self._first = self._pipeline.transforms[0]
+        self._first.apply_with_params = self._decode_and_resize  # of this object alone, not of its class
+        self._decode_box: DecodeBox
+        self.target: tuple[int, int] = tuple(self._first.size)
 
-    def one(self, sample: EncodedSample | Decoded, key: Key) -> np.ndarray:
-        """uint8 (H, W, 3); raises as `open` and `run` do."""
-        return self.run(self.open(sample), {}, key)["image"]
+    def __call__(self, size: tuple[int, int], decode_box: DecodeBox, **targets: Any) -> dict[str, Any]:
+        """What the pipeline makes of an image of this (height, width), and of whole masks and boxes."""
+        self._decode_box = decode_box
+        nothing: np.ndarray = np.ndarray((*size, 3), np.uint8, b"\0", strides=(0, 0, 0))  # a byte for all
+        return self._pipeline(image=nothing, **targets)
 
-    def open(self, sample: EncodedSample | Decoded) -> np.ndarray | Undecoded:
-        """An image for `run`: decoded, or not yet where the transform begins with a random resized crop.
+    def _decode_and_resize(self, params: dict[str, Any], image: Any, **targets: Any) -> dict[str, Any]:
+        left, top, right, bottom = map(int, params["crop_coords"])
+        crop = self._decode_box((top, left, bottom - top, right - left))
+        height, width = crop.shape[:2]
+        resized = self._first.apply(crop, **params | {"crop_coords": (0, 0, width, height)})
+        cut = type(self._first).apply_with_params(self._first, params, **targets) if targets else {}
+        return {"image": np.ascontiguousarray(resized), **cut}
 
-        Raises:
-            SampleError: it cannot be decoded.
-        """
-        if isinstance(sample, Decoded):
-            pixels = sample.pixels  # which may be read-only
-            if self._crop_decoder:
-                return pixels.shape[:2], lambda box: cut(pixels, box).copy()
-            return pixels if pixels.flags.writeable else pixels.copy()
-        jpeg = self._crop_decoder.open(sample.image) if self._crop_decoder else None
-        return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.exif)
 
-    def run(self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:
-        """`SampleTransform.with_targets`, whose image is of the size of those before.
+class _TorchvisionCropFirst:
+    """The same of a v2.Compose, which is used as it is; draws from torch's global generator."""
 
-        Raises:
-            SampleError: the transform raised on the sample.
-            ConfigError: its result is not uint8 HWC, or of another size.
-        """
-        try:
-            made = self.sample_transform.with_targets(image, targets, key)
-        except (SampleError, ConfigError, MemoryError):
-            # The decoder's own; the user's set-up, or the machine's state: not the sample's fault.
-            raise
-        except Exception as error:
-            raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
-        height, width = made["image"].shape[:2]
-        self._size = self._size or (height, width)
-        if self._size != (height, width):
-            raise ConfigError(
-                f"the transform made an image of {height}x{width} (height x width), where"
-                f" {self._size[0]}x{self._size[1]} is expected as for the others: end the transform with a crop"
-                " or resize to a fixed size"
-            )
-        return made
+    def __init__(self, pipeline: Any) -> None:
+        self._first, *self._others = pipeline.transforms
+        self.target: tuple[int, int] = tuple(self._first.size) * (2 // len(self._first.size))
 
-    def pack(self, images: Iterable[np.ndarray | None], num_samples: int) -> dict[str, np.ndarray]:
-        """`image`: uint8 (B, H, W, 3), with zeros for None."""
-        out: np.ndarray | None = None
-        missing = []
-        for position, image in enumerate(images):
-            if image is None:
-                missing.append(position)
-                continue
-            if out is None:
-                out = np.empty((num_samples, *image.shape), np.uint8)
-            out[position] = image
-        if out is None:
-            out = np.empty((num_samples, *(self._size or self._probed_size()), 3), np.uint8)
-        out[missing] = 0
-        return {"image": out}
+    def __call__(self, size: tuple[int, int], decode_box: DecodeBox) -> Any:
+        """What the pipeline makes of an image of this (height, width)."""
+        import torch
+        from torchvision import tv_tensors
 
-    def _probed_size(self) -> tuple[int, int]:
-        for sample in self._probe():
-            try:
-                height, width, _ = self.one(sample, (0, 0)).shape
-            except SampleError:
-                continue
-            return height, width
-        raise ConfigError(
-            f"{self._store_address or 'the store'} has no readable sample among its first: "
-            "the size of its images cannot be told"
-        )
+        whole = tv_tensors.Image(torch.zeros((), dtype=torch.uint8).expand(3, *size))  # takes no memory
+        drawn = self._first.make_params([whole])
+        crop = decode_box((drawn["top"], drawn["left"], drawn["height"], drawn["width"]))
+        height, width = crop.shape[:2]
+        image = tv_tensors.Image(torch.from_numpy(crop).permute(2, 0, 1))
+        result = self._first.transform(image, {"top": 0, "left": 0, "height": height, "width": width})
+        for transform in self._others:
+            result = transform(result)
+        return result
+
+
+_CropFirst = _AlbumentationsCropFirst | _TorchvisionCropFirst
+
+
+def _find_crop_first(pipeline: Any, generators: _Generators) -> _CropFirst | None:
+    """A pipeline by which a crop is drawn before the image is decoded; None = it does not surely begin with one.
+
+    The library draws the crop itself, by its own code from its own generators, from an image that has the size
+    alone; the crop is then decoded, and the library resizes it and goes on. Recognised, and nothing that only
+    looks like it (a subclass may do as it likes with the pixels outside):
+
+        albumentations.Compose([RandomResizedCrop(…), …])    both with p=1, without replay and saved parameters
+        torchvision.transforms.v2.Compose([RandomResizedCrop(…), …])    without hooks
+    """
+    kind = type(pipeline)
+    steps = getattr(pipeline, "transforms", None)
+    if not isinstance(steps, list | tuple) or not steps:
+        return None
+    first = steps[0]
+    albumentations, v2 = sys.modules.get("albumentations"), sys.modules.get("torchvision.transforms.v2")
+    if albumentations and kind is albumentations.Compose and type(first) is albumentations.RandomResizedCrop:
+        special = first.deterministic or first.replay_mode or pipeline.save_applied_params
+        special = special or set(pipeline.processors) - {"bboxes"} or not pipeline.p == first.p == 1
+        return None if special else _AlbumentationsCropFirst(pipeline, generators)
+    if v2 and kind is v2.Compose and type(first) is v2.RandomResizedCrop and hasattr(first, "make_params"):
+        hooks = [*vars(pipeline).items(), *vars(first).items()]
+        hooked = any(value for name, value in hooks if name.endswith("_hooks"))
+        return None if hooked else _TorchvisionCropFirst(pipeline)
+    return None

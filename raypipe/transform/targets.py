@@ -1,14 +1,12 @@
 """Masks and boxes: what stores hold of them, and how they go with the image: one pipeline, one key, one judgement.
 
-    column   holds                                                   one sample          B samples
-    image                                                            uint8 (H, W, 3)     uint8 (B, H, W, 3)
-    mask     one PNG of one channel, a class index per pixel         uint8 (H, W)        uint8 (B, H, W)
-    boxes    K boxes [x0, y0, x1, y1, label], pixels of the image    float32 (K, 5)      float32 (B, max_boxes, 5)
-             as 5·K little-endian float32 bytes, as JSON, or as
-             numbers, flat or five to a box
+    column   holds                                                             one sample
+    mask     one PNG of one channel, a class index per pixel                   uint8 (H, W)
+    boxes    K boxes [x0, y0, x1, y1, label], pixels of the image, as 5·K      float32 (K, 5)
+             little-endian float32 bytes, as JSON, or as numbers, flat or
+             five to a box
 
-x1 and y1 lie behind the last pixel, so that x1 - x0 is a width. What is malformed makes a bad sample. Rows of
-weight 0 have the mask IGNORE and no boxes; places without a box have the label -1.
+x1 and y1 lie behind the last pixel, so that x1 - x0 is a width. What is malformed makes a bad sample.
 """
 
 from __future__ import annotations
@@ -18,19 +16,17 @@ import io
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store
-from raypipe.transform.decode import damage_in
-from raypipe.transform.image_header import image_kind
-from raypipe.transform.presets import IGNORE
-from raypipe.transform.sample_transform import EncodedSample, Images, Key
+from raypipe.transform.image_header import damage_in, image_kind
 
+IGNORE = 255
+"""In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
 NO_BOX = -1
 """The label of a row of `boxes` that holds no box."""
 
@@ -192,78 +188,3 @@ def target_pipeline(transform: Any, boxes: bool) -> Any:
             is_check_shapes=False,
             save_applied_params=transform.save_applied_params,
         )
-
-
-class TransformedSample(NamedTuple):
-    """One sample: uint8 (H, W, 3), uint8 (H, W) and float32 (K, 5)."""
-
-    image: np.ndarray
-    mask: np.ndarray | None
-    boxes: np.ndarray | None
-
-
-class ImagesWithTargets:
-    """Decodes and transforms samples with masks or boxes: `raypipe.transform.micro_batch.Content`.
-
-    A sample is bad when any part of it cannot be decoded, or does not fit its image.
-
-    Args:
-        transform: for `target_pipeline`.
-        config: which targets there are, and places for boxes in a row.
-        probe, store_address: see `Images`.
-    """
-
-    def __init__(
-        self,
-        transform: Callable[..., Any] | None,
-        config: TransformConfig,
-        probe: Callable[[], Iterable[EncodedSample]] = tuple,
-        store_address: str = "",
-    ) -> None:
-        self._has_mask, self._has_boxes = bool(config.mask_column), bool(config.boxes_column)
-        self._max_boxes = config.max_boxes
-        self._images = Images(target_pipeline(transform, self._has_boxes), config, probe, store_address)
-
-    def one(self, sample: EncodedSample, key: Key) -> TransformedSample:
-        """One sample; raises as `Images.one` does, and ConfigError for more boxes than there is room for."""
-        image = self._images.open(sample)
-        size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
-        given: dict[str, np.ndarray] = {}
-        if self._has_mask:
-            given["mask"] = decode_mask(sample.mask, size)
-        if self._has_boxes:
-            given["bboxes"] = decode_boxes(sample.boxes, size)
-        made = self._images.run(image, given, key)
-        mask, boxes = made.get("mask"), made.get("bboxes")
-        if mask is not None and (mask.dtype != np.uint8 or mask.shape != made["image"].shape[:2]):
-            raise ConfigError(
-                f"the transform made a mask of {mask.dtype} {mask.shape} for an image of {made['image'].shape}: "
-                "expected is uint8 of the image's height and width"
-            )
-        if boxes is not None:
-            # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
-            num_boxes = max(len(boxes), len(given["bboxes"]))
-            if num_boxes > self._max_boxes:
-                raise ConfigError(
-                    f"it has {num_boxes} boxes, and transform.max_boxes is {self._max_boxes}: raise it, or leave "
-                    "the sample out"
-                )
-            boxes = np.asarray(boxes, np.float32).reshape(-1, 5)
-        return TransformedSample(made["image"], mask, boxes)
-
-    def pack(self, samples: Iterable[TransformedSample | None], num_samples: int) -> dict[str, np.ndarray]:
-        """See the module's table; None is padding, or a bad sample that is left out."""
-        all_of_them = list(samples)
-        arrays = self._images.pack((sample and sample.image for sample in all_of_them), num_samples)
-        kept = [(position, sample) for position, sample in enumerate(all_of_them) if sample is not None]
-        if self._has_mask:
-            arrays["mask"] = np.full(arrays["image"].shape[:3], IGNORE, np.uint8)
-            for position, sample in kept:
-                arrays["mask"][position] = sample.mask
-        if self._has_boxes:
-            arrays["boxes"] = np.zeros((num_samples, self._max_boxes, 5), np.float32)
-            arrays["boxes"][:, :, 4] = NO_BOX
-            for position, sample in kept:
-                assert sample.boxes is not None
-                arrays["boxes"][position, : len(sample.boxes)] = sample.boxes
-        return arrays

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -28,14 +28,14 @@ from raypipe.storage.files import read_text
 Steps = list[dict[str, Any]]
 """Each `{NAME: {argument: value, …}}`; the arguments of a step without any may be None."""
 
-T = TypeVar("T")
-
 # A long policy has a hundred values and is four deep. A YAML of a few lines can stand for billions (aliases of
 # aliases), and for lists that hold themselves.
 _MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 1 << 20, 10_000, 24
 
 _BASES = {"BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"}
 _OF_FLOATS = {"Normalize", "ToFloat", "FromFloat", "ToTensorV2", "ToTensor3D"}
+# A pipeline's own, of a composition; and OneOrOther's second names of its transforms.
+_NOT_OF_STEPS = ("first", "second", "kwargs", "seed", "bbox_params", "keypoint_params", "additional_targets")
 # They ask for these in the middle of their work, and do not say so before.
 _NEED = {
     **dict.fromkeys(("AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop"), ("bboxes",)),
@@ -48,9 +48,9 @@ def is_file(transform: object) -> bool:
     return isinstance(transform, str) and transform.lower().endswith((".yaml", ".yml", ".json"))
 
 
-def without_files(transform: T) -> T | Steps:
+def without_files(transform: Any) -> Any:
     """A transform, with the steps in place of the address of a file that holds them; see `read_steps`."""
-    return read_steps(transform) if isinstance(transform, str) and is_file(transform) else transform
+    return read_steps(transform) if is_file(transform) else transform
 
 
 def config_without_files(config: TransformConfig) -> TransformConfig:
@@ -137,20 +137,22 @@ def _step(step: Any, where: str) -> Any:
     kind = _class_of(name, where)
     where = f"{where}, {name}"
     is_composition = issubclass(kind, albumentations().BaseCompose)
-    known = list(inspect.signature(kind).parameters)
-    if is_composition:  # the transforms of OneOrOther have two names each
-        known = [argument for argument in known if argument not in ("first", "second", "kwargs")]
+    known = [
+        each for each in inspect.signature(kind).parameters if not is_composition or each not in _NOT_OF_STEPS
+    ]
     for argument in arguments:
         if argument not in known:
             raise ConfigError(f"{where}: there is no argument {argument!r}{choices(argument, known)}")
-    if is_composition:
-        _check_composition(arguments, where)
-        given = arguments | {"transforms": _built(arguments["transforms"], where)}
-    else:
-        # Around most constructors there is a check of Albumentations', which warns and takes the defaults where it
-        # fails itself, but for this.
-        has_check = kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS
-        given = arguments | {"strict": True} if has_check else arguments
+    given = dict(arguments)
+    if is_composition:  # what it is given it hardly checks
+        p, n = arguments.get("p", 1), arguments.get("n", 1)
+        if not (isinstance(p, int | float) and 0 <= p <= 1 and isinstance(n, int) and n >= 1):
+            expected = "p must be in [0, 1], and n a whole number of at least 1"
+            raise ConfigError(f"{where}: {expected}, got p={_cut(p)} and n={_cut(n)}")
+        given["transforms"] = _built(arguments.get("transforms"), where)
+    elif kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS:
+        # Around it is a check of Albumentations', which warns and takes the defaults where it fails, but for this.
+        given["strict"] = True
     try:
         made = kind(**given)
     except Exception as error:
@@ -167,11 +169,12 @@ def _step(step: Any, where: str) -> Any:
 def _class_of(name: str, where: str) -> Any:
     """The public transform of Albumentations that has a name; raises ConfigError."""
     library = albumentations()
-    both = (library.BasicTransform, library.BaseCompose)
     found: dict[str, Any] = {
         each: kind
         for each, kind in vars(library).items()
-        if isinstance(kind, type) and issubclass(kind, both) and each not in _BASES
+        if isinstance(kind, type)
+        and issubclass(kind, library.BasicTransform | library.BaseCompose)
+        and each not in _BASES
     }
     if name in _OF_FLOATS:
         why = f"{name} is of floats; leave it out: images stay uint8 here, and the device normalises them"
@@ -184,26 +187,6 @@ def _class_of(name: str, where: str) -> Any:
     raise ConfigError(f"{where}: {why}")
 
 
-def _check_composition(arguments: dict[str, Any], where: str) -> None:
-    """What a composition is given it hardly checks."""
-    p, n = arguments.get("p", 1), arguments.get("n", 1)
-    wrong = ""
-    if not arguments.get("transforms"):
-        wrong = "transforms are missing: expected is a list of steps"
-    elif not isinstance(p, int | float) or not 0 <= p <= 1:
-        wrong = f"p must be in [0, 1], got {_cut(p)}"
-    elif not isinstance(n, int) or n < 1:
-        wrong = f"n must be a whole number of at least 1, got {_cut(n)}"
-    elif arguments.get("seed") is not None:
-        wrong = "leave out seed: each sample has one of its own, from plan.seed"
-    for name in ("bbox_params", "keypoint_params", "additional_targets"):
-        if arguments.get(name):
-            what = "transform.mask_column and transform.boxes_column say what goes with the image"
-            wrong = f"leave out {name}: {what}"
-    if wrong:
-        raise ConfigError(f"{where}: {wrong}")
-
-
 def _check_plain(content: Any, where: str) -> None:
     """Raise ConfigError unless something is of dicts, lists, text and numbers, not too many, not too deep."""
     todo, num_values, num_characters = [(content, 0)], 0, 0
@@ -211,18 +194,14 @@ def _check_plain(content: Any, where: str) -> None:
         value, depth = todo.pop()
         num_values += 1
         num_characters += len(value) if isinstance(value, str) else 1
-        if num_values > _MAX_VALUES or num_characters > _MAX_BYTES:
+        if num_values > _MAX_VALUES or num_characters > _MAX_BYTES or depth > _MAX_DEPTH:
             limits = f"{_MAX_VALUES:,} names and values, or {_MAX_BYTES:,} characters"
-            raise ConfigError(f"{where}: more than {limits}")
-        if depth > _MAX_DEPTH:
-            raise ConfigError(f"{where}: nested more than {_MAX_DEPTH} deep")
-        if isinstance(value, dict):
-            for key in value:
-                if not isinstance(key, str):
-                    raise ConfigError(f"{where}: expected is a name, got {_cut(key)}")
-            todo += [(each, depth + 1) for item in value.items() for each in item]
-        elif isinstance(value, list | tuple):
-            todo += [(each, depth + 1) for each in value]
+            raise ConfigError(f"{where}: more than {limits}, or nested more than {_MAX_DEPTH} deep")
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+            raise ConfigError(f"{where}: expected are names, got {_cut([*value])}")
+        if isinstance(inner, list | tuple):
+            todo += [(each, depth + 1) for each in inner]
         elif not isinstance(value, str | int | float | None):
             raise ConfigError(f"{where}: {_cut(value)} is a {type(value).__name__}, which is no argument")
 
@@ -232,11 +211,8 @@ def _reason(error: Exception, arguments: dict[str, Any]) -> str:
     errors = getattr(error.__cause__, "errors", None)  # of Pydantic, by which Albumentations checks values
     if errors is None:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    reasons = []
-    for each in errors():
-        name = str(each["loc"][0]) if each["loc"] else ""
-        reason = f"{name} is missing" if each["type"] == "missing" else each["msg"]
-        reasons.append(f"{name}: {reason}, got {_cut(arguments[name])}" if name in arguments else reason)
+    found = ((str(each["loc"][0]) if each["loc"] else "", each["msg"]) for each in errors())
+    reasons = (f"{name}: {what}, got {_cut(arguments.get(name))}" for name, what in found)
     return "; ".join(dict.fromkeys(reasons))
 
 

@@ -11,7 +11,7 @@ import torch
 from pretend import CPU, HostWaitsError, pretend, pretended_device
 
 from raypipe.config import AugmentConfig, StrengthConfig
-from raypipe.device.augment import PRESETS, DeviceAugment, Normalize, build_operations
+from raypipe.device.augment import PRESETS, DeviceAugment, Normalize, build_operation
 from raypipe.errors import ConfigError
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -134,8 +134,8 @@ def test_the_pretended_device_tells_when_the_host_waits() -> None:
 
 def apply(config: AugmentConfig, image: torch.Tensor, seed: int = 0, strength: float = 1.0) -> torch.Tensor:
     torch.manual_seed(seed)
-    for operation in build_operations(config):
-        image = operation(image, strength)
+    for entry in [*PRESETS[config.preset], *config.ops]:
+        image = build_operation(entry)(image, strength)
     return image
 
 
@@ -182,7 +182,7 @@ def test_an_operation_that_makes_the_size_is_always_applied() -> None:
 )
 def test_what_cannot_be_built_is_named(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=r"augment\.ops") as caught:
-        build_operations(AugmentConfig(ops=[entry]))
+        build_operation(entry)
     assert message in str(caught.value)
 
 

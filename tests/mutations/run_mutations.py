@@ -33,8 +33,8 @@ from PIL import Image
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores import hdf5, open_source
-from raypipe.transform.crop_decode import CropDecoder
 from raypipe.transform.decode import decode
+from raypipe.transform.jpeg import open_for_crop
 
 MEMORY_BYTES = 1 << 30
 CPU_S, CLOCK_S = 10.0, 100.0  # of one input; a machine with much else to do takes the second
@@ -97,7 +97,7 @@ def decoded(data: bytes | None, rng: np.random.Generator) -> str:
 def same_in_part(data: bytes, rng: np.random.Generator) -> None:
     """A crop of a JPEG that is decoded alone: a part of the whole image, or as bad."""
     # Never scaled; opens without the extension too.
-    opened = CropDecoder(TransformConfig(crop_decode="scaled"), (1 << 16, 1 << 16)).open(data)
+    opened = open_for_crop(data, TransformConfig(crop_decode="scaled"), (1 << 16, 1 << 16))
     if opened is None or math.prod(opened[0]) > 4_000_000:
         return
     (height, width), decode_box = opened

@@ -32,7 +32,8 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import sample_cache
 from raypipe.transform.decode import decode, encode_jpeg
-from raypipe.transform.sample_cache import Decoded, SampleCache, open_caches
+from raypipe.transform.sample_cache import SampleCache, open_caches
+from raypipe.transform.sample_transform import Decoded
 
 from conftest import picture  # isort: skip
 
@@ -225,9 +226,11 @@ def test_stores_share_the_limit_by_their_samples_and_one_store_has_one_cache() -
     assert caches["train"] is caches["val"] and caches["val"]._limit == 4_000_000
 
 
-def test_a_limit_below_the_table_of_its_samples_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"may take 1,000 bytes, .* 500 samples lie takes 4,024: raise pool"):
-        opened(numbered(500), limit=1000)
+def test_a_limit_below_the_table_of_its_samples_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    cache = opened(numbered(500), limit=1000)
+    fill(cache, 500)
+    assert cache.full and not cache.find(np.arange(500))
+    assert "hold 0 of 500 samples" in caplog.records[0].message
 
 
 # Which cache it is, and how long it is there

@@ -20,10 +20,9 @@ from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
-from raypipe.transform import crop_decode
-from raypipe.transform import decode as decode_module
-from raypipe.transform.crop_decode import CropDecoder, decode_box
-from raypipe.transform.decode import Box, decode, decode_jpeg_at, why_no_extension
+from raypipe.transform import jpeg as jpeg_module
+from raypipe.transform.decode import decode
+from raypipe.transform.jpeg import Box, Undecoded, cut, decode_box, decode_jpeg_at, open_for_crop, why_no_extension
 
 needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
 RNG = np.random.default_rng(0)
@@ -33,8 +32,7 @@ RNG = np.random.default_rng(0)
 def no_extension() -> Iterator[None]:
     """What a node without the extension does."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (crop_decode, decode_module):
-            patch.setattr(module, "extension", lambda: None)
+        patch.setattr(jpeg_module, "extension", lambda: None)
         yield
 
 
@@ -71,11 +69,6 @@ def boxes(height: int, width: int, num: int) -> Iterator[Box]:
         yield int(RNG.integers(height - h + 1)), int(RNG.integers(width - w + 1)), h, w
 
 
-def cut(image: np.ndarray, box: Box) -> np.ndarray:
-    top, left, height, width = box
-    return image[top : top + height, left : left + width]
-
-
 @needs_extension
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 9), (33, 50), (64, 64), (101, 83)])
@@ -102,7 +95,7 @@ def test_at_a_scale_it_has_the_pixels_of_simplejpeg_at_that_scale(kind: str, eig
 
 @needs_extension
 def test_the_extension_decodes_all_but_the_unusual_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crop_decode, "decode", lambda *a: pytest.fail("decoded whole"))
+    monkeypatch.setattr(jpeg_module, "decode_jpeg_at", lambda *a: pytest.fail("decoded whole"))
     for kind, encode in KINDS.items():
         if kind != "CMYK":
             assert decode_box(encode(noise(40, 40)), (3, 5, 7, 9)).shape == (7, 9, 3)
@@ -150,8 +143,8 @@ def test_damage_anywhere_is_found_and_named_as_in_the_whole(kind: str) -> None:
 # --- which images, at which scale
 
 
-def decoder(mode: Any, target: tuple[int, int] = (50, 50), **settings: Any) -> CropDecoder:
-    return CropDecoder(TransformConfig(crop_decode=mode, **settings), target)
+def opened(data: Any, mode: Any, target: tuple[int, int] = (50, 50), **settings: Any) -> Undecoded | None:
+    return open_for_crop(data, TransformConfig(crop_decode=mode, **settings), target)
 
 
 PHOTO = cv2.resize(noise(12, 16), (160, 120))
@@ -161,16 +154,16 @@ MODES = ["scaled", pytest.param("exact", marks=needs_extension)]
 @pytest.mark.parametrize("mode", MODES)
 def test_only_jpegs_that_may_be_cropped_are_opened(mode: Any) -> None:
     jpeg = simplejpeg.encode_jpeg(PHOTO, 90, "RGB", "420")
-    opened = decoder(mode).open(jpeg)
-    assert opened is not None and opened[0] == (120, 160)
+    found = opened(jpeg, mode)
+    assert found is not None and found[0] == (120, 160)
     png = io.BytesIO()
     Image.fromarray(PHOTO).save(png, "PNG")
     for other in (png.getvalue(), None, b"", jpeg[:30], b"\xff\xd8\xff", memoryview(jpeg), bombs.rare_jpeg()):
-        assert decoder(mode).open(other) is None
+        assert opened(other, mode) is None
     declared = jpeg.index(b"\xff\xc0")
     bomb = jpeg[: declared + 5] + b"\xff\xdc\xff\xdc" + jpeg[declared + 9 :]  # 65,500 x 65,500
-    assert decoder(mode).open(bomb) is None
-    assert decoder(mode).open(bombs.jpeg_of_scans(13000, 13000, 17)) is None
+    assert opened(bomb, mode) is None
+    assert opened(bombs.jpeg_of_scans(13000, 13000, 17), mode) is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -178,12 +171,12 @@ def test_images_that_are_turned_or_reduced_are_left_to_the_whole_decode(mode: An
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = by_pillow(PHOTO, exif=exif)
-    assert decoder(mode, exif=True).open(turned) is None
-    assert decoder(mode).open(turned) is not None
+    assert opened(turned, mode, exif=True) is None
+    assert opened(turned, mode) is not None
     exif[0x0112] = 1
-    assert decoder(mode, exif=True).open(by_pillow(PHOTO, exif=exif)) is not None
-    assert decoder("exact", decode_min_side=60).open(turned) is None
-    assert decoder("exact", decode_min_side=61).open(turned) is not None
+    assert opened(by_pillow(PHOTO, exif=exif), mode, exif=True) is not None
+    assert opened(turned, "exact", decode_min_side=60) is None
+    assert opened(turned, "exact", decode_min_side=61) is not None
 
 
 @pytest.mark.parametrize(
@@ -198,14 +191,14 @@ def test_images_that_are_turned_or_reduced_are_left_to_the_whole_decode(mode: An
 )
 def test_the_scale_is_the_smallest_that_leaves_the_target(box: Box, shape: tuple[int, int]) -> None:
     data = simplejpeg.encode_jpeg(PHOTO, 95, "RGB", "420")
-    opened = decoder("scaled", (10, 10)).open(data)
-    assert opened is not None
-    pixels = opened[1](box)
+    found = opened(data, "scaled", (10, 10))
+    assert found is not None
+    pixels = found[1](box)
     assert pixels.shape == (*shape, 3)
     shown = cv2.resize(cut(decode(data), box), shape[::-1], interpolation=cv2.INTER_AREA)
     assert np.abs(pixels.astype(int) - shown).mean() < 10  # of 255: the same view, to half a pixel at the edges
     with no_extension():
-        assert np.array_equal(decoder("scaled", (10, 10)).open(data)[1](box), pixels)  # type: ignore[index]
+        assert np.array_equal(opened(data, "scaled", (10, 10))[1](box), pixels)  # type: ignore[index]
 
 
 def test_every_box_at_every_scale_keeps_a_pixel_and_stays_inside() -> None:
@@ -213,7 +206,7 @@ def test_every_box_at_every_scale_keeps_a_pixel_and_stays_inside() -> None:
         for eighths in (1, 2, 4):
             for start in range(side):
                 for length in range(1, side - start + 1):
-                    first, num = crop_decode._scaled_span(start, length, side, eighths)
+                    first, num = jpeg_module._scaled_span(start, length, side, eighths)
                     assert first >= 0 and num >= 1 and first + num <= -(-side * eighths // 8)
 
 

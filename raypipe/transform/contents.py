@@ -1,0 +1,285 @@
+"""What samples become for the model: pixels made here, or encoded bytes for `transform.decode="gpu"`.
+
+    Content            one sample                                  the arrays of B samples
+    Images             TransformedSample                           image uint8 (B, H, W, 3); of streams that have
+                                                                   them, mask uint8 (B, H, W), boxes float32
+                                                                   (B, max_boxes, 5)
+    EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, for `DeviceDecoder`
+
+Rows that are left out are black, without a class (IGNORE) and without boxes (label NO_BOX).
+
+Of an image for the device only the header is read, so that nearly all of its cost is left to the GPU. A sample is
+bad when its header cannot be read, or a JPEG is cut short; what is damaged further in shows on the device. The
+boxes:
+
+    preset    box                                                        flip
+    light     RandomResizedCrop: area 8 to 100 %, sides 3:4 to 4:3       half of them
+    center    what the CPU preset's resize and centre crop would show    never
+    resize    the whole image                                            never
+
+Boxes are whole pixels, so "center" shows the CPU preset's view to half a pixel of the source at each edge.
+"light" draws by the same rule as the CPU preset but from another generator (this one's stream is numpy's and does
+not hang on the order in which Albumentations draws): the same key gives another crop there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raypipe.config import TransformConfig
+from raypipe.errors import ConfigError, SampleError
+from raypipe.transform.decode import decode, image_size
+from raypipe.transform.jpeg import Box, Undecoded, cut, open_for_crop
+from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
+from raypipe.transform.targets import IGNORE, NO_BOX, decode_boxes, decode_mask, target_pipeline
+
+
+class TransformedSample(NamedTuple):
+    """uint8 (H, W, 3); of streams that have them, uint8 (H, W) and float32 (K, 5)."""
+
+    image: np.ndarray
+    mask: np.ndarray | None = None
+    boxes: np.ndarray | None = None
+
+
+class Images:
+    """Decodes and transforms samples to images of one size, with their masks and boxes.
+
+    A sample is bad when any part of it cannot be decoded, or does not fit its image.
+
+    Args:
+        transform: for `SampleTransform`; with targets, for `target_pipeline`.
+        config: how they are decoded, which targets there are, and places for boxes in a row.
+        probe: samples to learn the size of the results by, should a micro-batch of nothing but padding come
+            first; else the first result decides it.
+        store_address: named in errors.
+    """
+
+    def __init__(
+        self,
+        transform: Callable[..., Any] | None,
+        config: TransformConfig,
+        probe: Callable[[], Iterable[EncodedSample]] = tuple,
+        store_address: str = "",
+    ) -> None:
+        self._targets = config.target_columns
+        if self._targets:
+            transform = target_pipeline(transform, "boxes" in self._targets)
+        self._transform = SampleTransform(transform)
+        self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
+        self._config, self._probe, self._store_address = config, probe, store_address
+        self._size: tuple[int, int] | None = None
+
+    def one(self, sample: EncodedSample | Decoded, key: Key) -> TransformedSample:
+        """Decode and transform one sample.
+
+        Raises:
+            SampleError: it cannot be decoded, or the transform raised on it.
+            ConfigError: what the transform made is of another kind or size than it must be, or more boxes than
+                there is room for.
+        """
+        image = self._opened(sample)
+        targets = {}  # by the names that Albumentations has for them
+        if self._targets and isinstance(sample, EncodedSample):
+            size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
+            if "mask" in self._targets:
+                targets["mask"] = decode_mask(sample.mask, size)
+            if "boxes" in self._targets:
+                targets["bboxes"] = decode_boxes(sample.boxes, size)
+        try:
+            made = self._transform.with_targets(image, targets, key)
+        except (SampleError, ConfigError, MemoryError):
+            # The decoder's own; the user's set-up, or the machine's state: not the sample's fault.
+            raise
+        except Exception as error:
+            raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
+        height, width = made["image"].shape[:2]
+        self._size = self._size or (height, width)
+        if self._size != (height, width):
+            raise ConfigError(
+                f"the transform made an image of {height}x{width} (height x width), where"
+                f" {self._size[0]}x{self._size[1]} is expected as for the others: end the transform with a crop"
+                " or resize to a fixed size"
+            )
+        mask, boxes = made.get("mask"), made.get("bboxes")
+        if mask is not None and (mask.dtype != np.uint8 or mask.shape != (height, width)):
+            raise ConfigError(
+                f"the transform made a mask of {mask.dtype} {mask.shape} for an image of {made['image'].shape}: "
+                "expected is uint8 of the image's height and width"
+            )
+        if boxes is not None:
+            # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
+            num_boxes = max(len(boxes), len(targets["bboxes"]))
+            if num_boxes > self._config.max_boxes:
+                raise ConfigError(
+                    f"it has {num_boxes} boxes, and transform.max_boxes is {self._config.max_boxes}: raise it, or "
+                    "leave the sample out"
+                )
+            boxes = np.asarray(boxes, np.float32).reshape(-1, 5)
+        return TransformedSample(made["image"], mask, boxes)
+
+    def _opened(self, sample: EncodedSample | Decoded) -> np.ndarray | Undecoded:
+        """An image: decoded, or not yet where the transform begins with a random resized crop."""
+        if isinstance(sample, Decoded):
+            pixels = sample.pixels  # which may be read-only
+            if self._crop_target:
+                return pixels.shape[:2], lambda box: cut(pixels, box).copy()
+            return pixels if pixels.flags.writeable else pixels.copy()
+        jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
+        return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.exif)
+
+    def pack(self, samples: Iterable[TransformedSample | None], num_samples: int) -> dict[str, np.ndarray]:
+        """The arrays of a row; None is padding, or a bad sample that is left out."""
+        arrays: dict[str, np.ndarray] = {}
+        missing = []
+        for position, sample in enumerate(samples):
+            if sample is None:
+                missing.append(position)
+                continue
+            arrays = arrays or self._arrays(num_samples)
+            arrays["image"][position] = sample.image
+            if sample.mask is not None:
+                arrays["mask"][position] = sample.mask
+            if sample.boxes is not None:
+                arrays["boxes"][position, : len(sample.boxes)] = sample.boxes
+        arrays = arrays or self._arrays(num_samples)
+        arrays["image"][missing] = 0
+        return arrays
+
+    def _arrays(self, num_samples: int) -> dict[str, np.ndarray]:
+        """Room for so many samples, without mask and boxes."""
+        if self._size is None:
+            self._learn_size()
+        assert self._size is not None
+        arrays = {"image": np.empty((num_samples, *self._size, 3), np.uint8)}
+        if "mask" in self._targets:
+            arrays["mask"] = np.full((num_samples, *self._size), IGNORE, np.uint8)
+        if "boxes" in self._targets:
+            arrays["boxes"] = np.zeros((num_samples, self._config.max_boxes, 5), np.float32)
+            arrays["boxes"][:, :, 4] = NO_BOX
+        return arrays
+
+    def _learn_size(self) -> None:
+        for sample in self._probe():
+            try:
+                self.one(sample, (0, 0))
+            except SampleError:
+                continue
+            return
+        raise ConfigError(
+            f"{self._store_address or 'the store'} has no readable sample among its first: "
+            "the size of its images cannot be told"
+        )
+
+
+Cut = tuple[bytes, Box, bool]
+"""(encoded image, box, whether the cut is mirrored left to right)."""
+
+EncodedMicroBatch = dict[str, np.ndarray]
+"""B encoded samples, in the arrays of one row:
+
+    data      uint8 (n,), the bytes of all samples end to end
+    offsets   int64 (B + 1,); sample b is data[offsets[b] : offsets[b + 1]], nothing for padding
+    crop      int32 (B, 4), the boxes; 0 for padding
+    flip      bool (B,)
+    ok        bool (B,); False for padding and for bad samples
+"""
+
+PRESETS = ("light", "center", "resize")
+_SCALE = (0.08, 1.0)  # of the image's area; Szegedy et al. 2014, as torchvision and Albumentations have it
+_RATIO = (3 / 4, 4 / 3)  # width to height, likewise
+_LOG_RATIO = (math.log(_RATIO[0]), math.log(_RATIO[1]))
+_NUM_DRAWS = 10  # likewise
+
+
+class EncodedTransform:
+    """What a preset cuts from encoded images: a pure function of the bytes and the key.
+
+    An object serves one thread at a time.
+
+    Args:
+        transform: one of PRESETS.
+        config: its `size`, in pixels, is the side of the images that the decoder makes, of which "center" needs
+            the proportion; with `exif` boxes are of the image turned upright, as the decoder must be told too.
+
+    Raises:
+        ConfigError: it cannot be done on the device.
+    """
+
+    def __init__(self, transform: Any, config: TransformConfig) -> None:
+        if config.decode_min_side:
+            raise ConfigError("transform.decode_min_side is of the CPU's decoder: leave it out with decode='gpu'")
+        if not isinstance(transform, str) or transform not in PRESETS:
+            what = f"preset {transform!r}" if isinstance(transform, str) else "pipeline of steps, or callable,"
+            raise ConfigError(
+                f"the {what} needs pixels; transform.decode='gpu' knows the presets {', '.join(PRESETS)} only: "
+                "choose one of them, or decode='cpu'"
+            )
+        self._preset, self._size, self._exif = transform, config.size, config.exif
+        self._keyed = KeyedGenerator()
+
+    def one(self, sample: EncodedSample | Decoded, key: Key) -> Cut:
+        """What to cut from one encoded image; raises SampleError as `image_size` does."""
+        assert isinstance(sample, EncodedSample)
+        height, width = image_size(sample.image, exif=self._exif)
+        assert sample.image is not None
+        if self._preset == "light":
+            generator = self._keyed.rewind(key)
+            return sample.image, random_resized_crop(height, width, generator), bool(generator.random() < 0.5)
+        box = center_box(height, width, self._size) if self._preset == "center" else (0, 0, height, width)
+        return sample.image, box, False
+
+    def pack(self, cuts: Iterable[Cut | None], num_samples: int) -> EncodedMicroBatch:
+        return pack(cuts)
+
+
+Content = Images | EncodedTransform
+
+
+def pack(cuts: Iterable[Cut | None]) -> EncodedMicroBatch:
+    """Lay B samples end to end; None is padding, or a bad sample that is left out."""
+    placed = [(cut is not None, *(cut or (b"", (0, 0, 0, 0), False))) for cut in cuts]
+    ok, encoded, boxes, flips = zip(*placed, strict=True)
+    return {
+        "data": np.frombuffer(b"".join(encoded), np.uint8),
+        "offsets": np.cumsum([0, *map(len, encoded)], dtype=np.int64),
+        "crop": np.array(boxes, np.int32),
+        "flip": np.array(flips, bool),
+        "ok": np.array(ok, bool),
+    }
+
+
+def random_resized_crop(height: int, width: int, rng: np.random.Generator) -> Box:
+    """The box of Inception's random crop, by torchvision's `RandomResizedCrop.get_params`.
+
+    Ten times an area and a ratio of the sides are drawn, the ratio evenly in its logarithm, until such a box fits
+    into the image; failing that it is the largest centred box within the ratios.
+    """
+    for _ in range(_NUM_DRAWS):
+        area = height * width * rng.uniform(*_SCALE)
+        ratio = math.exp(rng.uniform(*_LOG_RATIO))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
+    w = min(width, round(height * _RATIO[1]))
+    h = min(height, round(width / _RATIO[0]))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def center_box(height: int, width: int, size: int) -> Box:
+    """The source pixels behind preset "center": SmallestMaxSize(size × 256/224), CenterCrop(size)."""
+    scale = round(size * 256 / 224) / min(height, width)
+    (top, h), (left, w) = (_center_span(side, round(side * scale), size) for side in (height, width))
+    return top, left, h, w
+
+
+def _center_span(side: int, resized: int, size: int) -> tuple[int, int]:
+    """(start, length) in `side` source pixels of the centred `size` of `resized` pixels."""
+    start = (resized - size) // 2  # CenterCrop's rounding
+    first, end = round(start * side / resized), round((start + size) * side / resized)
+    first = min(first, side - 1)  # of an image of few pixels the rounded box may be empty
+    return first, max(1, end - first)

@@ -1,0 +1,233 @@
+"""JPEGs → pixels: whole, or no more of them than what a random resized crop shows.
+
+    mode      decodes                                                   pixels
+    off       the whole image                                           the reference
+    exact     the crop, where the extension is there; else the whole    to the bit those of "off"
+    scaled    the same, at 1/2, 1/4 or 1/8 where the crop stays at      others: less aliased; the same with and
+              least as large as what it is resized to                   without the extension, to the bit
+
+The optional extension (csrc/jpeg_extension.c) gives simplejpeg's pixels, to the bit, in less time: of any box, at
+any scale. It is used only after it has agreed with simplejpeg on a few images in the same process, and refuses
+what is unusual or damaged; simplejpeg then has the last word. So a mode fixes the pixels, and which samples are
+bad, and nodes with and without the extension can make one run together.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import simplejpeg
+
+from raypipe.config import TransformConfig
+from raypipe.errors import SampleError
+from raypipe.transform.image_header import jpeg_size, open_pillow
+
+Box = tuple[int, int, int, int]
+"""(top, left, height, width), pixels of an image, inside it."""
+
+DecodeBox = Callable[[Box], np.ndarray]
+"""A box → its pixels, uint8 RGB (h, w, 3), writable; they may come at a reduced scale."""
+
+Undecoded = tuple[tuple[int, int], DecodeBox]
+"""(height, width) of an image, pixels, and what decodes a box of it."""
+
+WHOLE = 8
+"""Eighths: full scale."""
+SCALES = (1, 2, 4)
+"""Eighths: 1/8, 1/4 and 1/2, whose inverse DCTs libjpeg-turbo has SIMD code for."""
+
+_MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
+_ORIENTATION_TAG = 0x0112  # of EXIF
+_INTERFACE_VERSION = 1  # of the extension that this module can call
+_EXTRA_COLUMNS = 39  # it decodes 4 more on each side, and begins at a block's edge, up to 31 before
+
+
+def decode_jpeg(data: bytes, size: tuple[int, int], min_side: int | None = None) -> np.ndarray:
+    """Decode a JPEG that `jpeg_size` could read, as stored; for the rest see `decode.decode`."""
+    short_side = min_side if min_side and min(size) >= 2 * min_side else 0
+    image = None if short_side else _by_extension(extension(), data, (0, 0, *size), extra_columns=0)
+    return decode_jpeg_at(data, short_side) if image is None else image
+
+
+def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
+    """A JPEG whose header can be read, at a reduced scale, as stored.
+
+    Args:
+        short_side: pixels; the scale is the smallest of 1/8, 2/8, … at which the short side has as many, and
+            none above 4/8; 0 = full size.
+
+    Raises:
+        SampleError: the JPEG is damaged.
+    """
+    try:
+        return _by_simplejpeg(data, short_side, 2.0 if short_side else 1.0)
+    except Exception as error:
+        damage = "truncated" if "Premature end of JPEG file" in str(error) else "damaged"
+        raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
+
+
+def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int, int]) -> Undecoded | None:
+    """A JPEG by its header; None: decode it whole, as those that `exif` turns or `decode_min_side` reduces.
+
+    Args:
+        config: its `crop_decode` is not "off".
+        target: (height, width) to which the crop is resized, pixels.
+    """
+    scaled = config.crop_decode == "scaled"
+    if not ((scaled or extension()) and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
+        return None
+    try:
+        size = jpeg_size(data)
+    except SampleError:  # `decode` says why
+        return None
+    if size is None or (config.decode_min_side and min(size) >= 2 * config.decode_min_side):
+        return None
+    if config.exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+        return None
+    if scaled and min(size) >= _MIN_SCALED_SIDE:
+        return size, functools.partial(_decode_scaled, data, size, target)
+    return size, functools.partial(decode_box, data)
+
+
+def _decode_scaled(data: bytes, size: tuple[int, int], target: tuple[int, int], box: Box) -> np.ndarray:
+    enough = (n for n in SCALES if box[2] * n >= 8 * target[0] and box[3] * n >= 8 * target[1])
+    eighths = next(enough, WHOLE)
+    top, rows = _scaled_span(box[0], box[2], size[0], eighths)
+    left, columns = _scaled_span(box[1], box[3], size[1], eighths)
+    return decode_box(data, (top, left, rows, columns), eighths)
+
+
+def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
+    """Decode a box of a JPEG: the same with and without the extension.
+
+    Args:
+        data: a JPEG whose header can be read.
+        box: of the image at its scale, inside it.
+        eighths: the scale, in the DCT: 8, or, of an image of at least 16 x 16 pixels, 1, 2 or 4.
+
+    Returns:
+        uint8 RGB of shape (h, w, 3), writable; a view.
+
+    Raises:
+        SampleError: the file is damaged, in the box or anywhere else.
+    """
+    part = _by_extension(extension(), data, box, eighths)
+    if part is not None:
+        return part
+    height, width, *_ = simplejpeg.decode_jpeg_header(data)
+    return cut(decode_jpeg_at(data, _scaled(min(height, width), eighths) if eighths < WHOLE else 0), box)
+
+
+def cut(image: np.ndarray, box: Box) -> np.ndarray:
+    """The box of an image; a view."""
+    top, left, height, width = box
+    return image[top : top + height, left : left + width]
+
+
+def _scaled(side: int, eighths: int) -> int:
+    return -(-side * eighths // 8)  # libjpeg rounds up
+
+
+def _scaled_span(start: int, length: int, side: int, eighths: int) -> tuple[int, int]:
+    """(start, length) at a scale of a span in `side` pixels: rounded, at least a pixel, inside."""
+    scaled_side = _scaled(side, eighths)
+    first = min((start * eighths + 4) // 8, scaled_side - 1)
+    end = min(((start + length) * eighths + 4) // 8, scaled_side)
+    return first, max(end - first, 1)
+
+
+def _by_simplejpeg(data: bytes, side: int, min_factor: float) -> np.ndarray:
+    return simplejpeg.decode_jpeg(data, "RGB", min_height=side, min_width=side, min_factor=min_factor)
+
+
+def _by_extension(
+    compiled: Callable[..., int] | None,
+    data: bytes,
+    box: Box,
+    eighths: int = WHOLE,
+    extra_columns: int = _EXTRA_COLUMNS,
+) -> np.ndarray | None:
+    """A box, maybe as a view; None: there is no extension, or it refuses the bytes.
+
+    Args:
+        extra_columns: room for what it decodes beside the box; for a whole image 0: C-contiguous.
+    """
+    if compiled is None:
+        return None
+    top, left, height, width = box
+    try:
+        pixels = np.empty((height, width + extra_columns, 3), np.uint8)
+        # True: it reads behind the box as well, so that damage there is found.
+        first = compiled(data, left, top, width, height, eighths, True, pixels, width + extra_columns)
+    except Exception:  # whatever it does not like, simplejpeg has the last word on
+        return None
+    return pixels[:, first : first + width]
+
+
+@functools.cache
+def extension() -> Callable[..., int] | None:
+    """The compiled decoder; None: there is none to use, and `why_no_extension` says why."""
+    return None if why_no_extension() else importlib.import_module("_raypipe_jpeg").decode_crop
+
+
+@functools.cache
+def why_no_extension() -> str:
+    """Why the compiled decoder is not used; empty = it is."""
+    try:
+        module = importlib.import_module("_raypipe_jpeg")
+    except ImportError as error:
+        return f"not built, or its libjpeg-turbo is missing ({error})"
+    if module.INTERFACE_VERSION != _INTERFACE_VERSION:
+        return f"built from another version of raypipe ({module.INTERFACE_VERSION}, not {_INTERFACE_VERSION})"
+    agrees = all(_agrees(module.decode_crop, sampling) for sampling in ("444", "422", "420", "Gray"))
+    return "" if agrees else "its libjpeg-turbo gives other pixels than simplejpeg's"
+
+
+def missing_extension() -> str:
+    """What to tell a user who has no compiled decoder, with the packages to install; empty = it is used."""
+    why = why_no_extension()
+    if not why:
+        return ""
+    return (
+        f"JPEGs are decoded slower than they could be, without the compiled decoder: {why}. Install a C compiler "
+        "and libjpeg-turbo's headers (Debian, Ubuntu: apt-get install gcc libjpeg-dev; Fedora: dnf install gcc "
+        "libjpeg-turbo-devel; macOS: brew install jpeg-turbo), then raypipe again (in its repository: "
+        "uv sync --reinstall-package raypipe)"
+    )
+
+
+def _agrees(compiled: Callable[..., int], sampling: str) -> bool:
+    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients."""
+    noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
+    data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
+    for eighths in (*SCALES, WHOLE):
+        whole = _by_simplejpeg(data, -(-69 * eighths // 8), 2.0 if eighths < WHOLE else 1.0)
+        rows, columns = whole.shape[:2]
+        box = rows // 3, columns // 2, rows // 2, columns // 3
+        part = _by_extension(compiled, data, box, eighths)
+        if part is None or not np.array_equal(part, cut(whole, box)):
+            return False
+    return True
+
+
+def jpeg_orientation(data: bytes) -> int:
+    """EXIF orientation, 1 to 8; 1 where the metadata is damaged: the pixels are still good."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return int(open_pillow(data, "JPEG").getexif().get(_ORIENTATION_TAG, 1))
+        except Exception:
+            return 1
+
+
+def upright(image: np.ndarray, orientation: int) -> np.ndarray:
+    """Undo an EXIF orientation. (H, W, 3) → (H, W, 3), or (W, H, 3) for 5 to 8; unknown values are 1."""
+    if 5 <= orientation <= 8:
+        image = image.transpose(1, 0, 2)
+    flips = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)}
+    rows, columns = flips.get(orientation, (1, 1))
+    return np.ascontiguousarray(image[::rows, ::columns])

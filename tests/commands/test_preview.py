@@ -84,7 +84,7 @@ def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
 
 def test_the_tiles_are_what_the_pieces_give() -> None:
     store = memory()
-    strength = StrengthConfig(start=0.5, ramp_up=1.0)
+    strength = StrengthConfig(ramp_up=1.0)
     augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0, mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1))
     augment = replace(augment, strength=strength)
     shown = made(store, augment)

@@ -16,11 +16,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from raypipe.commands.cli import main
-from raypipe.commands.preview import Preview, preview
+from raypipe.commands.preview import Preview, Tile, draw, preview
 from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
-from raypipe.pages.picture import Tile, draw
 from raypipe.plan.order import GlobalOrder, StoredOrder, WindowOrder
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode import decode
@@ -220,9 +219,9 @@ def test_a_small_store_makes_small_micro_batches(tmp_path: Path) -> None:
     [
         ({"indices": [3, 30]}, r"30 is outside \[0, 30\)"),
         ({"indices": [-1]}, r"-1 is outside \[0, 30\)"),
-        ({"samples": 0}, "--samples must be at least 1, got 0"),
+        ({"samples": 0}, "0 samples over 2 epochs make 0 tiles"),
         ({"epochs": 3}, r"--epochs must be in \[1, 2\]"),
-        ({"indices": [0] * 500}, "more than 1000 tiles"),
+        ({"indices": [0] * 500}, "make 3500 tiles, not 1 to 1000"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -319,9 +318,9 @@ def test_an_error_of_the_command_is_one_line(
 def test_what_sets_nothing_shows_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
 
-    def drawn(rows: list[list[Tile]], **texts: Any) -> Figure:
-        notes.append(texts["note"])
-        return draw(rows, **texts)
+    def drawn(rows: list[list[Tile]], titles: list[str], headers: list[str]) -> Figure:
+        notes.append(titles[1])
+        return draw(rows, titles, headers)
 
     monkeypatch.setattr("raypipe.commands.preview.draw", drawn)
     run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)

@@ -75,7 +75,7 @@ def preview(
     epochs: int = 3,
     of_epochs: int = 0,
     samples: int = 6,
-    indices: str = "",
+    indices: list[int] = [],  # noqa: B006  nobody changes it
     augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
     **settings: Any,
 ) -> dict[str, Any]:
@@ -89,15 +89,11 @@ def preview(
         epochs: how many epochs to show, evenly spread over the run.
         of_epochs: epochs of the run; 0 = as many as are shown.
         samples: show the first so many of the run.
-        indices: show these samples instead, as in 3,14,15.
+        indices: show these samples instead, as in [3,14,15].
         augment: the device side; one that does nothing is replaced by an example.
     """
     from raypipe.commands import preview as preview_module
 
-    try:
-        chosen = [int(index) for index in indices.split(",")] if indices else None
-    except ValueError:
-        raise ConfigError(f"--indices must be numbers as in 3,14,15, got {indices!r}") from None
     plan, transform, options = audit.stream_settings(of_epochs or epochs, **settings)
     return preview_module.preview(
         open_store(store, **options),
@@ -107,7 +103,7 @@ def preview(
         augment=augment,
         epochs=epochs,
         samples=samples,
-        indices=chosen,
+        indices=indices,
     )
 
 

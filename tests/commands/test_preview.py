@@ -279,7 +279,7 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
 
 def test_the_command(stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i, option in enumerate(["-o", "--output"]):
-        args = [str(stores["train"]), "--epochs=1", "--of-epochs=5", "--indices=7,3,7", "--micro-batch=8"]
+        args = [str(stores["train"]), "--epochs=1", "--of-epochs=5", "--indices=[7,3,7]", "--micro-batch=8"]
         main(["preview", *args, "--size=24", "--augment.cutmix-alpha", "1", option, str(tmp_path / f"{i}.png")])
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert found == {"output": str(tmp_path / f"{i}.png"), "samples": 3, "epochs": 1}
@@ -301,7 +301,7 @@ def test_the_command_takes_steps_and_files_of_them(stores: dict[str, Path], tmp_
 @pytest.mark.parametrize(
     "option",
     [
-        *("--indices=3,x", "--indices=3,100", "--augment.mixup_alpha=-1", "-o=a/b/c.png"),
+        *("--indices=[3,100]", "--augment.mixup_alpha=-1", "-o=a/b/c.png"),
         *("--transform=lihgt", "--transform=[{Blurr: {}}]"),
     ],
 )

@@ -10,7 +10,6 @@ options and choices; it needs shtab.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -135,12 +134,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "doctor": doctor.doctor,
     "stop": stop,
 }
-_FLAGS = {
-    parameter.name
-    for command in COMMANDS.values()
-    for parameter in inspect.signature(command).parameters.values()
-    if parameter.default is False
-}
+_FLAGS = {"--overwrite", "--verify", "--no_ray"}
 
 
 class _Parser(ArgumentParser):
@@ -152,19 +146,12 @@ class _Parser(ArgumentParser):
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
-    args = sys.argv[1:] if args is None else args
-    args = [_normalized(arg) for arg in args]
+    given = [_normalized(arg) for arg in (sys.argv[1:] if args is None else args)]
+    options: dict[str, Any] = {"as_positional": True, "allow_abbrev": False, "parser_class": _Parser}
 
     def parsed() -> dict[str, Any]:
-        _check_no_pipe(args)
-        return auto_cli(
-            COMMANDS,  # type: ignore[arg-type]
-            args=args,
-            as_positional=True,
-            prog="raypipe",
-            allow_abbrev=False,
-            parser_class=_Parser,
-        )
+        _check_no_pipe(given)
+        return auto_cli(COMMANDS, args=given, prog="raypipe", **options)  # type: ignore[arg-type]
 
     _finish(parsed)
 
@@ -178,9 +165,7 @@ def _normalized(arg: str) -> str:
         return arg
     name, equals, value = arg.partition("=")
     name = "--" + name[2:].replace("-", "_")
-    if not equals and name[2:] in _FLAGS:
-        return name + "=true"
-    return name + equals + value
+    return name + ("=true" if name in _FLAGS and not equals else equals + value)
 
 
 def _check_no_pipe(args: list[str]) -> None:
@@ -233,13 +218,7 @@ def _stored_config(run: str) -> str:
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: type) -> None:
-    """The body of a script in jobs/: settings in, one JSON object out.
-
-    Args:
-        job: takes a RunConfig, and its own sections by their names.
-        doc: the script's.
-        sections: classes of the job's own settings.
-    """
+    """The body of a script in jobs/: settings in, see `parse_job`, one JSON object out."""
 
     def parsed() -> dict[str, Any]:
         run, own = parse_job(None, doc, **sections)

@@ -41,8 +41,7 @@ _DECODE = {"mask": decode_mask, "boxes": decode_boxes}
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
 READ = 16
-# Samples that a task checks between two signs of life: often enough for a progress bar, seldom enough for a driver
-# that hears of hundreds of tasks.
+# Samples that a task checks between two signs of life: a driver hears of hundreds of tasks.
 PART = 256
 # Of a store that is read in groups so many are read: each costs as much as all of its samples.
 _NUM_PLACES = 8

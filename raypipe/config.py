@@ -100,8 +100,7 @@ class TransformConfig(_Section, prefix="transform."):
         size: side of the images that the presets make, pixels.
         decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
         decode_min_side: decode JPEGs at 1/8, 2/8, … whose short side is at least this, pixels; 0 = at full size.
-        crop_decode: of a JPEG that is cropped first, "exact" decodes the crop alone, with the pixels of "off";
-            "scaled" at 1/2, 1/4 or 1/8 of its size where that is enough: other pixels, and much faster on photos.
+        crop_decode: of JPEGs, "exact": the crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
         exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
         boxes_column: column of a sample's boxes, `[x0, y0, x1, y1, label]` in pixels, the same; empty = none.
@@ -109,8 +108,7 @@ class TransformConfig(_Section, prefix="transform."):
         on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
         max_bad_fraction: an actor that has seen a larger share of bad samples stops the run.
         bad_grace: bad samples per actor that are tolerated whatever their share.
-        time_limit_s: seconds for a micro-batch in an actor, before it is tried again in a new process; a sample
-            that takes as long by itself, twice, counts as bad. 0 = no limit.
+        time_limit_s: seconds for a micro-batch, or for one sample, which then counts as bad; 0 = no limit.
     """
 
     train: str | list[dict[str, Any]] = "light"
@@ -246,8 +244,7 @@ class AugmentConfig(_Section, prefix="augment."):
         std: the same.
         preset: of Kornia operations: none, light, standard, strong, randaugment or trivialaugment.
         ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
-        module: `module:name` of a torch module, its class or a function, after the operations: float images
-            (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
+        module: `module:name` of a torch module or function of images (B, 3, H, W) in [0, 1], after the operations.
         mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: of CutMix's; 0 = no CutMix. Where both are on, each has half of what is mixed.
         mix_prob: share of micro-batches that are mixed.
@@ -293,8 +290,7 @@ class TrainConfig(_Section, prefix="train."):
         compile: compile the model (torch.compile); the first step then takes minutes.
         clip_norm: largest norm of the gradient, over all parameters; 0 = not clipped.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
-        ordered_sum: add gradients in an order that does not depend on W, instead of DDP, without its overlap: with
-            W a power of two and a deterministic model the weights are the same to the bit. "auto" = on CPU.
+        ordered_sum: instead of DDP, sum gradients in an order free of W (docs/determinism.md); "auto" = on CPU.
         max_failures: restarts of the workers after something has died; -1 = no limit.
         checkpoint_every: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_every: steps between lines of progress and metrics; the first step has one as well.

@@ -122,18 +122,9 @@ def stop(run: str) -> dict[str, Any]:
     return {"run_dir": run, "stop_requested": True}
 
 
-COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
-    "ingest": ingest,
-    "bench": bench.bench,
-    "digest": audit.digest,
-    "digest-diff": audit.digest_diff,
-    "inspect": audit.inspect,
-    "plan-capacity": capacity.plan_capacity,
-    "preview": preview,
-    "report": audit.report,
-    "doctor": doctor.doctor,
-    "stop": stop,
-}
+_ALL: list[Callable[..., dict[str, Any]]] = [ingest, bench.bench, audit.digest, audit.digest_diff, audit.inspect]
+_ALL += [capacity.plan_capacity, preview, audit.report, doctor.doctor, stop]
+COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
 _FLAGS = {"--overwrite", "--verify", "--no_ray"}
 
 

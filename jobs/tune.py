@@ -38,11 +38,9 @@ from raypipe.transform.presets import build_transform
 
 
 def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
-    """Search on a run's own stores, and keep the better one of the best policy and the run's own.
+    """Search on a run's own stores, and keep the better one of the best policy and the run's own: `policy`.
 
-    Returns:
-        `judge`'s figures; `val_accuracy` of the policy that was kept and `default_val_accuracy` of the run's own,
-        means over the seeds; `policy`; `config`, a YAML for jobs/train.py; `trials`; `failed`; `run_dir`.
+    `val_accuracy` is its mean over the seeds, `default_val_accuracy` that of the run's own; `config` trains it.
     """
     if not given.plan.val_every or (given.store.train and not given.store.val):
         raise ConfigError("a search needs a validation: set store.val, and plan.val_every above 0")
@@ -65,8 +63,8 @@ def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
         check_memory(spec, share.max_actors, 1, at_once)
         make_folder(folder)
         write_yaml(f"{folder}/config.yaml", as_plain(run) | {"tune": json.loads(json.dumps(asdict(tune)))})
-        lines = [f"search     {folder}", f"trials     {len(chosen)} policies, {at_once} at a time"]
-        print("\n".join([*lines, *(f"{i:>10} {told(policy)}" for i, policy in enumerate(chosen))]), flush=True)
+        listed = "\n".join(f"{number:>10} {told(policy)}" for number, policy in enumerate(chosen))
+        print(f"search     {folder}\ntrials     {at_once} at a time, of\n{listed}", flush=True)
         try:
             searched = search_runs(base, tune, chosen)
             trials = train_all(

@@ -26,15 +26,7 @@ _MAX_ROWS = 50  # of a table; the files have the rest
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run has written.
-
-    Attributes:
-        uri: its folder.
-        config: the effective configuration, as plain values.
-        records: the objects of metrics.jsonl that hold, in their order.
-        bad: the records of the quarantine.
-        unreadable: lines of both that are no record.
-    """
+    """What a run has written: records of metrics.jsonl that hold, of the quarantine, and lines that are neither."""
 
     uri: str
     config: dict[str, Any]

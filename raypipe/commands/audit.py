@@ -1,8 +1,5 @@
 """The commands that audit: what a store is, which of its samples are bad, whether two streams are the same, and
-what has become of a run.
-
-They are part of the command line, see `raypipe.commands.cli`.
-"""
+what has become of a run."""
 
 from __future__ import annotations
 

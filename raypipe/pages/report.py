@@ -26,7 +26,7 @@ _MAX_ROWS = 50  # of a table; the files have the rest
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run has written: records of metrics.jsonl that hold, of the quarantine, and lines that are neither."""
+    """What a run has written: records of metrics.jsonl that hold, of the quarantine, and lines that are none."""
 
     uri: str
     config: dict[str, Any]

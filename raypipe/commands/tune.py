@@ -190,8 +190,10 @@ def train_all(
     # Ray Tune stops its trials at the first Ctrl-C, and so, with this, at `ray job stop`.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     results = tuner.fit()
-    found = [results[number] for number in range(len(runs))]
-    if not all(result.error or (result.metrics or {}).get("done") for result in found):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray Tune's would stay, and swallow the next
+    found = [results[number] for number in range(len(results))]
+    ended = [result.error or (result.metrics or {}).get("done") for result in found]
+    if len(ended) < len(runs) or not all(ended):
         raise KeyboardInterrupt
     outcomes = [
         {

@@ -244,7 +244,8 @@ class AugmentConfig(_Section, prefix="augment."):
         std: the same.
         preset: of Kornia operations: none, light, standard, strong, randaugment or trivialaugment.
         ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
-        module: `module:name` of a torch module or function of images (B, 3, H, W) in [0, 1], after the operations.
+        module: `module:name` of a torch module, its class or a function, after the operations: float images
+            (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
         mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: of CutMix's; 0 = no CutMix. Where both are on, each has half of what is mixed.
         mix_prob: share of micro-batches that are mixed.

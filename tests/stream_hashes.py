@@ -118,7 +118,7 @@ def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     yield "two actors", [*both, "--actors=2"]
     yield "two workers", [*both, "--workers=2"]
     yield "two executions", [*both, "--workers=2", "--executions=2"]
-    yield "resume", [*both, "--from_step=4", "--unbroken=false"]
+    yield "resume", [*both, "--from_step=4"]
     yield "cache", [*both, "--cache=disk"]
     yield "masks", [stores["targets"], *usual, "--mask_column=mask"]
     yield "boxes", [stores["targets"], *usual, "--boxes_column=boxes"]

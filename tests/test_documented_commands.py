@@ -119,7 +119,7 @@ def test_readme_ingests_verifies_and_audits(folder: Path, capsys: pytest.Capture
     assert run(verify, capsys)["bad"] == 0 and Path("bad.json").exists()
     whole, part = of("README.md", "digest")
     assert run(whole, capsys)["micro_batches"] == 200
-    found = run([*part, "--unbroken=false"], capsys)
+    found = run(part, capsys)
     assert found["equal"] and found["compared"] == 40
     write_tar("photos.tar", few)
     assert run(there, capsys)["samples"] == 64 == len(open_store(there[-1]))

@@ -1,8 +1,5 @@
 """The commands that audit: what a store is, which of its samples are bad, whether two streams are the same, and
-what has become of a run.
-
-They are part of the command line, see `raypipe.commands.cli`.
-"""
+what has become of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any, Literal
 from raypipe.config import PlanConfig, PoolConfig, Shuffle, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import shown, table
+from raypipe.pages import number
 from raypipe.plan.schedule import shares
 from raypipe.stores import open_store, store_options
 
@@ -58,18 +56,27 @@ def inspect(
             from raypipe.commands import store_page
 
             found["html"] = store_page.write_page(opened, samples, html)
-        table(store, [(name.replace("_", " "), shown(value)) for name, value in found.items()])
+        table(store, _rows(found))
         return found
     found = inspection.verify(opened, output, targets=targets)
-    rows = [("samples", shown(found["samples"])), ("bad", shown(found["bad"]))]
-    rows.append(("images/s", shown(round(found["images_per_s"]))))
-    for first, name, number, error in found.pop("reasons"):
-        others = f" and {number - 1:,} others" if number > 1 else ""
+    reasons = found.pop("reasons")
+    rows = _rows(found)
+    for first, name, num, error in reasons:
+        others = f" and {num - 1:,} others" if num > 1 else ""
         rows.append((f"sample {first}{others}", f"{error} ({name})" if name else error))
     if found["bad"]:
         rows += [("to do without them", f"--store.leave_out {found['list']}")]
     table(store, rows)
     return found
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """A command's result, for people; of two streams, each setting that differs has a row of its own."""
+    plain = dict(found)
+    differ = plain.pop("settings", {})
+    shapes: dict[type, Any] = {float: number, bool: str}
+    rows = [(name.replace("_", " "), shapes.get(type(value), shown)(value)) for name, value in plain.items()]
+    return rows + [(name, f"{one} / {other}") for name, (one, other) in differ.items()]
 
 
 def stream_settings(
@@ -114,7 +121,6 @@ def digest(
     executions: int = 1,
     from_step: int = 0,
     to_step: int = 0,
-    unbroken: bool = True,
     val_transform: str | list[dict[str, Any]] = "center",
     cache: Literal["off", "disk"] = "off",
     leave_out: str = "",
@@ -134,10 +140,8 @@ def digest(
         actors: transform actors; 0 = what the cluster has.
         workers: W, consumers that share each step.
         executions: G, Ray Data executions that share the workers.
-        from_step: resume at this training step, counted through all epochs, and compare with the same tail
-            of an unbroken run.
+        from_step: resume at this training step, counted through all epochs.
         to_step: end before this training step, a validation that lies before it included; 0 = at the end.
-        unbroken: with from_step: run the unbroken stream as well. --unbroken=false saves its time.
         val_transform: of validations, as transform.
         cache: keep decoded samples on each node, see pool.cache.
         leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to do without.
@@ -167,11 +171,9 @@ def digest(
     shares(workers, executions)
     total = epochs * spec.plan.steps_per_epoch
     to_step = to_step or total
-    if not 0 <= from_step < total:
-        raise ConfigError(f"--from-step {from_step} is outside the run's {total} steps")
-    if not from_step < to_step <= total:
+    if not 0 <= from_step < to_step <= total:
         raise ConfigError(
-            f"--to-step {to_step} is not after --from-step {from_step} within the run's {total} steps"
+            f"--from-step {from_step} and --to-step {to_step} are no range within the run's {total} steps"
         )
     expected = DigestFile.read(compare) if compare else None
     if output:
@@ -180,9 +182,10 @@ def digest(
     cpus = len(os.sched_getaffinity(0))
     connect(num_cpus=max(cpus, actors, executions))
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
-    pool: dict[str, int] = {"max_actors": preflight(spec.pool).max_actors, "world_size": workers}
-    told = settings_of(spec, workers=workers, actors=pool["max_actors"], from_step=from_step, to_step=to_step)
-    digests = list(iterate_digests(spec, spec.plan.cursor_at(from_step), **pool))
+    most = preflight(spec.pool).max_actors
+    told = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
+    cursor = spec.plan.cursor_at(from_step)
+    digests = list(iterate_digests(spec, cursor, max_actors=most, world_size=workers))
     made = DigestFile(output, told, {one.name: one.digest.hex() for one in digests})
     found: dict[str, Any] = {
         "digest": combine(one.digest for one in digests),
@@ -192,15 +195,9 @@ def digest(
     if output:
         made.write()
         found["output"] = output
-    if from_step and unbroken:
-        whole = [one.digest for one in iterate_digests(spec, spec.plan.start(), **pool)]
-        found |= {"unbroken_digest": combine(whole), "unbroken_tail_digest": combine(whole[-len(digests) :])}
-    rows = [(name.replace("_", " "), str(value)) for name, value in found.items()]
     if expected:
-        compared = compared_with(expected, made)
-        rows += _rows_of(compared)
-        found |= compared
-    table(store, rows)
+        found |= compared_with(expected, made)
+    table(store, _rows(found))
     return found
 
 
@@ -216,7 +213,7 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
     from raypipe.streaming.digest import DigestFile, compare
 
     found = compare(DigestFile.read(first), DigestFile.read(second))
-    table(f"{first}, {second}", _rows_of(found))
+    table(f"{first}, {second}", _rows(found))
     return found
 
 
@@ -230,26 +227,9 @@ def report(run: str, *, against: str = "", output: str = "") -> dict[str, Any]:
         against: another run, to draw into the same charts.
         output: where to write the page, a local path or a URI; also -o; empty = report.html in the run's folder.
     """
-    from raypipe.pages import number
-    from raypipe.pages import report as report_module
+    from raypipe.pages.report import write_report
 
-    found = report_module.write_report(run, against, output)
-    rows = [("page", found["report"].removeprefix("file://"))]
-    for name in ("steps", "images_per_s", "wait_fraction", "val_accuracy"):
-        values = ("none" if one[name] is None else number(one[name]) for one in (found, found["against"]) if one)
-        rows.append((name.replace("_", " "), " against ".join(values)))
-    table(run, rows)
+    found = write_report(run, against, output)
+    for summary in filter(None, (found, found["against"])):
+        table(summary["run"], _rows({name: value for name, value in summary.items() if name != "against"}))
     return found
-
-
-def _rows_of(compared: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `raypipe.streaming.digest.compare` found, for people."""
-    num = compared["compared"]
-    if compared["equal"]:
-        rows = [("comparison", f"equal over {num:,} micro-batches")]
-    else:
-        rows = [
-            ("comparison", f"{compared['different']:,} of {num:,} micro-batches differ"),
-            ("the first that differs", compared["first_different"]),
-        ]
-    return rows + [(name, f"{one} / {other}") for name, (one, other) in compared["settings"].items()]

@@ -1,7 +1,7 @@
 """The benchmark: the stream against the ceiling of the same machine, in one run.
 
     ceiling        decode and transform alone, one process per actor, bytes already in memory, no Ray; in a
-                   submitted job, as many actors of the cluster
+                   submitted job, as many tasks of the cluster
     stream         what one consumer gets from the whole pipe, in its steady state
     first batch    from ray.init to the first micro-batch
     boundary gap   the gap before the first micro-batch of a segment, as a multiple of the ordinary gap
@@ -26,9 +26,9 @@ from typing import Any, Literal
 import numpy as np
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ResourceError
 from raypipe.logs import table
 from raypipe.lookup import version_of
+from raypipe.pages import number
 from raypipe.storage.files import check_place, write_json
 from raypipe.stores import Store, open_store, store_options
 from raypipe.streaming.digest import PACKAGES
@@ -85,19 +85,8 @@ def bench(
     report = found | measured_settings(opened, config, actors, micro_batch) | {"cache": cache}
     if output:
         write_json(output, report)
-    table(
-        f"{store}: {brief(config.train)} at {size} px, {actors} actors, micro-batches of {micro_batch},"
-        f" {repeats} repeats",
-        [
-            ("ceiling: decode and transform alone", f"{found['ceiling_images_per_s']:,.0f} images/s"),
-            ("stream, steady", f"{found['stream_images_per_s']:,.0f} images/s"),
-            ("stream / ceiling", f"{found['ratio']:.3f}"),
-            ("first batch, from ray.init", f"{found['first_batch_s']:.1f} s"),
-            ("gap at a boundary / ordinary gap", f"{found['boundary_gap_ratio']:.2f}"),
-            ("CPU time of an image: reading", f"{found['read_cpu_s_per_image'] * 1e3:.3f} ms"),
-            ("CPU time of an image: decode, transform", f"{found['transform_cpu_s_per_image'] * 1e3:.3f} ms"),
-        ],
-    )
+    title = f"{store}: {brief(config.train)} at {size} px, {actors} actors, micro-batches of {micro_batch}"
+    table(f"{title}, {repeats} repeats", [(name.replace("_", " "), number(found[name])) for name in found])
     return report
 
 
@@ -121,83 +110,55 @@ def _on_cluster() -> bool:
 def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: float) -> Figures:
     """Measure decode and transform alone, `processes` processes side by side for `seconds`.
 
-    They are processes of this machine without Ray; in a cluster, actors with a CPU each, where the pool would be.
+    They are processes of this machine without Ray; in a cluster, tasks with a CPU each, where the pool would be.
 
     Returns:
         `images_per_s` of all of them together; and of an image `read_cpu_s_per_image` and
         `transform_cpu_s_per_image`, CPU time in s, and `encoded_bytes_per_image`: means.
     """
-    measure = _ceiling_actors if _on_cluster() else _ceiling_processes
-    found = measure(store, transform, processes, seconds)
+    arguments = store, transform, seconds
+    if _on_cluster():
+        import ray
+
+        from raypipe.rayext.cluster import connect
+        from raypipe.streaming.pipeline import placement
+
+        connect()
+        task: Any = ray.remote(_alone).options(num_cpus=1, **placement(PoolConfig().prefer_nodes))
+        found = ray.get([task.remote(*arguments) for _ in range(processes)])
+    else:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            running = [pool.submit(_alone, *arguments) for _ in range(processes)]
+            found = [each.result() for each in running]
     mean = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
     return mean | {"images_per_s": mean["images_per_s"] * processes}
 
 
-def _ceiling_processes(store: Store, transform: TransformConfig, num: int, seconds: float) -> list[Figures]:
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(num, context) as pool:
-        barrier = manager.Barrier(num)
-        running = [pool.submit(_ceiling_process, store, transform, seconds, barrier) for _ in range(num)]
-        return [each.result() for each in running]
-
-
-def _ceiling_process(store: Store, transform: TransformConfig, seconds: float, barrier: Any) -> Figures:
+def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
+    """What `ceiling` returns, of one process, with its images in memory and warmed up."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch, as Ray has it in an actor of one CPU
-    worker = CeilingWorker(store, transform)
-    barrier.wait(timeout=120)
-    return worker.measure(seconds)
+    from raypipe.transform.contents import Images
+    from raypipe.transform.presets import build_transform
+    from raypipe.transform.sample_transform import EncodedSample
 
-
-def _ceiling_actors(store: Store, transform: TransformConfig, num: int, seconds: float) -> list[Figures]:
-    import ray
-
-    from raypipe.rayext.cluster import connect
-    from raypipe.streaming.pipeline import placement
-
-    connect()
-    actor: Any = ray.remote(CeilingWorker).options(num_cpus=1, **placement(PoolConfig().prefer_nodes))
-    workers = [actor.remote(store, transform) for _ in range(num)]
-    try:
-        ray.get([worker.__ray_ready__.remote() for worker in workers], timeout=600)
-        return ray.get([worker.measure.remote(seconds) for worker in workers])
-    except ray.exceptions.GetTimeoutError:
-        raise ResourceError(f"{num} ceiling actors did not start within 600 s: lower --actors") from None
-    finally:
-        for worker in workers:
-            ray.kill(worker)
-
-
-class CeilingWorker:
-    """One process of the ceiling, with its images in memory and warmed up."""
-
-    def __init__(self, store: Store, transform: TransformConfig) -> None:
-        from raypipe.transform.contents import Images
-        from raypipe.transform.presets import build_transform
-        from raypipe.transform.sample_transform import EncodedSample
-
-        store.read(np.arange(1), ("image",))  # opens it
-        began_cpu = time.process_time()
-        encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
-        self._read_cpu_s = (time.process_time() - began_cpu) / len(encoded)
-        self._encoded_bytes = sum(map(len, encoded)) / len(encoded)
-        self._images = [EncodedSample(image) for image in encoded]
-        self._apply = Images(build_transform(transform.train, transform.size), transform).one
-        for image in self._images[:8]:
-            self._apply(image, (0, 0))
-
-    def measure(self, seconds: float) -> Figures:
-        """What `ceiling` returns, of this process alone."""
-        images, apply = self._images, self._apply
-        started, began_cpu, done = time.perf_counter(), time.process_time(), 0
-        while (elapsed := time.perf_counter() - started) < seconds:
-            apply(images[done % len(images)], (done, 0))
-            done += 1
-        return {
-            "images_per_s": done / elapsed,
-            "read_cpu_s_per_image": self._read_cpu_s,
-            "transform_cpu_s_per_image": (time.process_time() - began_cpu) / done,
-            "encoded_bytes_per_image": self._encoded_bytes,
-        }
+    store.read(np.arange(1), ("image",))  # opens it
+    began_cpu = time.process_time()
+    encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
+    read_cpu_s = time.process_time() - began_cpu
+    images = [EncodedSample(image) for image in encoded]
+    apply = Images(build_transform(transform.train, transform.size), transform).one
+    for image in images[:8]:
+        apply(image, (0, 0))
+    started, began_cpu, done = time.perf_counter(), time.process_time(), 0
+    while (elapsed := time.perf_counter() - started) < seconds:
+        apply(images[done % len(images)], (done, 0))
+        done += 1
+    return {
+        "images_per_s": done / elapsed,
+        "read_cpu_s_per_image": read_cpu_s / len(images),
+        "transform_cpu_s_per_image": (time.process_time() - began_cpu) / done,
+        "encoded_bytes_per_image": sum(map(len, encoded)) / len(encoded),
+    }
 
 
 def stream_once(
@@ -259,7 +220,8 @@ def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
 
 def summary(measured: list[Figures]) -> Figures:
     """Medians over the repeats; ratios are medians of each repeat's own ratio."""
-    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    return found | {"micro_batch_bytes": int(found["micro_batch_bytes"])}
 
 
 def measured_settings(store: Store, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:

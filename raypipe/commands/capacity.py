@@ -1,8 +1,4 @@
-"""How large a cluster a target needs, from the report of `raypipe bench`; docs/costs.md has the formulas.
-
-All of it grows in proportion to the images/s of a GPU, but for what is bounded elsewhere: one execution's
-micro-batches/s, a GPU host's network, the store, and how many CPU nodes there may be. These are the limits.
-"""
+"""How large a cluster a target needs, and which limit it meets first; docs/costs.md has the formulas."""
 
 from __future__ import annotations
 
@@ -45,8 +41,7 @@ def plan_capacity(
 
     Args:
         report: from `raypipe bench STORE --output FILE`, measured on a CPU like those of the nodes.
-        target_images_per_s: that one GPU takes when it never waits: those of a run (see `raypipe report`), by its
-            number of trainers and by the share of the time that they do not wait.
+        target_images_per_s: that one GPU takes when it never waits; docs/tuning.md has it from a run's report.
         gpus: in all.
         headroom: actors to spare, as a share.
         cpus_per_node: of a CPU node.
@@ -105,31 +100,28 @@ def plan_capacity(
     larger = math.ceil(micro_batch * passed) if passed > 1 else 2 * micro_batch
     groups = math.floor(gpus / passed)
     apart = f", or give every {groups} GPUs an execution of their own" if 1 <= groups < gpus else ""
-    known = {
-        "execution": (passed, f"raise plan.micro_batch (to {larger:,}, say){apart}"),
-        "gpu_host_network": (
-            host_in / (gbps_per_gpu_host * _GBIT),
-            "send fewer bytes (transform.size, transform.decode=gpu), or take hosts with fewer GPUs",
-        ),
-        "store": (
-            encoded_per_s / (store_mb_per_s * 1e6 or math.inf),
-            "ingest with --short-side, or spread the store over more disks",
-        ),
-        "cpu_nodes": (
-            nodes[sized_by] / (max_nodes or math.inf),
-            "allow more, ingest with --short-side, or transform less on CPUs",
-        ),
+    advice = {
+        "execution": f"raise plan.micro_batch (to {larger:,}, say){apart}",
+        "gpu_host_network": "send fewer bytes (transform.size, transform.decode=gpu), or fewer GPUs to a host",
+        "store": "ingest with --short-side, or spread the store over more disks",
+        "cpu_nodes": "allow more, ingest with --short-side, or transform less on CPUs",
     }
-    limits = sorted(((name, *limit) for name, limit in known.items() if limit[0]), key=lambda limit: -limit[1])
-    first, used, advice = limits[0]
-    found |= {"limits": {name: share for name, share, _ in limits}, "first_limit": first}
+    shares = {
+        "execution": passed,
+        "gpu_host_network": host_in / (gbps_per_gpu_host * _GBIT),
+        "store": encoded_per_s / (store_mb_per_s * 1e6 or math.inf),
+        "cpu_nodes": nodes[sized_by] / (max_nodes or math.inf),
+    }
+    limits = dict(sorted(((name, share) for name, share in shares.items() if share), key=lambda limit: -limit[1]))
+    first, used = next(iter(limits.items()))
+    found |= {"limits": limits, "first_limit": first}
     found["first_limit_images_per_s_per_gpu"] = most = target_images_per_s / used
     found["verdict"] = (
         f"{'Out of reach' if used > 1 else 'Nothing is exceeded'}: the first limit, {first.replace('_', ' ')}, is "
-        f"hit at {most:,.0f} images/s per GPU; the target takes {used:.0%} of it. Before that, {advice}."
+        f"hit at {most:,.0f} images/s per GPU; the target takes {used:.0%} of it. Before that, {advice[first]}."
     )
     rows = [(name.replace("_", " "), _readable(name, value)) for name, value in found.items() if name != "limits"]
-    rows[-3:] = [(f"limit: {name.replace('_', ' ')}", f"{share:.0%} used") for name, share, _ in limits]
+    rows[-3:] = [(f"limit: {name.replace('_', ' ')}", f"{share:.0%} used") for name, share in limits.items()]
     table(f"{report}: {gpus} GPUs x {target_images_per_s:,.0f} images/s", rows)
     print(found["verdict"])
     return found

@@ -10,7 +10,6 @@ options and choices; it needs shtab.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -79,7 +78,7 @@ def preview(
     epochs: int = 3,
     of_epochs: int = 0,
     samples: int = 6,
-    indices: str = "",
+    indices: list[int] = [],  # noqa: B006  nobody changes it
     augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
     **settings: Any,
 ) -> dict[str, Any]:
@@ -93,15 +92,11 @@ def preview(
         epochs: how many epochs to show, evenly spread over the run.
         of_epochs: epochs of the run; 0 = as many as are shown.
         samples: show the first so many of the run.
-        indices: show these samples instead, as in 3,14,15.
+        indices: show these samples instead, as in [3,14,15].
         augment: the device side; one that does nothing is replaced by an example.
     """
     from raypipe.commands import preview as preview_module
 
-    try:
-        chosen = [int(index) for index in indices.split(",")] if indices else None
-    except ValueError:
-        raise ConfigError(f"--indices must be numbers as in 3,14,15, got {indices!r}") from None
     plan, transform, options = audit.stream_settings(of_epochs or epochs, **settings)
     return preview_module.preview(
         open_store(store, **options),
@@ -111,7 +106,7 @@ def preview(
         augment=augment,
         epochs=epochs,
         samples=samples,
-        indices=chosen,
+        indices=indices,
     )
 
 
@@ -131,24 +126,10 @@ def stop(run: str) -> dict[str, Any]:
     return {"run_dir": run, "stop_requested": True}
 
 
-COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
-    "ingest": ingest,
-    "bench": bench.bench,
-    "digest": audit.digest,
-    "digest-diff": audit.digest_diff,
-    "inspect": audit.inspect,
-    "plan-capacity": capacity.plan_capacity,
-    "preview": preview,
-    "report": audit.report,
-    "doctor": doctor.doctor,
-    "stop": stop,
-}
-_FLAGS = {
-    parameter.name
-    for command in COMMANDS.values()
-    for parameter in inspect.signature(command).parameters.values()
-    if parameter.default is False
-}
+_ALL: list[Callable[..., dict[str, Any]]] = [ingest, bench.bench, audit.digest, audit.digest_diff, audit.inspect]
+_ALL += [capacity.plan_capacity, preview, audit.report, doctor.doctor, stop]
+COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
+_FLAGS = {"--overwrite", "--verify", "--no_ray"}
 
 
 class _Parser(ArgumentParser):
@@ -160,19 +141,12 @@ class _Parser(ArgumentParser):
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
-    args = sys.argv[1:] if args is None else args
-    args = [_normalized(arg) for arg in args]
+    given = [_normalized(arg) for arg in (sys.argv[1:] if args is None else args)]
+    options: dict[str, Any] = {"as_positional": True, "allow_abbrev": False, "parser_class": _Parser}
 
     def parsed() -> dict[str, Any]:
-        _check_no_pipe(args)
-        return auto_cli(
-            COMMANDS,  # type: ignore[arg-type]
-            args=args,
-            as_positional=True,
-            prog="raypipe",
-            allow_abbrev=False,
-            parser_class=_Parser,
-        )
+        _check_no_pipe(given)
+        return auto_cli(COMMANDS, args=given, prog="raypipe", **options)  # type: ignore[arg-type]
 
     _finish(parsed)
 
@@ -186,9 +160,7 @@ def _normalized(arg: str) -> str:
         return arg
     name, equals, value = arg.partition("=")
     name = "--" + name[2:].replace("-", "_")
-    if not equals and name[2:] in _FLAGS:
-        return name + "=true"
-    return name + equals + value
+    return name + ("=true" if name in _FLAGS and not equals else equals + value)
 
 
 def _check_no_pipe(args: list[str]) -> None:
@@ -240,13 +212,7 @@ def _stored_config(run: str) -> str:
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: type) -> None:
-    """The body of a script in jobs/: settings in, one JSON object out.
-
-    Args:
-        job: takes a RunConfig, and its own sections by their names.
-        doc: the script's.
-        sections: classes of the job's own settings.
-    """
+    """The body of a script in jobs/: settings in, see `parse_job`, one JSON object out."""
 
     def parsed() -> dict[str, Any]:
         run, own = parse_job(None, doc, **sections)

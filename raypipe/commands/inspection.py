@@ -1,8 +1,7 @@
 """What a store is, and which of its samples are bad.
 
 describe   what the store says of itself, and what a few samples spread over it are; in this process
-verify     every sample read and decoded, on Ray, in tasks over ranges; the bad ones as a list for runs
-           to leave out, see `raypipe.stores.bad_list`
+verify     every sample, on Ray; the bad ones as a list for runs to leave out, see `raypipe.stores.bad_list`
 
 What cannot be read in one piece is read in smaller ones, down to single samples: damage that breaks the read of
 many is put down to those that it has hit. In a store that is read in groups that is a whole group, where its
@@ -41,8 +40,7 @@ _DECODE = {"mask": decode_mask, "boxes": decode_boxes}
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
 READ = 16
-# Samples that a task checks between two signs of life: often enough for a progress bar, seldom enough for a driver
-# that hears of hundreds of tasks.
+# Samples that a task checks between two signs of life: a driver hears of hundreds of tasks.
 PART = 256
 # Of a store that is read in groups so many are read: each costs as much as all of its samples.
 _NUM_PLACES = 8
@@ -89,31 +87,30 @@ def sampled(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> list[Check
 def check_samples(
     store: Store, indices: np.ndarray, targets: Mapping[str, str] = NO_TARGETS
 ) -> Iterator[CheckedSample]:
-    """Read the samples, image and label as a run does, and decode them in full, as a run does.
+    """Read and decode samples in full, as a run does, 16 at a time.
 
     Args:
         store: of the samples.
-        indices: int64 (n,), of any number: 16 encoded samples are held at a time.
+        indices: int64 (n,).
         targets: columns of masks and boxes to check as well, see `TransformConfig.target_columns`.
     """
     columns = {"image": "image", **({"label": "label"} if "label" in store.columns else {}), **targets}
     for few in np.split(indices, range(READ, len(indices), READ)):
-        values, errors = dict[str, list[Any]](), dict[int, str]()
-        for name, column in columns.items():
-            values[name], of_column = read_each(store, few, column)
-            errors = of_column | errors
+        found = {name: read_each(store, few, column) for name, column in columns.items()}
         for position, index in enumerate(few.tolist()):
-            of_sample = {name: values[name][position] for name in columns}
-            image, label = of_sample["image"], of_sample.get("label")
-            height, width, reason = 0, 0, errors.get(position, "")
+            of_sample = {name: values[position] for name, (values, _) in found.items()}
+            label, height, width = of_sample.get("label"), 0, 0
+            reason = next(filter(None, (errors.get(position) for _, errors in found.values())), "")
             if not reason:
                 try:
-                    height, width, _ = decode(image).shape
+                    height, width, _ = decode(of_sample["image"]).shape
                     for name in targets:
                         _DECODE[name](of_sample[name], (height, width))
                 except SampleError as error:
                     reason = str(error)
-            yield CheckedSample(index, image, None if label is None else int(label), height, width, reason)
+            yield CheckedSample(
+                index, of_sample["image"], None if label is None else int(label), height, width, reason
+            )
 
 
 def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
@@ -214,9 +211,7 @@ def _range(values: list[int]) -> list[int] | None:
 def verify(
     store: Store, output: str = "", *, targets: Mapping[str, str] = NO_TARGETS, progress: bool = True
 ) -> dict[str, Any]:
-    """Read and decode every sample of a store, on the connected Ray cluster or a local one that is started for it.
-
-    A store on a local path is verified by this node, one at a URI by all nodes.
+    """Read and decode every sample of a store on Ray: one on a local path by this node, one at a URI by all nodes.
 
     Args:
         store: to verify.
@@ -242,24 +237,19 @@ def verify(
     check_place(output or default)
     connect()
     started = time.perf_counter()
-    bad: list[dict[str, Any]] = []
-    num_bytes = 0
     what, here = "the verification", "://" not in store.address
     reader = store.forwards() if isinstance(store, ParquetStore) else store
     bounds = _bounds(store, count_cpus(what, here) * _TASKS_PER_CPU).tolist()
     calls = [(reader, num_samples, start, stop, targets) for start, stop in itertools.pairwise(bounds)]
-    parts = run_tasks(what, here, check_range, calls, num_samples, lambda part: part[0], progress)
-    for _, part_bytes, found in parts:
-        num_bytes += part_bytes
-        bad += found
+    parts = list(run_tasks(what, here, check_range, calls, num_samples, lambda part: part[0], progress))
     seconds = time.perf_counter() - started
-    bad.sort(key=lambda entry: entry["index"])
+    bad = sorted(itertools.chain(*(found for *_, found in parts)), key=lambda entry: entry["index"])
     address = output or (default if bad else None)
     if address:
         write_bad_list(address, store, bad)
     return {
         "samples": num_samples,
-        "bytes": num_bytes,
+        "bytes": sum(num_bytes for _, num_bytes, _ in parts),
         "classes": None if store.classes is None else len(store.classes),
         "bad": len(bad),
         "list": address,

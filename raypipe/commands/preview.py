@@ -8,7 +8,10 @@ micro-batch in which the sample stands in that epoch: a tile is what a run of th
 
 from __future__ import annotations
 
-from dataclasses import replace
+import colorsys
+import itertools
+import textwrap
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed
 from raypipe.errors import ConfigError, SampleError
-from raypipe.pages.picture import Tile, draw
+from raypipe.logs import printable
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.base import Store
 from raypipe.streaming.spec import StreamSpec
@@ -32,6 +35,32 @@ from raypipe.transform.transform_steps import brief
 # Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
 _EXAMPLE: dict[str, Any] = {"preset": "standard", "mixup_alpha": 0.8, "cutmix_alpha": 1.0}
 MAX_TILES = 1000  # about 40 megapixels
+Stages = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, Mixed | None]
+_DPI = 100
+_FONT: Any = {"family": "monospace", "size": 7.2, "parse_math": False, "va": "top"}  # 10 pixels
+_TILE, _ROW, _GUTTER, _MARGIN = 160, 212, 8, 24  # pixels
+# Of labels, RGBA. Neighbouring labels are far apart in hue: each is a golden angle from the one before.
+_COLOURS = np.array([(*colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1), 0.43) for label in range(256)])
+_COLOURS[0], _COLOURS[255] = (0, 0, 0, 0), (0, 0, 0, 0.43)  # the background, and what is ignored
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One image of the picture.
+
+    Attributes:
+        image: uint8 (H, W, 3); None where there is none.
+        lines: the caption, two lines at most.
+        reason: why there is no image.
+        mask: uint8 (H, W), classes, drawn over it: 0 as it is, 255 dark, others tinted.
+        boxes: float (K, 5), `[x0, y0, x1, y1, label]`, drawn over it; those of label -1 are left out.
+    """
+
+    image: np.ndarray | None
+    lines: tuple[str, ...] = ()
+    reason: str = ""
+    mask: np.ndarray | None = None
+    boxes: np.ndarray | None = None
 
 
 class Preview:
@@ -59,7 +88,7 @@ class Preview:
                 stages = self.stages(at)
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
-                        row += self._three(at, position, *stages)
+                        row += self._three(at, position, stages)
             left_out = len(self.store) % (self.plan.config.micro_batch * self.plan.config.per_step)
             reason = f"not in this epoch: its last {left_out} samples make no whole step"
             for row, (place, _) in zip(rows, places, strict=True):
@@ -74,11 +103,7 @@ class Preview:
         step, micro = divmod(number, self.plan.config.per_step)
         return (MicroBatchId("train", epoch, step, micro) if step < self.plan.steps_per_epoch else None), row
 
-    def strength(self, epoch: int, step: int) -> float:
-        """The strength of the augmentation at a training step."""
-        return self.augment.strength.at(self.plan.progress(epoch, step))
-
-    def stages(self, at: MicroBatchId) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, Mixed | None]:
+    def stages(self, at: MicroBatchId) -> Stages:
         """All of one micro-batch on its way to the model.
 
         Returns:
@@ -89,7 +114,8 @@ class Preview:
         made = {name: column[0] for name, column in self._worker.run(at).items()}
         image = torch.from_numpy(made["image"]).permute(0, 3, 1, 2)
         target, counts = torch.from_numpy(made["label"]), made["index"] >= 0
-        drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": self.strength(at.epoch, at.step)}
+        strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
+        drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         augmented, _ = self._augment_only(image, target, counts, **drawn)
         fed, mixed = self._augment_and_mix(image, target, counts, **drawn)
         return made, self._shown(augmented), self._shown(fed), mixed
@@ -115,15 +141,8 @@ class Preview:
             return Tile(None, lines, str(error))
         return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)
 
-    def _three(
-        self,
-        at: MicroBatchId,
-        row: int,
-        made: dict[str, np.ndarray],
-        augmented: np.ndarray,
-        fed: np.ndarray,
-        mixed: Mixed | None,
-    ) -> list[Tile]:
+    def _three(self, at: MicroBatchId, row: int, stages: Stages) -> list[Tile]:
+        made, augmented, fed, mixed = stages
         wanted, own = int(self.plan.indices(at)[row]), self._class(made["label"][row])
         micro = f"micro-batch {at.micro}, " if self.plan.config.per_step > 1 else ""
         lines, reason = [f"step {at.step}, {micro}row {row}"], ""
@@ -186,8 +205,6 @@ def preview(
         raise ConfigError(f"{store.address} holds no samples: there is nothing to show")
     if not 1 <= epochs <= plan.epochs:
         raise ConfigError(f"--epochs must be in [1, {plan.epochs}], the epochs of the run, got {epochs}")
-    if not indices and samples < 1:
-        raise ConfigError(f"--samples must be at least 1, got {samples}")
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
         raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")
@@ -197,15 +214,15 @@ def preview(
     augment = replace(augment, **_EXAMPLE) if is_example else augment
     made = Preview(store, replace(plan, micro_batch=micro_batch), transform, augment)
     shown = indices or made.plan.train_order.indices(0, np.arange(min(samples, len(store)))).tolist()
-    if len(shown) * (1 + 3 * epochs) > MAX_TILES:
-        raise ConfigError(f"{len(shown)} samples over {epochs} epochs make more than {MAX_TILES} tiles")
+    if not 0 < (num_tiles := len(shown) * (1 + 3 * epochs)) <= MAX_TILES:
+        raise ConfigError(
+            f"{len(shown)} samples over {epochs} epochs make {num_tiles} tiles, not 1 to {MAX_TILES}"
+        )
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    figure = draw(
-        made.tiles(shown, numbers),
-        title=f"{store.address.rstrip('/').rpartition('/')[2]}: {len(store):,} samples",
-        note=_note(made, is_example),
-        headers=[_header(made, epoch) for epoch in numbers],
-    )
+    titles = [f"{store.address.rstrip('/').rpartition('/')[2]}: {len(store):,} samples", _note(made, is_example)]
+    strengths = (augment.strength.at(made.plan.progress(epoch, 0)) for epoch in numbers)
+    headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
+    figure = draw(made.tiles(shown, numbers), titles, headers)
     try:
         figure.savefig(target, metadata={"Software": None}, pil_kwargs={"optimize": True})
     except OSError as error:
@@ -213,20 +230,70 @@ def preview(
     return {"output": output, "samples": len(shown), "epochs": epochs}
 
 
-def _header(made: Preview, epoch: int) -> str:
-    first, last = (f"{made.strength(epoch, step):.2f}" for step in (0, made.plan.steps_per_epoch - 1))
-    span = first if first == last else f"{first} to {last}"
-    return f"epoch {epoch}, seed {made.plan.config.seed}, strength {span}"
-
-
 def _note(made: Preview, is_example: bool) -> str:
     plan, augment = made.plan.config, made.augment
-    names = [augment.preset, *(entry["op"] for entry in augment.ops), augment.module]
+    device = [augment.preset, *(entry["op"] for entry in augment.ops), augment.module]
     mixing = {"MixUp": augment.mixup_alpha, "CutMix": augment.cutmix_alpha}
-    device = [name for name in names if name not in ("none", "")]
     device += [f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha]
-    example = " No augmentation was set: this one is an example." if is_example else ""
     return (
-        f"CPU: {brief(made.config.train)}, {made.config.size} px. Device: {', '.join(device) or 'nothing'}. "
-        f"Micro-batches of {plan.micro_batch}, {plan.per_step} to a step.{example}"
+        f"CPU: {brief(made.config.train)}, {made.config.size} px. Device: {', '.join(filter(None, device))}. "
+        f"Micro-batches of {plan.micro_batch}, {plan.per_step} to a step."
+        f"{' No augmentation was set: this one is an example.' if is_example else ''}"
     )
+
+
+def draw(rows: list[list[Tile]], titles: list[str], headers: list[str]) -> Any:
+    """Rows of 1 + 3·E tiles as one picture, a matplotlib Figure, under titles and E headers."""
+    from matplotlib.figure import Figure
+
+    names = ["decoded", *("transformed", "augmented", "mixed") * len(headers)]
+    inside = len(names) * (_TILE + _GUTTER) - _GUTTER
+    title = [line for text in titles for line in wrapped(text, inside, 8)]
+    above = _MARGIN + 15 * len(title) + 52
+    width, height = inside + 2 * _MARGIN, above + len(rows) * _ROW
+    figure = Figure((width / _DPI, height / _DPI), dpi=_DPI)
+    figure.text(_MARGIN / width, 1 - _MARGIN / height, "\n".join(title), **_FONT)
+    sides = {"left": _MARGIN / width, "right": 1 - _MARGIN / width, "top": 1 - above / height}
+    sides |= {"bottom": (_ROW - _TILE) / height, "wspace": _GUTTER / _TILE, "hspace": _ROW / _TILE - 1}
+    places = figure.subplots(len(rows), len(names), squeeze=False, gridspec_kw=sides)
+    for axes, tile in zip(places.flat, itertools.chain(*rows), strict=True):
+        _draw_tile(axes, tile)
+    for axes, name in zip(places[0], names, strict=True):
+        _write(axes, (0, 1), 18, wrapped(name, _TILE, 1))
+    for axes, header in zip(places[0, 1::3], headers, strict=True):
+        _write(axes, (0, 1), 38, wrapped(header, 3 * _TILE, 1))
+    return figure
+
+
+def _draw_tile(axes: Any, tile: Tile) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.set(xticks=[], yticks=[], facecolor="#dcdcdc")
+    axes.spines[:].set_visible(False)
+    _write(axes, (0, 0), -4, [line for text in tile.lines for line in wrapped(text, _TILE, 1)])
+    _write(axes, (0, 1), -8, wrapped(tile.reason, _TILE, 8))
+    if tile.image is None:
+        return
+    # Enlarged pixels stay pixels.
+    axes.imshow(tile.image, interpolation="nearest" if max(tile.image.shape) <= _TILE else "auto")
+    if tile.mask is not None:
+        axes.imshow(_COLOURS[tile.mask], interpolation="nearest")
+    for x0, y0, x1, y1, label in () if tile.boxes is None else tile.boxes:
+        if label >= 0:
+            # Coordinates of pixels are those of their centres here.
+            place = (x0 - 0.5, y0 - 0.5), x1 - x0, y1 - y0
+            axes.add_patch(
+                Rectangle(*place, fill=False, edgecolor=_COLOURS[1 + int(label) % 254, :3], linewidth=2)
+            )
+    axes.set_adjustable("datalim")  # captions stay in their row, whatever the image's shape
+
+
+def _write(axes: Any, corner: tuple[int, int], up: int, lines: list[str]) -> None:
+    axes.annotate("\n".join(lines), corner, (0, up), "axes fraction", "offset pixels", **_FONT)
+
+
+def wrapped(text: str, width: int, most: int) -> list[str]:
+    """Text in lines no wider than `width` pixels, in letters that the font has; an ellipsis where it was cut."""
+    written = printable(text).encode("latin-1", "backslashreplace").decode("latin-1")
+    # Six pixels for each letter of DejaVu Sans Mono.
+    return textwrap.wrap(written, width // 6, max_lines=most, placeholder="…")

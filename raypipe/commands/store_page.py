@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from raypipe import pages
 from raypipe.commands.inspection import CheckedSample, describe
-from raypipe.config import PlanConfig, Shuffle
+from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import shown
 from raypipe.pages import Series
@@ -26,7 +26,6 @@ from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 _NUM_LABELS, _NUM_SHOWN = 20_000, 24
 _NUM_MICRO_BATCHES = 64  # whose mixing is looked at
 _THUMBNAIL = 120  # pixels
-_MAX_BARS = 40  # classes that are named; of more, the sizes alone are drawn
 
 
 def write_page(store: Store, samples: list[CheckedSample], output: str, micro_batch: int = 128) -> str:
@@ -50,61 +49,52 @@ def render(store: Store, samples: list[CheckedSample], micro_batch: int = 128) -
         micro_batch: B, for the mixing; as many as there are samples if it has fewer.
     """
     found = describe(store, samples=samples).items()
-    rows = [[name.replace("_", " "), shown(value)] for name, value in found if value is not None]
-    contents = _contents(store, samples, min(micro_batch, len(store))) if samples else {}
-    return pages.render("store.html", store=store, found=rows, **contents)
+    try:
+        labels = store.read(_evenly(len(store), _NUM_LABELS), ("label",))["label"].tolist()
+    except RaypipeError:  # one that is damaged; `inspect --verify` finds which
+        labels = []
+    mixed = {shuffle: mixing(store, shuffle, micro_batch) for shuffle in ("global", "window", "off")}
+    decoded = [sample for sample in samples if sample.image and sample.height]
+    kib = sorted(len(sample.image or b"") / 1024 for sample in decoded)
+    shapes = Series("", [sample.width for sample in decoded], [sample.height for sample in decoded], dots=True)
+    return pages.render(
+        "store.html",
+        store=store,
+        found=[[name.replace("_", " "), shown(value)] for name, value in found if value is not None],
+        pictures=[_picture(samples[i], store) for i in _evenly(len(samples), _NUM_SHOWN)],
+        classes=[(_class_name(label, store.classes), count) for label, count in Counter(labels).most_common()],
+        sizes=[
+            pages.chart("height, pixels", [shapes], "width"),
+            pages.chart(
+                "KiB of an image", [Series("", np.linspace(0, 100, len(kib)).tolist(), kib)], "percentile"
+            ),
+        ],
+        micro_batch=min(micro_batch, len(store)),
+        mixed={shuffle: share for shuffle, share in mixed.items() if share is not None},
+    )
 
 
-def _contents(store: Store, samples: list[CheckedSample], micro_batch: int) -> dict[str, Any]:
-    """What the template shows of a store with samples."""
-    labels = _labels(store, _evenly(len(store), _NUM_LABELS))
-    counts = Counter([] if labels is None else labels.tolist()).most_common()
-    ranked = Series("", range(len(counts)), [count for _, count in counts])
-    mixed = {shuffle: mix for shuffle in get_args(Shuffle) if (mix := mixing(store, shuffle, micro_batch))}
-    return {
-        "pictures": [_picture(samples[i], store) for i in _evenly(len(samples), _NUM_SHOWN)],
-        "classes": [(_class_name(label, store.classes), count) for label, count in counts],
-        "max_bars": _MAX_BARS,
-        "class_sizes": pages.chart("samples of a class", [ranked], "rank"),
-        "sizes": _sizes([sample for sample in samples if sample.image and sample.height]),
-        "micro_batch": micro_batch,
-        "mixed": mixed,
-    }
-
-
-def mixing(store: Store, shuffle: str, micro_batch: int) -> tuple[float, float | None] | None:
+def mixing(store: Store, shuffle: str, micro_batch: int) -> float | None:
     """How well a setting of plan.shuffle mixes a store's first epoch.
 
     Returns:
         The mean distance of two samples of a micro-batch in the store, as a share of that of two samples drawn
-        from all of it, which is N / 3: 1 = as well as can be, near 0 = neighbours; and the mean number of classes
-        in a micro-batch, None = labels cannot be read. None for "auto", and where it is not for this store.
+        from all of it, which is N / 3: 1 = as well as can be, near 0 = neighbours; None = not for this store.
     """
-    if shuffle == "auto":
-        return None
-    micro_batch = min(micro_batch, len(store))
+    config: Any = {"epochs": 1, "micro_batch": max(1, min(micro_batch, len(store))), "shuffle": shuffle}
     try:
-        plan = Plan.of(PlanConfig(epochs=1, micro_batch=micro_batch, shuffle=shuffle), store)  # type: ignore[arg-type]
+        plan = Plan.of(PlanConfig(**config), store)
     except ConfigError:
         return None
-    spreads, classes = list[float](), list[int]()
-    for step in _evenly(plan.steps_per_epoch, _NUM_MICRO_BATCHES).tolist():
-        indices = plan.indices(MicroBatchId("train", 0, step, 0))
-        spreads.append(float(np.abs(np.subtract.outer(indices, indices)).mean()) * 3 / len(store))
-        if len(classes) < _NUM_SHOWN and (labels := _labels(store, np.sort(indices))) is not None:
-            classes.append(len(np.unique(labels)))
-    return min(1.0, float(np.mean(spreads))), float(np.mean(classes)) if classes else None
+    places = [
+        MicroBatchId("train", 0, step, 0) for step in _evenly(plan.steps_per_epoch, _NUM_MICRO_BATCHES).tolist()
+    ]
+    spreads = [np.abs(np.subtract.outer(found, found)).mean() for found in map(plan.indices, places)]
+    return min(1.0, float(np.mean(spreads)) * 3 / len(store))
 
 
 def _evenly(total: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, total - 1, min(total, most)).astype(np.int64))
-
-
-def _labels(store: Store, indices: np.ndarray) -> np.ndarray | None:
-    try:
-        return np.asarray(store.read(indices, ("label",))["label"])
-    except RaypipeError:  # one that is damaged; `inspect --verify` finds which
-        return None
 
 
 def _picture(sample: CheckedSample, store: Store) -> tuple[str, str]:
@@ -119,14 +109,3 @@ def _picture(sample: CheckedSample, store: Store) -> tuple[str, str]:
 
 def _class_name(label: int, classes: tuple[str, ...] | None) -> str:
     return classes[label] if classes and 0 <= label < len(classes) else f"label {label}"
-
-
-def _sizes(decoded: list[CheckedSample]) -> list[str]:
-    """Charts of the images' sizes."""
-    ranks = np.linspace(0, 100, len(decoded)).tolist()
-    kib = sorted(len(sample.image or b"") / 1024 for sample in decoded)
-    shapes = Series("", [sample.width for sample in decoded], [sample.height for sample in decoded], dots=True)
-    return [
-        pages.chart("height, pixels", [shapes], "width"),
-        pages.chart("KiB of an image", [Series("", ranks, kib)], "percentile"),
-    ]

@@ -54,7 +54,7 @@ def draw_mix(
     can_cut, can_mix = config.cutmix_alpha > 0, config.mixup_alpha > 0
     if not (can_cut or can_mix) or chosen >= config.mix_prob * strength:
         return None
-    cut = can_cut and (not can_mix or kind < config.switch_prob)
+    cut = can_cut and (not can_mix or kind < 0.5)
     alpha = config.cutmix_alpha if cut else config.mixup_alpha
     lam = float(rng.beta(alpha, alpha))
     if not cut:

@@ -6,7 +6,6 @@ are imported where they are used: they take half a second, and actors and traine
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import math
@@ -53,8 +52,8 @@ class Series:
     dots: bool = False
 
 
-@functools.cache
-def _templates() -> Any:
+def render(template: str, **values: Any) -> str:
+    """The HTML that a template of this folder makes of values; text among them may come from anywhere."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -65,14 +64,8 @@ def _templates() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.globals["colours"] = COLOURS
     templates.filters["number"] = number
-    return templates
-
-
-def render(template: str, **values: Any) -> str:
-    """The HTML that a template of this folder makes of values; text among them may come from anywhere."""
-    return _templates().get_template(template).render(values)
+    return templates.get_template(template).render(colours=COLOURS, **values)
 
 
 def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zero: bool = True) -> str:
@@ -92,8 +85,7 @@ def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zer
         return ""
     with matplotlib.rc_context(_LOOK):
         figure = Figure((4.6, 2.1))
-        # With room for 1,281,167 at the left; matplotlib's own layout takes longer than all the rest.
-        axes = figure.add_axes((0.16, 0.12, 0.78, 0.83))
+        axes = figure.add_axes((0.16, 0.12, 0.78, 0.83))  # with room for 1,281,167 at the left
         axes.grid(axis="y", clip_on=False)
         for (line, points), colour in zip(drawn, itertools.cycle(COLOURS), strict=False):
             style = "." if line.dots else ".-" if len(points) <= _MAX_MARKED else "-"

@@ -1,11 +1,5 @@
-"""One HTML page of a run, from what it has written so far, or of two runs side by side.
-
-    throughput, share of the time that trainers wait, loss, accuracy, learning rate, strength of the augmentation
-    seconds of each stage, changes of the pool, faults, bad samples, the diagnosis, the configuration
-
-All of it comes from the run's folder (`raypipe.train.run_folder`), so a page can be made anew at any time, and of
-a run that is still going on.
-"""
+"""One HTML page of a run, or of two side by side, from what their folders hold (`raypipe.train.run_folder`): so a
+page can be made anew at any time, and of a run that is still going on."""
 
 from __future__ import annotations
 
@@ -27,21 +21,12 @@ from raypipe.storage.files import read_whole, write_text
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem
 from raypipe.stores.base import title_of
 
-FILE_NAME = "report.html"
 _MAX_ROWS = 50  # of a table; the files have the rest
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run has written.
-
-    Attributes:
-        uri: its folder.
-        config: the effective configuration, as plain values.
-        records: the objects of metrics.jsonl that hold, in their order.
-        bad: the records of the quarantine.
-        unreadable: lines of both that are no record.
-    """
+    """What a run has written: records of metrics.jsonl that hold, of the quarantine, and lines that are none."""
 
     uri: str
     config: dict[str, Any]
@@ -119,12 +104,7 @@ def summary(run: Recorded) -> dict[str, Any]:
 
 
 def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any]:
-    """Write the page of a run's folder, or of two, a path or a URI each.
-
-    Args:
-        run: the run's folder.
-        against: another run to compare with; empty = none.
-        output: the page; empty = report.html in the run's folder.
+    """Write the page of a run's folder, or of two, to `output`, or to report.html in the run's folder.
 
     Returns:
         `summary` of the run, `report`, where the page is, and `against`, the summary of the other run or None.
@@ -133,7 +113,7 @@ def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any
         ConfigError: a run cannot be read, or the page not be written.
     """
     runs = [read_run(one) for one in (run, against) if one]
-    where = as_uri(output) if output else join(runs[0].uri, FILE_NAME)
+    where = as_uri(output) if output else join(runs[0].uri, "report.html")
     write_text(where, render(runs))
     found = [summary(one) for one in runs]
     return found[0] | {"report": where, "against": found[1] if against else None}

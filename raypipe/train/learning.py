@@ -167,7 +167,7 @@ class Learner:
         if on_cuda:
             self._model = self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
-            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
         self._batch_norm = StepBatchNorm(self._model, self._per_rank, world_size)
         self._optimizer = build_optimizer(self._model, config, fused=on_cuda)
         self._ema = Ema(self._model, config.ema_decay) if config.ema_decay else None

@@ -87,7 +87,6 @@ class Trainer:
             cursor=found.cursor if found else spec.plan.start(),
             augment=run.augment,
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
-            depth=run.train.prefetch,
         )
         self.world_size = self.feed.world_size
         self.learner = Learner(run, num_classes, self.device, self.world_size)

@@ -27,8 +27,8 @@ def test_a_package_of_another_version_is_named_with_what_is_wanted(monkeypatch: 
     monkeypatch.setattr(
         "importlib.metadata.version", lambda name: "9.9" if name == "albumentations" else version(name)
     )
-    status, found, _ = doctor.examined("packages")
-    assert status == "fail" and found == "ImportError: albumentations is 9.9, not <2.1,>=2.0.8"
+    check = doctor.examined("packages")
+    assert check["status"] == "fail" and check["found"] == "ImportError: albumentations is 9.9, not <2.1,>=2.0.8"
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,13 +36,14 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    assert "No package metadata was found for" in doctor.examined("packages")[1]
+    assert "No package metadata was found for" in doctor.examined("packages")["found"]
 
 
 def test_without_the_extension_it_warns_and_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jpeg, "why_no_extension", lambda: "not built")
-    status, found, mend = doctor.examined("decoding")
-    assert (status, found) == ("warn", "JPEGs are decoded slower: not built") and "libjpeg-dev" in mend
+    check = doctor.examined("decoding")
+    assert (check["status"], check["found"]) == ("warn", "JPEGs are decoded slower: not built")
+    assert "libjpeg-dev" in check["mend"]
 
 
 @pytest.mark.parametrize(("size", "status"), [(1 << 30, "warn"), (30 << 30, "ok")])
@@ -50,33 +51,35 @@ def test_the_shared_memory_of_a_container_is_judged_by_the_machines(
     size: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 << 20, "SC_PAGE_SIZE": 4096}.get)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=size))
-    judged, _, mend = doctor.examined("shared memory")
-    assert judged == status and ("--shm-size" in mend) == (status != "ok")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=size, free=size << 9))
+    check = doctor.examined("limits")
+    assert check["status"] == status and ("--shm-size" in check["mend"]) == (status != "ok")
 
 
 def test_a_low_limit_of_files_and_a_full_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    status, found, mend = doctor.examined("open files")
-    assert (status, found) == ("warn", "at most 1024") and "ulimit -n" in mend
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    assert doctor.examined("disk")[0] == "warn"
+    check = doctor.examined("limits")
+    assert check["status"] == "warn" and "at most 1024" in check["found"] and "ulimit -n" in check["mend"]
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 50, free=1 << 30))
+    assert doctor.examined("limits")["status"] == "warn"
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    status, found, _ = doctor.examined("torch")
-    assert status == "fail" and "driver" in found
+    check = doctor.examined("torch")
+    assert check["status"] == "fail" and "driver" in check["found"]
 
 
 def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check_cpus() -> tuple[bool, str]:
+        """Buy one."""
         raise OSError("no such [thing]")
 
-    monkeypatch.setattr(doctor, "CHECKS", {"cpus": (check_cpus, "buy one"), "packages": doctor.CHECKS["packages"]})
+    monkeypatch.setattr(doctor, "CHECKS", {"cpus": check_cpus, "packages": doctor.CHECKS["packages"]})
     with pytest.raises(SystemExit) as caught:
         main(["doctor", "--no-ray"])
     assert caught.value.code == 1
@@ -90,6 +93,6 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(
 def test_a_cluster_that_is_not_there_is_a_failure_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(doctor, "_RAY_TIMEOUT_S", 15)
-    status, found, mend = doctor.examined("Ray")
-    assert status == "fail" and "127.0.0.1:1" in found and "RAY_ADDRESS" in mend
+    check = doctor.examined("Ray")
+    assert check["status"] == "fail" and "127.0.0.1:1" in check["found"] and "RAY_ADDRESS" in check["mend"]
     assert os.environ["RAY_ADDRESS"] == "127.0.0.1:1"

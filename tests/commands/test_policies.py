@@ -101,8 +101,8 @@ def test_a_transform_may_be_steps_or_a_file_of_them(tmp_path: Path) -> None:
 def test_the_strength_of_a_policy_is_that_of_its_operations() -> None:
     found = [policy.augment for policy in policies(TuneConfig(trials=60), RUN)]
     assert {augment.strength.peak for augment in found} == {0.4, 0.7, 1.0}
-    assert StrengthConfig(peak=0.4, ramp_up=0.2, ramp_down=0.3, end=0.2).at(0.1) == pytest.approx(0.2)
-    assert StrengthConfig(peak=0.4, ramp_up=0.2, ramp_down=0.4, end=0.2).at(0.8) == pytest.approx(0.3)
+    assert StrengthConfig(peak=0.4, ramp_up=0.2, ramp_down=0.3).at(0.1) == pytest.approx(0.2)
+    assert StrengthConfig(peak=0.4, ramp_up=0.2, ramp_down=0.4).at(0.8) == pytest.approx(0.2)
     assert StrengthConfig(peak=0.4).at(0.5) == 0.4
 
 
@@ -117,7 +117,7 @@ def test_a_policy_comes_back_from_the_yaml_of_its_run(tmp_path: Path) -> None:
 
 def test_policies_read_as_what_they_do() -> None:
     assert told(PLAIN) == "light, nothing else"
-    assert told(RUN).startswith("small, ops Erasing, mixup_alpha 0.2, mix_prob 0.5, strength {'start': 0.0, ")
+    assert told(RUN).startswith("small, ops Erasing, mixup_alpha 0.2, mix_prob 0.5, strength {'ramp_up': 0.0, ")
     strong = AugmentConfig(preset="strong", module="my:own")
     heavy = RunConfig(transform=TransformConfig(train="heavy"), augment=strong)
     assert told(heavy) == "heavy, preset strong, module my:own"
@@ -135,11 +135,11 @@ def test_the_final_seeds_are_new_and_their_own() -> None:
 
 
 def test_a_gain_that_every_seed_shows_is_better() -> None:
-    verdict = judge([0.98, 0.99, 0.985], [0.97, 0.982, 0.975])
+    verdict, text = judge([0.98, 0.99, 0.985], [0.97, 0.982, 0.975])
     assert verdict["better"] and verdict["gain"] == pytest.approx(0.028 / 3)
     assert verdict["spread"] == pytest.approx(0.001155, abs=1e-6)
-    assert "is better: 0.9850 against 0.9757 over 3 seeds, a gain of +0.93 points" in verdict["text"]
-    assert "standard error of 0.07" in verdict["text"]
+    assert "is better: 0.9850 against 0.9757 over 3 seeds, a gain of +0.93 points" in text
+    assert "standard error of 0.07" in text
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_a_gain_that_every_seed_shows_is_better() -> None:
     ],
 )
 def test_what_may_be_luck_or_is_worse_is_not_better(first: list[float], second: list[float]) -> None:
-    verdict = judge(first, second)
-    assert not verdict["better"] and "not better by more than chance" in verdict["text"]
+    verdict, text = judge(first, second)
+    assert not verdict["better"] and "not better by more than chance" in text
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
     # The seeds differ by far more than the policies.
-    assert judge([0.71, 0.81, 0.91], [0.70, 0.80, 0.90])["better"]
-    assert not judge([0.71, 0.81, 0.91], [0.90, 0.70, 0.80])["better"]
+    assert judge([0.71, 0.81, 0.91], [0.70, 0.80, 0.90])[0]["better"]
+    assert not judge([0.71, 0.81, 0.91], [0.90, 0.70, 0.80])[0]["better"]

@@ -253,9 +253,9 @@ def test_colour_and_normalisation_go_with_masks_and_boxes() -> None:
 
 
 def test_the_strength_rises_holds_and_falls() -> None:
-    schedule = StrengthConfig(start=0.2, ramp_up=0.25, ramp_down=0.5, end=0.1)
+    schedule = StrengthConfig(ramp_up=0.25, peak=0.8, ramp_down=0.5)
     values = [schedule.at(progress) for progress in (0, 0.125, 0.25, 0.4, 0.5, 0.75, 1.0)]
-    assert values == pytest.approx([0.2, 0.6, 1, 1, 1, 0.55, 0.1])
+    assert values == pytest.approx([0, 0.4, 0.8, 0.8, 0.8, 0.4, 0])
 
 
 def test_the_strength_is_whole_by_default() -> None:

@@ -94,11 +94,11 @@ def test_a_single_row_that_counts_stays_as_it_is() -> None:
 
 
 def test_the_share_of_mixed_micro_batches_follows_probability_and_strength() -> None:
-    config = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8, switch_prob=0.25)
+    config = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8)
     plans = draws(config)
     drawn = [plan for plan in plans if plan]
     assert len(drawn) / len(plans) == pytest.approx(0.8, abs=0.03)
-    assert sum(box is not None for _, box in drawn) / len(drawn) == pytest.approx(0.25, abs=0.03)
+    assert sum(box is not None for _, box in drawn) / len(drawn) == pytest.approx(0.5, abs=0.03)
     half = draws(config, strength=0.5)
     assert sum(plan is not None for plan in half) / len(half) == pytest.approx(0.4, abs=0.03)
     # What is mixed at half the strength is mixed in the same way at the whole.

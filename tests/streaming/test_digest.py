@@ -171,13 +171,13 @@ def test_the_command_ends_with_code_1_where_streams_differ(
         DigestFile(path, file.settings, file.micro_batches).write()
     cli.main(["digest-diff", paths[0], paths[1]])
     out = capsys.readouterr().out
-    assert "equal over 3 micro-batches" in out and "1 / 4" in out
+    assert "equal" in out and "1 / 4" in out
     assert json.loads(out.splitlines()[-1])["equal"] is True
     with pytest.raises(SystemExit) as caught:
         cli.main(["digest-diff", paths[0], paths[2]])
     assert caught.value.code == 1
     captured = capsys.readouterr()
-    assert "1 of 3 micro-batches differ" in captured.out and "val-e0000-s000000-m000" in captured.out
+    assert "first different" in captured.out and "val-e0000-s000000-m000" in captured.out
     assert json.loads(captured.out.splitlines()[-1])["equal"] is False and captured.err == ""
 
 
@@ -187,13 +187,13 @@ def test_the_command_ends_with_code_1_where_streams_differ(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--from-step", "12"], "--from-step 12 is outside the run's 12 steps"),
+        (["--from-step", "12"], "--from-step 12 and --to-step 12 are no range within the run's 12 steps"),
         (
             ["--from-step", "4", "--to-step", "4"],
-            "--to-step 4 is not after --from-step 4 within the run's 12 steps",
+            "--from-step 4 and --to-step 4 are no range within the run's 12 steps",
         ),
-        (["--to-step", "13"], "--to-step 13 is not after --from-step 0"),
-        (["--to-step", "-1"], "--to-step -1 is not after --from-step 0"),
+        (["--to-step", "13"], "--from-step 0 and --to-step 13 are no range"),
+        (["--to-step", "-1"], "--from-step 0 and --to-step -1 are no range"),
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
         (["--compare", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
         (["--leave-out", "/nowhere/x.json"], "store.leave_out: /nowhere/x.json cannot be read"),
@@ -255,10 +255,9 @@ class TestRanges:
         assert found == {"digest": found["digest"], "samples": 140, "micro_batches": 14, "output": str(one)}
         written = json.loads(one.read_text())
         assert combine(bytes.fromhex(d) for d in written["micro_batches"].values()) == found["digest"]
-        found = run("--from-step", 5, "--workers", 2, "--unbroken=false", "--compare", one, "--output", other)
+        found = run("--from-step", 5, "--workers", 2, "--compare", one, "--output", other)
         assert found["equal"] and found["compared"] == 4 and found["micro_batches"] == 10
         assert found["settings"] == {"workers": [1, 2], "from_step": [0, 5], "to_step": [7, 10]}
-        assert "unbroken_digest" not in found
         found = run("--to-step", 1, "--transform", "center", "--compare", one, code=1)
         assert (found["equal"], found["compared"], found["different"]) == (False, 2, 2)
         assert found["first_different"] == "train-e0000-s000000-m000"

@@ -34,7 +34,7 @@ AUGMENT = AugmentConfig(
     mixup_alpha=0.4,
     cutmix_alpha=1.0,
     mix_prob=0.9,
-    strength=StrengthConfig(start=0.2, ramp_up=0.5, ramp_down=0.25),
+    strength=StrengthConfig(ramp_up=0.5, ramp_down=0.25),
 )
 
 

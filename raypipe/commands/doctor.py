@@ -102,7 +102,10 @@ def _ray() -> tuple[bool, str]:
     """Is RAY_ADDRESS, if set, up (ray status), and of this Ray? Else see /tmp/ray/session_latest/logs."""
     where = f"the cluster at {os.environ.get('RAY_ADDRESS') or 'this machine'}"
     command = [sys.executable, "-c", _RAY_PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{where} has not answered within {_RAY_TIMEOUT_S} s") from None
     if done.returncode:
         raise RuntimeError(f"{where}: {(done.stderr.splitlines() or ['no word'])[-1]}")
     return True, f"{where}: {done.stdout.splitlines()[-1]}"

@@ -198,6 +198,8 @@ def digest(
     if expected:
         found |= compared_with(expected, made)
     table(store, _rows(found))
+    if expected:
+        print(_verdict(found))
     return found
 
 
@@ -214,7 +216,14 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
 
     found = compare(DigestFile.read(first), DigestFile.read(second))
     table(f"{first}, {second}", _rows(found))
+    print(_verdict(found))
     return found
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    if found["equal"]:
+        return f"equal over {found['compared']} micro-batches"
+    return f"{found['different']} of {found['compared']} micro-batches differ"
 
 
 def report(run: str, *, against: str = "", output: str = "") -> dict[str, Any]:

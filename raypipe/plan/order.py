@@ -29,6 +29,7 @@ class Domain(IntEnum):
     SAMPLE = 3
     MICRO_BATCH = 4
     SUBSTITUTE = 5
+    WEIGHTS = 6
     MIXING = 0x4D49584D49584D49  # MixUp and CutMix: the second word of a Philox key
 
 

@@ -20,6 +20,7 @@ from raypipe.config import RunConfig, TrainConfig
 from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
+from raypipe.plan.order import Domain, derive_keys
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 
@@ -162,7 +163,7 @@ class Learner:
         self._num_classes, self._per_step = num_classes, run.plan.per_step
         self._config, self._device, self.dtype = config, device, amp_dtype(config.amp, device)
         self._per_rank = self._per_step // world_size
-        torch.manual_seed(run.plan.seed)
+        torch.manual_seed(int(derive_keys(1, run.plan.seed, Domain.WEIGHTS)[0]) >> 1)
         self._model = build_model(config.model, num_classes).to(device)
         if on_cuda:
             self._model = self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -40,8 +40,8 @@ from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
+from raypipe.transform.batch import HostBatch
 from raypipe.transform.contents import EncodedTransform, pack
-from raypipe.transform.micro_batch import HostBatch
 from raypipe.transform.sample_transform import EncodedSample
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)

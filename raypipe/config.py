@@ -157,11 +157,12 @@ class PoolConfig(_Section, prefix="pool."):
         grow_after_s: seconds over which that is measured, and the least between two growths.
         shrink_after_s: seconds without waiting after which actors that have nothing to do are given back.
         prefer_nodes: `label=value` of nodes that actors take first, as far as these have room; empty = any node.
-        in_flight: micro-batches read, transformed or waiting at one time, in all; 0 = 4 per actor and 2 per rank.
+        block: micro-batches that Ray moves at a time; 0 = found by what they take (docs/tuning.md).
+        in_flight: micro-batches transformed or waiting at one time, in all; 0 = 3 blocks per actor and 2 per rank.
         read: "actor": actors read the store; "stage": one reader does; "auto": stage for stores in groups.
         cache: keep decoded samples of small images across epochs, on each node, in RAYPIPE_CACHE (docs/cache.md).
         cache_bytes: limit of that cache on a node; 0 = a quarter of what its place has free at the start.
-        max_attempts: actors that one micro-batch, or readers that one row group, may cost before the run ends.
+        max_attempts: actors that one block, or readers that one row group, may cost before the run ends.
         stall_timeout_s: seconds without a finished micro-batch, or without room for trainers, that end the run.
     """
 
@@ -173,6 +174,7 @@ class PoolConfig(_Section, prefix="pool."):
     grow_after_s: Positive = 5.0
     shrink_after_s: Positive = 60.0
     prefer_nodes: str = "raypipe=transform"
+    block: int = 0
     in_flight: int = 0
     read: Literal["auto", "actor", "stage"] = "auto"
     cache: Cache = "off"
@@ -190,14 +192,21 @@ class PoolConfig(_Section, prefix="pool."):
         named = self.prefer_nodes.partition("=")
         self._require(all(named) or not any(named), "prefer_nodes", self.prefer_nodes, "label=value, or empty")
 
-    def in_flight_for(self, world_size: int) -> tuple[int, int]:
-        """Micro-batches that may be in flight: whatever the size of the pool, and for each actor in addition.
+    def blocks_for(self, ranks: int, actors: int) -> tuple[int, int, int]:
+        """Blocks that may be in flight whatever the size of the pool, for each actor beside them; and the largest.
 
-        Of an actor one is in work, one queued behind it, two are finished and wait: no actor and no rank waits.
+        Of an actor one is in work, one queued behind it, one finished: no actor and no rank waits.
+
+        Args:
+            actors: that the pool begins with.
+
+        Returns:
+            Numbers of blocks, twice, and of micro-batches, where 0 = without limit.
         """
-        if self.in_flight:
-            return max(self.in_flight, 2 * world_size + 1), 0
-        return 2 * world_size, 4
+        if not self.in_flight:
+            return 2 * ranks, 3, self.block
+        largest = self.block or max(1, self.in_flight // (2 * ranks + 3 * actors))
+        return max(self.in_flight // largest, 2 * ranks + 1), 0, largest
 
     @property
     def least_actors(self) -> int:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import platform
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from raypipe.errors import ConfigError
+
+# Whatever reads, decodes, transforms or draws at random on the CPU.
+_PACKAGES = (
+    "raypipe",
+    "ray",
+    "numpy",
+    "pyarrow",
+    "simplejpeg",
+    "opencv-python-headless",
+    "pillow",
+    "albumentations",
+    "albucore",
+    "torch",
+    "torchvision",
+)
 
 
 def import_name(address: str, setting: str) -> Any:
@@ -43,3 +59,8 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of all that pixels may depend on; None = it is not installed."""
+    return {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}

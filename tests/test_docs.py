@@ -23,7 +23,7 @@ from raypipe.commands import cli
 from raypipe.commands.tune import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.stores import Store
-from raypipe.streaming.worker import TransformWorker
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.transform.presets import PRESETS, check_transform
 
 from conftest import samples, write_tar  # isort: skip
@@ -298,21 +298,21 @@ def test_what_docs_transforms_has_makes_images(
 
     def first(**changes: Any) -> np.ndarray:
         made = raypipe.StreamSpec.of("train.lmdb", plan=names["spec"].plan.config, **changes)
-        return TransformWorker(made).run(next(made.plan.micro_batches(made.plan.start())))["image"]
+        return MicroBatchMaker(*made.recipe).batch(next(made.plan.micro_batches(made.plan.start()))).image
 
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])
     saved, _ = cli.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
     assert saved.transform.train == "policy.json"
     image = first(transform=saved.transform)
-    assert image.shape == (1, 16, 32, 32, 3)
+    assert image.shape == (16, 32, 32, 3)
     assert np.array_equal(image, first(train_transform=json.loads(policy)))
     spec = names["spec"]
     at = next(spec.plan.micro_batches(spec.plan.start()))
-    assert TransformWorker(spec).run(at)["image"].shape == (1, 16, 32, 32, 3)
+    assert MicroBatchMaker(*spec.recipe).batch(at).image.shape == (16, 32, 32, 3)
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[2])
     mine, _ = cli.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
     for name in (mine.transform.train, mine.transform.val, "my_transforms:turned"):
-        assert first(transform=mine.transform, train_transform=name).shape == (1, 16, 32, 32, 3), name
+        assert first(transform=mine.transform, train_transform=name).shape == (16, 32, 32, 3), name
 
 
 def test_docs_transforms_has_every_preset() -> None:

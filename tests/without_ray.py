@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raypipe.streaming.digest import batch_digest
-from raypipe.streaming.row import host_batch
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import TransformWorker
-from raypipe.transform.micro_batch import HostBatch
+from raypipe.transform.batch import HostBatch
 
 
 def host_batches(spec: StreamSpec, from_step: int = 0) -> Iterator[HostBatch]:
     """Each micro-batch from a training step on, by one worker, which reads the store itself."""
-    worker = TransformWorker(spec)
-    return (host_batch(worker.run(at)) for at in spec.plan.micro_batches(spec.plan.cursor_at(from_step)))
+    maker = MicroBatchMaker(*spec.recipe)
+    return (maker.batch(at) for at in spec.plan.micro_batches(spec.plan.cursor_at(from_step)))
 
 
 def digests(spec: StreamSpec, from_step: int = 0) -> list[bytes]:

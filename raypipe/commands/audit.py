@@ -153,6 +153,7 @@ def digest(
     from raypipe.storage.files import check_place
     from raypipe.streaming.digest import DigestFile, combine, iterate_digests, settings_of
     from raypipe.streaming.digest import compare as compared_with
+    from raypipe.streaming.pipeline import splits
     from raypipe.streaming.spec import StreamSpec
 
     plan, cpu, options = stream_settings(epochs, **settings)
@@ -185,7 +186,8 @@ def digest(
     most = preflight(spec.pool).max_actors
     told = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
     cursor = spec.plan.cursor_at(from_step)
-    digests = list(iterate_digests(spec, cursor, max_actors=most, world_size=workers))
+    iterators = splits(spec, cursor, max_actors=most, world_size=workers)
+    digests = list(iterate_digests(spec.plan, cursor, iterators))
     made = DigestFile(output, told, {one.name: one.digest.hex() for one in digests})
     found: dict[str, Any] = {
         "digest": combine(one.digest for one in digests),

@@ -27,11 +27,10 @@ import numpy as np
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.logs import table
-from raypipe.lookup import version_of
+from raypipe.lookup import versions
 from raypipe.pages import number
 from raypipe.storage.files import check_place, write_json
 from raypipe.stores import Store, open_store, store_options
-from raypipe.streaming.digest import PACKAGES
 from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
@@ -235,5 +234,5 @@ def measured_settings(store: Store, transform: TransformConfig, actors: int, mic
         "read": "actor" if store.groups is None else "stage",
         "cpus": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
-        "versions": {name: version_of(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "versions": versions(),
     }

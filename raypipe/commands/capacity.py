@@ -11,6 +11,7 @@ from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.storage.files import read_json
+from raypipe.streaming.blocks import MAX_BYTES, fitting
 
 _OBJECT_STORE_SHARE = 0.3  # of a node's memory (ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION)
 _FREED_AFTER_S = 1.0  # what was let go stays in the object store for about so long: Ray frees in rounds
@@ -64,8 +65,9 @@ def plan_capacity(
     encoded_per_s, on_host = per_s * encoded_bytes, min(gpus_per_host, gpus)
     wanted = per_s * (1 + headroom) / (measured["stream_images_per_s"] / measured["actors"])
     actors = math.ceil(wanted)
-    fixed, per_actor = PoolConfig().in_flight_for(gpus)
-    in_flight = fixed + per_actor * actors
+    fixed, per_actor, _ = PoolConfig().blocks_for(gpus, actors)
+    work_s = micro_batch * measured["actors"] / measured["stream_images_per_s"]
+    in_flight = (fixed + per_actor * actors) * fitting([work_s], [micro_batch_bytes], MAX_BYTES)
     store_bytes = (in_flight + per_s / micro_batch * _FREED_AFTER_S) * micro_batch_bytes
     if measured["read"] == "stage":
         store_bytes += _READ_AHEAD * in_flight * micro_batch * encoded_bytes

@@ -25,17 +25,17 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import printable
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.base import Store
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import TransformWorker
+from raypipe.transform.batch import HostBatch, read_encoded
 from raypipe.transform.decode import decode
-from raypipe.transform.micro_batch import read_encoded
 from raypipe.transform.targets import decode_boxes, decode_mask
 from raypipe.transform.transform_steps import brief
 
 # Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
 _EXAMPLE: dict[str, Any] = {"preset": "standard", "mixup_alpha": 0.8, "cutmix_alpha": 1.0}
 MAX_TILES = 1000  # about 40 megapixels
-Stages = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, Mixed | None]
+Stages = tuple[HostBatch, np.ndarray, np.ndarray, Mixed | None]
 _DPI = 100
 _FONT: Any = {"family": "monospace", "size": 7.2, "parse_math": False, "va": "top"}  # 10 pixels
 _TILE, _ROW, _GUTTER, _MARGIN = 160, 212, 8, 24  # pixels
@@ -71,7 +71,7 @@ class Preview:
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
         spec = StreamSpec.of(store, plan=plan, transform=transform)
         self.plan, self.store, self.config, self.augment = spec.plan, store, spec.transform, augment
-        self._worker, self._targets = TransformWorker(spec), transform.target_columns
+        self._maker, self._targets = MicroBatchMaker(*spec.recipe), transform.target_columns
         device, targets = torch.device("cpu"), bool(self._targets)
         # The mixing draws from a generator of its own, so the operations draw the same without it.
         unmixed = replace(augment, mixup_alpha=0, cutmix_alpha=0)
@@ -107,13 +107,13 @@ class Preview:
         """All of one micro-batch on its way to the model.
 
         Returns:
-            The columns of its row, see `raypipe.streaming.row`, bad samples substituted; uint8 (B, h, w, 3), what
+            The micro-batch, bad samples substituted; uint8 (B, h, w, 3), what
             the device's operations make of that; the same, mixed: what the model gets, normalisation undone; and
             the other half of the targets, None = not mixed.
         """
-        made = {name: column[0] for name, column in self._worker.run(at).items()}
-        image = torch.from_numpy(made["image"]).permute(0, 3, 1, 2)
-        target, counts = torch.from_numpy(made["label"]), made["index"] >= 0
+        made = self._maker.batch(at)
+        image = torch.from_numpy(made.image).permute(0, 3, 1, 2)
+        target, counts = torch.from_numpy(made.label), made.index >= 0
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         augmented, _ = self._augment_only(image, target, counts, **drawn)
@@ -143,11 +143,11 @@ class Preview:
 
     def _three(self, at: MicroBatchId, row: int, stages: Stages) -> list[Tile]:
         made, augmented, fed, mixed = stages
-        wanted, own = int(self.plan.indices(at)[row]), self._class(made["label"][row])
+        wanted, own = int(self.plan.indices(at)[row]), self._class(made.label[row])
         micro = f"micro-batch {at.micro}, " if self.plan.config.per_step > 1 else ""
         lines, reason = [f"step {at.step}, {micro}row {row}"], ""
-        if made["index"][row] != wanted:
-            lines.append(f"bad: sample {made['index'][row]} stands in")
+        if made.index[row] != wanted:
+            lines.append(f"bad: sample {made.index[row]} stands in")
             if self._decoded(wanted).image is not None:  # else a grey tile has the reason already
                 reason = "the transform fails on it: the log has its error"
         if mixed is None:
@@ -157,9 +157,9 @@ class Preview:
             other = self._class(int(mixed.target[row]))
             label = (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
         # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
-        drawn = {name: array[row].copy() for name, array in made.items() if name in self._targets}
+        drawn = {name: array[row].copy() for name, array in vars(made).items() if name in self._targets}
         return [
-            Tile(None if reason else made["image"][row].copy(), tuple(lines), reason, **drawn),
+            Tile(None if reason else made.image[row].copy(), tuple(lines), reason, **drawn),
             Tile(augmented[row].copy(), (own,), **drawn),
             Tile(fed[row].copy(), label, **drawn),
         ]

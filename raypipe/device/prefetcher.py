@@ -26,7 +26,7 @@ from raypipe.device.mixing import Mixed
 from raypipe.device.ring import Item, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.transform.micro_batch import HostBatch
+from raypipe.transform.batch import HostBatch
 
 Used = TypeVar("Used")
 

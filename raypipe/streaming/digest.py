@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.failures import get
-from raypipe.lookup import version_of
+from raypipe.lookup import versions
 from raypipe.plan.cursor import Cursor
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
@@ -30,23 +31,13 @@ from raypipe.streaming.row import host_batches
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
+    from raypipe.plan.schedule import Plan
     from raypipe.streaming.spec import StreamSpec
-    from raypipe.transform.micro_batch import HostBatch
+    from raypipe.transform.batch import HostBatch
 
-# Whatever reads, decodes, transforms or draws at random on the CPU.
-PACKAGES = (
-    "raypipe",
-    "ray",
-    "numpy",
-    "pyarrow",
-    "simplejpeg",
-    "opencv-python-headless",
-    "pillow",
-    "albumentations",
-    "albucore",
-    "torch",
-    "torchvision",
-)
+
+# To send one through Ray takes a millisecond or two.
+_CHUNK = 16
 
 
 def batch_digest(batch: HostBatch) -> bytes:
@@ -78,31 +69,34 @@ class MicroBatchDigest:
     num_samples: int
 
 
-def _consume(iterator: DataIterator) -> Iterator[MicroBatchDigest]:
-    for batch in host_batches(iterator):
-        yield MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum()))
+def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
+    batches = host_batches(iterator)
+    found = (MicroBatchDigest(str(at.at), batch_digest(at), int((at.weight > 0).sum())) for at in batches)
+    while some := list(islice(found, _CHUNK)):
+        yield some
 
 
-def iterate_digests(
-    spec: StreamSpec, cursor: Cursor, *, max_actors: int, world_size: int
-) -> Iterator[MicroBatchDigest]:
-    """Run the stream from a cursor through W consumers; yields in the order of the plan, as they come.
+def iterate_digests(plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator]) -> Iterator[MicroBatchDigest]:
+    """Consume a stream, by one process for each rank; yields in the order of the plan, as they come.
 
     To end it at a step, end its plan there (`Plan.until`): all ranks then come to their end together, and so does
     the execution. It must be iterated to its end.
+
+    Args:
+        plan: of the stream.
+        cursor: where it was started.
+        iterators: of all ranks, from `pipeline.splits`.
 
     Raises:
         RaypipeError: a rank got other micro-batches than the plan gives it.
     """
     import ray
 
-    from raypipe.streaming.pipeline import splits
-
     consume: Any = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
-    iterators = splits(spec, cursor, max_actors=max_actors, world_size=world_size)
-    ranks = [map(get, consume.remote(iterator)) for iterator in iterators]  # all begin now: none goes alone
-    for at in spec.plan.micro_batches(cursor):
-        rank = at.micro % world_size
+    # All begin now: none goes alone.
+    ranks = [chain.from_iterable(map(get, consume.remote(iterator))) for iterator in iterators]
+    for at in plan.micro_batches(cursor):
+        rank = at.micro % len(ranks)
         found = next(ranks[rank], None)
         if found is None or found.name != str(at):
             got = "ended" if found is None else f"brought {found.name}"
@@ -184,7 +178,6 @@ def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, 
         "cache": spec.pool.cache,
         "from_step": from_step,
         "to_step": to_step,
-        **{f"version.{name}": version_of(name) for name in PACKAGES},
-        "version.python": platform.python_version(),
+        **{f"version.{name}": version for name, version in versions().items()},
         "machine": platform.machine(),
     }

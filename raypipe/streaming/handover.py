@@ -27,7 +27,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 
 if TYPE_CHECKING:
-    pass
+    from ray.data import DataIterator
 
 
 def feed(
@@ -64,7 +64,7 @@ def feed(
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
     spec.plan.check_workers(world_size)
-    handed: Any = None
+    handed: tuple[list[DataIterator], Cursor, Any] | None = None
     if rank == 0:
         start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
@@ -80,6 +80,7 @@ def feed(
         from ray.train.collective import broadcast_from_rank_zero
 
         handed = broadcast_from_rank_zero(handed)
+    assert handed is not None
     iterators, start, supervisor = handed
     if device is None:
         device = ray.train.torch.get_device() if in_train else torch.device("cpu")

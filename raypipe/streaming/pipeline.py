@@ -1,6 +1,6 @@
 """A stream on Ray: plan → source → actor pool, as one Ray Data execution for the whole schedule.
 
-dataset(spec, cursor)   a ray.data.Dataset of what is left at a cursor, one row per micro-batch
+dataset(spec, cursor)   a ray.data.Dataset of what is left at a cursor, one row per block
 splits(spec, cursor)    the same as one iterator per rank, from one or several executions
 raypipe.stream(…)       spec and dataset in one call, for people who only want the data
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from raypipe.config import PoolConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.metrics import prometheus as telemetry
 from raypipe.plan.cursor import Cursor
@@ -23,8 +23,9 @@ from raypipe.rayext import flow
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.flow import InFlight
 from raypipe.stores.base import Store
+from raypipe.streaming.blocks import MAX_BYTES
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.presets import is_preset
@@ -48,12 +49,6 @@ def placement(prefer_nodes: str) -> dict[str, Any]:
     return {"label_selector": {label: value}, "fallback_strategy": [{"label_selector": {}}]} if label else {}
 
 
-def in_flight(pool: PoolConfig, world_size: int = 1, share: Share = WHOLE) -> InFlight:
-    """Micro-batches that may be in flight in one execution for its share of W ranks."""
-    part = replace(pool, in_flight=share.of(pool.in_flight))
-    return InFlight(*part.in_flight_for(share.of(world_size)))
-
-
 def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfig, int]:
     """The pool of one execution, which may grow to its share of the actors of all; and how many it begins with.
 
@@ -62,6 +57,20 @@ def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfi
     pool = replace(pool, executions=1, max_actors=max(share.of(max_actors), pool.min_actors))
     room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
     return pool, min(max(share.of(room), pool.min_actors), pool.max_actors)
+
+
+def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
+    """Blocks that may be in flight in all executions of a stream, once their pools are as large as may be."""
+    total = 0
+    for share in shares(world_size, pool.executions):
+        part, actors = _pool_of(pool, share, max_actors)
+        fixed, per_actor, _ = _part(part, share).blocks_for(share.of(world_size), actors)
+        total += fixed + per_actor * actors
+    return total
+
+
+def _part(pool: PoolConfig, share: Share) -> PoolConfig:
+    return replace(pool, in_flight=share.of(pool.in_flight))
 
 
 def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams: int = 1) -> None:
@@ -75,18 +84,20 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
     if not all(is_preset(transform) for transform in spec.transforms.values()):
         return
     channels = 4 if spec.transform.mask_column else 3
-    micro_batch_bytes = spec.plan.config.micro_batch * spec.transform.size**2 * channels
-    num = num_streams * sum(
-        in_flight(spec.pool, world_size, share).limit(_pool_of(spec.pool, share, max_actors)[1])
-        for share in shares(world_size, spec.pool.executions)
-    )
-    capacity, needed = ray.cluster_resources().get("object_store_memory", 0.0), num * micro_batch_bytes
+    block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
+    block_bytes = block * spec.plan.config.micro_batch * spec.transform.size**2 * channels
+    num = num_streams * blocks_in_flight(spec.pool, max_actors, world_size)
+    capacity, needed = _object_store_bytes(), num * block_bytes
     if needed > capacity:
         raise ResourceError(
-            f"{num} micro-batches in flight of {micro_batch_bytes / 2**20:.0f} MiB need "
+            f"{num} blocks in flight of {block_bytes / 2**20:.0f} MiB need "
             f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
-            "pool.in_flight or plan.micro_batch, or start Ray with a larger object store"
+            "pool.in_flight, pool.block or plan.micro_batch, or start Ray with a larger object store"
         )
+
+
+def _object_store_bytes() -> float:
+    return ray.cluster_resources().get("object_store_memory", 0.0)
 
 
 def dataset(
@@ -98,11 +109,10 @@ def dataset(
     supervisor: Any = None,
     share: Share = WHOLE,
 ) -> Dataset:
-    """What is left of the stream at a cursor: a Dataset of one row, and one block, per micro-batch.
+    """What is left of the stream at a cursor: a Dataset of one row for each block.
 
-    The rows come in the order of the plan. Iterate with `batch_size=None`, or split it with
-    `streaming_split(R, equal=True)` over the R ranks of the share: each then gets every R-th, which are the
-    micro-batches m of each step with m mod W = its rank among all W.
+    Iterate with `batch_size=None`, or split it with `streaming_split(R, equal=True)` over the R ranks of the
+    share: each then gets every R-th row, and so the micro-batches m of each step with m mod W = its rank of all W.
 
     Args:
         max_actors: transform actors that the pools of all executions may grow to.
@@ -112,7 +122,11 @@ def dataset(
     """
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
-    (pool, actors), limit = _pool_of(spec.pool, share, max_actors), in_flight(spec.pool, world_size, share)
+    (pool, actors), ranks = _pool_of(spec.pool, share, max_actors), share.of(world_size)
+    fixed, per_actor, largest = _part(pool, share).blocks_for(ranks, actors)
+    limit = InFlight(fixed, per_actor)
+    # Of the object store as it is now, streams take half.
+    room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
     context = ray.data.DataContext.get_current().copy()
     context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
     context.execution_options.preserve_order = True
@@ -124,7 +138,18 @@ def dataset(
     context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
     flow.configure(context, pool, limit, actors, bool(spec.readers()), supervisor)
     telemetry.configure(context, spec.run, spec.log)
-    source = MicroBatchSource(spec.plan, cursor, spec.readers(), supervisor, share, spec.transform.target_columns)
+    source = MicroBatchSource(
+        spec.plan,
+        cursor,
+        spec.readers(),
+        supervisor,
+        share,
+        spec.transform.target_columns,
+        ranks=ranks,
+        block=pool.block,
+        largest=largest,
+        max_bytes=min(MAX_BYTES, int(room)),
+    )
     with ray.data.DataContext.current(context):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
         return rows.map_batches(
@@ -154,8 +179,9 @@ def splits(
 ) -> list[DataIterator]:
     """What is left of the stream at a cursor, as one iterator per rank; see `dataset`.
 
-    A rank with an execution for itself runs it in its own process; several share one in an actor of its own. There
-    are pool.executions, or, for fewer workers of an elastic run, as many as can share them evenly.
+    Each execution runs in an actor of its own: in the process of a rank it would take the interpreter from the
+    training loop. There are pool.executions, or, for fewer workers of an elastic run, as many as can share them
+    evenly.
 
     Raises:
         ConfigError: W does not divide M.
@@ -177,7 +203,7 @@ def splits(
         )
         if not spec.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
             rows = ray.data.from_items([])
-        iterators.append([rows.iterator()] if ranks == 1 else rows.streaming_split(ranks, equal=True))
+        iterators.append(rows.streaming_split(ranks, equal=True))
     return [iterators[rank % executions][rank // executions] for rank in range(world_size)]
 
 
@@ -185,6 +211,11 @@ def stream(
     train: Store | str | Path,
     val: Store | str | Path | None = None,
     *,
+    plan: PlanConfig | None = None,
+    transform: TransformConfig | None = None,
+    pool: PoolConfig | None = None,
+    train_transform: Transform = "",
+    val_transform: Transform = "",
     cursor: Cursor | None = None,
     world_size: int = 1,
     **settings: Any,
@@ -192,17 +223,20 @@ def stream(
     """The stream as a plain Dataset, for people who only want the data.
 
     Args:
-        train, val, settings: for `StreamSpec.of`: `plan`, `transform`, `pool`, `train_transform`, ….
+        train, val, plan, transform, pool, train_transform, val_transform: see `StreamSpec.of`, which also takes
+            what else is given.
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
 
     Returns:
-        One row per micro-batch, in the order of the plan: those from an actor in `raypipe.streaming.row`.
+        One row for each block, those from an actor in `raypipe.streaming.row`, whose `batches_of` has their
+        micro-batches. With one rank these are in the order of the plan.
 
     Raises:
         StoreError, ConfigError, CursorError, ResourceError: what is wrong, and how to mend it.
     """
-    spec = StreamSpec.of(train, val, **settings)
+    transforms: dict[str, Any] = {"train_transform": train_transform, "val_transform": val_transform}
+    spec = StreamSpec.of(train, val, plan=plan, transform=transform, pool=pool, **transforms, **settings)
     if spec.pool.executions > 1:
         raise ConfigError(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "

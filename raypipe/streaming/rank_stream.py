@@ -27,10 +27,10 @@ from raypipe.metrics.timing import StageClock, StageTimes, mark
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import MicroBatchId, Segment, Split
 from raypipe.stores.base import name_of, title_of
+from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
-from raypipe.streaming.worker import BadSampleBudget, record_bad
 
 if TYPE_CHECKING:
     from ray.data import DataIterator

@@ -1,27 +1,31 @@
-"""The row of the stream, which is one micro-batch and one Ray block: its columns, dtypes and shapes.
+"""The row of the stream, which is one block of k micro-batches, of one rank and one segment: its columns.
 
-from the source   split int8; epoch, step, micro int64: its place, which is all that an actor needs that reads
-from a reader     the same; encoded, mask, boxes, label, lists of B; null in a split left to the actors
-from an actor     the same, (1,) each; image uint8 (1, B, H, W, 3), or, for the device to decode, the arrays of an
-                  EncodedMicroBatch, each (1, …); of streams that have them, mask uint8 (1, B, H, W), boxes
-                  float32 (1, B, K, 5); label, index int64 (1, B), weight float32 (1, B), num_bad int64 (1,),
-                  read_s, work_s float64 (1,): seconds that the actor spent on it, reading, and in all
+from the source   split int8, epoch int64; step, micro int64, lists of k: their places, which is all that an actor
+                  needs that reads
+from a reader     the same; encoded, mask, boxes, label, lists of k·B; null in a split left to the actors
+from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
+                  decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end; of
+                  streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5); label, index
+                  int64 (1, k, B), weight float32 (1, k, B); num_bad int64 (1, k); read_s, work_s float64 (1, k):
+                  seconds that the actor spent on each micro-batch, reading, and in all
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from raypipe.failures import cause_of
-from raypipe.plan.schedule import PADDING, MicroBatchId, Split
-from raypipe.stores.base import Store
-from raypipe.transform.micro_batch import HostBatch, MicroBatchResult, read_encoded
+from raypipe.plan.schedule import MicroBatchId, Split
+from raypipe.streaming.blocks import Block
+from raypipe.transform.batch import HostBatch, MicroBatchResult, Read, Room
 from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import as_bytes
 
@@ -32,96 +36,130 @@ _SPLITS: tuple[Split, ...] = ("train", "val")
 # The arrays of an EncodedMicroBatch, in the order in which they are hashed.
 _ENCODED = ("data", "offsets", "crop", "flip", "ok")
 _BINARIES = pa.list_(pa.large_binary())
-PLACE_SCHEMA = pa.schema(
-    [("split", pa.int8()), ("epoch", pa.int64()), ("step", pa.int64()), ("micro", pa.int64())]
-)
-_READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": pa.list_(pa.int64())}
+_NUMBERS = pa.list_(pa.int64())
+PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", _NUMBERS), ("micro", _NUMBERS)])
+_READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": _NUMBERS}
 READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
 
 _RAY_DATA_THREAD = "iter_threaded"
 _THREAD_S = 5.0  # for a call to Ray that it is in
 
-Read = tuple[list[EncodedSample], np.ndarray]
-"""B samples, and labels int64 (B,); padding has no image, and label 0."""
 
+@dataclass(frozen=True)
+class Made:
+    """A micro-batch that was made.
 
-def place_of(row: Mapping[str, Any]) -> MicroBatchId:
-    """The place in the run of one row of scalars."""
-    return MicroBatchId(_SPLITS[int(row["split"])], int(row["epoch"]), int(row["step"]), int(row["micro"]))
-
-
-def read_samples(store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None) -> Read:
-    """Samples and labels of int64 indices (B,).
-
-    Args:
-        targets: see `read_encoded`.
+    Attributes:
+        at: its place.
+        result: what the transform made.
+        read_s, work_s: seconds spent reading, and in all.
+        num_kept: samples that were in the cache.
     """
-    real = indices != PADDING
-    read, read_labels = read_encoded(store, indices[real], targets)
-    if real.all():
-        return read, read_labels
-    samples = [EncodedSample(None)] * len(indices)
-    labels = np.zeros(len(indices), np.int64)
-    for position, sample in zip(np.flatnonzero(real), read, strict=True):
-        samples[position] = sample
-    labels[real] = read_labels
-    return samples, labels
+
+    at: MicroBatchId
+    result: MicroBatchResult
+    read_s: float
+    work_s: float
+    num_kept: int = 0
+
+    def host_batch(self) -> HostBatch:
+        """As the rank gets it."""
+        return _host_batch(self.at, vars(self) | vars(self.result) | self.result.arrays, len(self.result.bad))
 
 
-def source_row(at: MicroBatchId, read: Read | None, schema: pa.Schema) -> pa.Table:
-    """A row of the source, or, with what was read, of a reader."""
-    row: list[Any] = [_SPLITS.index(at.split), at.epoch, at.step, at.micro]
-    if read is None:
+def block_of(table: pa.Table) -> Block:
+    """The block that a row of the source names."""
+    (row,) = table.select(PLACE_SCHEMA.names).to_pylist()
+    return _places(row["split"], row["epoch"], row["step"], row["micro"])
+
+
+def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:
+    at = (_SPLITS[int(split)], int(epoch))
+    return [MicroBatchId(*at, step, micro) for step, micro in zip(steps, micros, strict=True)]
+
+
+def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) -> pa.Table:
+    """A row of the source, or, with what was read of each micro-batch, of a reader."""
+    row: list[Any] = [_SPLITS.index(block[0].split), block[0].epoch]
+    row += [[at.step for at in block], [at.micro for at in block]]
+    if reads is None:
         row += [None] * (len(schema) - len(row))
     else:
-        images, *targets = zip(*read[0], strict=True)
-        row += [images, *([as_bytes(value) for value in column] for column in targets), read[1]]
+        images, *targets = zip(*chain.from_iterable(samples for samples, _ in reads), strict=True)
+        row += [images, *([as_bytes(value) for value in column] for column in targets)]
+        row.append(np.concatenate([labels for _, labels in reads]))
     arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def read_of(table: pa.Table) -> Read | None:
-    """What a reader has put into a row; None where it is left to the actor."""
+def reads_of(table: pa.Table) -> list[Read] | None:
+    """What a reader has put into a row, of each micro-batch; None where it is left to the actor."""
     if "encoded" not in table.column_names or not table["encoded"][0].is_valid:
         return None
     columns = [table[name][0].as_py() for name in ("encoded", "mask", "boxes")]
     samples = [EncodedSample(*sample) for sample in zip(*columns, strict=True)]
-    return samples, np.asarray(table["label"][0].values)
+    labels = np.split(np.asarray(table["label"][0].values), len(table["step"][0]))
+    size = len(labels[0])
+    return [(samples[size * number :][:size], each) for number, each in enumerate(labels)]
 
 
-def made_row(at: MicroBatchId, result: MicroBatchResult, read_s: float, work_s: float) -> dict[str, np.ndarray]:
-    """The row of a finished micro-batch."""
+def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
+    """The row of a finished block.
+
+    Args:
+        room: that has the arrays which were put there; the others are each micro-batch's own.
+    """
+    places, results = [made.at for made in all_made], [made.result for made in all_made]
+    arrays = room.arrays or {
+        name: (np.concatenate if name == "data" else np.stack)([result.arrays[name] for result in results])
+        for name in results[0].arrays
+    }
+    columns = {
+        "step": [at.step for at in places],
+        "micro": [at.micro for at in places],
+        **arrays,
+        "label": [result.label for result in results],
+        "index": [result.index for result in results],
+        "weight": [result.weight for result in results],
+        "num_bad": [len(result.bad) for result in results],
+        "read_s": [made.read_s for made in all_made],
+        "work_s": [made.work_s for made in all_made],
+    }
     return {
-        "split": np.array([_SPLITS.index(at.split)], np.int8),
-        "epoch": np.array([at.epoch]),
-        "step": np.array([at.step]),
-        "micro": np.array([at.micro]),
-        **{name: array[None] for name, array in result.arrays.items()},
-        "label": result.label[None],
-        "index": result.index[None],
-        "weight": result.weight[None],
-        "num_bad": np.array([len(result.bad)]),
-        "read_s": np.array([read_s]),
-        "work_s": np.array([work_s]),
+        "split": np.array([_SPLITS.index(places[0].split)], np.int8),
+        "epoch": np.array([places[0].epoch]),
+        **{name: np.asarray(column)[None] for name, column in columns.items()},
     }
 
 
-def host_batch(row: Mapping[str, Any]) -> HostBatch:
-    """A finished row as a micro-batch in host memory."""
-    first = {name: column[0] for name, column in row.items()}
-    encoded = {name: first[name] for name in _ENCODED if name in first}
+def batches_of(row: Mapping[str, Any]) -> Iterator[HostBatch]:
+    """The micro-batches of a finished row, in host memory: views of its arrays."""
+    of_block = {name: column[0] for name, column in row.items()}
+    split, epoch = of_block.pop("split"), of_block.pop("epoch")
+    data = of_block.pop("data", None)
+    ends = np.cumsum(of_block["offsets"][:, -1]) if data is not None else None
+    places = _places(split, epoch, of_block["step"].tolist(), of_block["micro"].tolist())
+    for number, at in enumerate(places):
+        arrays = {name: column[number] for name, column in of_block.items()}
+        if data is not None and ends is not None:
+            arrays["data"] = data[ends[number] - arrays["offsets"][-1] : ends[number]]
+        yield _host_batch(at, arrays, int(arrays["num_bad"]))
+
+
+def _host_batch(at: MicroBatchId, arrays: Mapping[str, Any], num_bad: int) -> HostBatch:
+    encoded = {name: arrays[name] for name in _ENCODED if name in arrays}
     return HostBatch(
-        at=place_of(first),
-        image=first.get("image", np.empty(0, np.uint8)),
+        at=at,
+        image=arrays.get("image", np.empty(0, np.uint8)),
         encoded=encoded or None,
-        label=first["label"],
-        weight=first["weight"],
-        index=first["index"],
-        num_bad=int(first["num_bad"]),
-        read_s=float(first["read_s"]),
-        work_s=float(first["work_s"]),
-        mask=first.get("mask"),
-        boxes=first.get("boxes"),
+        label=arrays["label"],
+        weight=arrays["weight"],
+        index=arrays["index"],
+        num_bad=num_bad,
+        read_s=float(arrays["read_s"]),
+        work_s=float(arrays["work_s"]),
+        mask=arrays.get("mask"),
+        boxes=arrays.get("boxes"),
     )
 
 
@@ -141,7 +179,7 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         ):
             if not threads:
                 threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
-            yield host_batch(row)
+            yield from batches_of(row)
     except Exception as error:
         failure = cause_of(error)
     finally:

@@ -1,7 +1,7 @@
 """The plan as a Ray Data source.
 
     MicroBatchSource   ReadTasks, each a generator over a share of what is left of the schedule
-                       → one row per micro-batch: its place, and, where a reader reads, its encoded samples
+                       → one row per block: its places, and, where a reader reads, its encoded samples
     read_lmdb          a store as a plain Ray Data source → one row per sample
 
 Few lazy tasks keep the driver small, whatever the length of the schedule; one runs at a time. A task that is lost
@@ -28,15 +28,12 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import PADDING, WHOLE, MicroBatchId, Plan, Share, Split
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
-from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, Read, read_samples, source_row
-from raypipe.transform.micro_batch import read_encoded
+from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
+from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, source_row
+from raypipe.transform.batch import Read, read_encoded, read_samples
 
 if TYPE_CHECKING:
     from ray.data import Dataset
-
-
-# Micro-batches of a ReadTask: what a lost reader reads again at most. A task costs the driver 1 ms at the start.
-_TASK_SIZE, _MAX_TASKS = 1024, 256
 
 
 class MicroBatchSource(Datasource):
@@ -46,6 +43,9 @@ class MicroBatchSource(Datasource):
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, which hears of readers that begin; None = nobody does.
         share: of the schedule, that these are.
+        ranks: that the rows are for, in turns.
+        block: micro-batches in a block; 0 = as many as the supervisor finds, with these limits:
+        largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
         targets: columns that are read beside image and label, see `TransformConfig.target_columns`.
     """
 
@@ -57,20 +57,25 @@ class MicroBatchSource(Datasource):
         supervisor: Any = None,
         share: Share = WHOLE,
         targets: Mapping[str, str] | None = None,
+        *,
+        ranks: int = 1,
+        block: int = 1,
+        largest: int = 0,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__()
         plan.check(cursor)
         self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
         self._share, self._targets = share, targets
+        self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
         # To serialise lists, even of nothing, takes as long as all other columns.
         self._schema = READ_SCHEMA if readers else PLACE_SCHEMA
-        self._total = plan.num_micro_batches(cursor, share)
-        self._task_size = max(_TASK_SIZE, -(-self._total // _MAX_TASKS))
+        self._tasks = tasks(plan.num_micro_batches(cursor, share), ranks)
 
     @property
     def num_tasks(self) -> int:
         """ReadTasks that the schedule is cut into."""
-        return max(1, -(-self._total // self._task_size))
+        return len(self._tasks)
 
     def get_name(self) -> str:
         return "Plan"
@@ -81,34 +86,42 @@ class MicroBatchSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        size = self._task_size
-        tasks = [(first, min(size, self._total - first)) for first in range(0, self._total, size)]
         return [
             ReadTask(
                 functools.partial(self._rows, first, count),
+                # How many rows there will be is not known, and nothing depends on it.
                 BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
                 schema=self._schema,
             )
-            for first, count in tasks or [(0, 0)]
+            for first, count in self._tasks
         ]
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
         places = itertools.islice(self._plan.micro_batches(self._cursor, first, self._share), count)
-        task = str(ray.get_runtime_context().get_task_id()) if self._supervisor else ""
-        careful = False
-        for number, at in enumerate(places):
-            if number == 0 and self._supervisor:
-                begun = self._supervisor.reads.remote(task, f"{count} micro-batches from {at} on")
-                careful = bool(self._readers) and ray.get(begun)
-            read: Read | None = None
-            if at.split in self._readers:
-                store, indices = self._readers[at.split], self._plan.indices(at)
-                if careful:
-                    self._announce(task, at, store, indices)
-                read = read_samples(store, indices, self._targets)
-            yield source_row(at, read, self._schema)
-        if self._supervisor:
+        task, careful = "", False
+        sizes: dict[Split, int] = dict.fromkeys(("train", "val"), self._block or 1)
+        if self._supervisor and count:
+            task = str(ray.get_runtime_context().get_task_id())
+            (at,) = itertools.islice(self._plan.micro_batches(self._cursor, first, self._share), 1)
+            begun = self._supervisor.reads.remote(task, f"{count} micro-batches from {at} on")
+            if not self._block and first:
+                room = min(most(count, self._ranks), self._largest or count)
+                sizes = ray.get(self._supervisor.sizes.remote(task, room, self._max_bytes))
+            careful = bool(self._readers) and ray.get(begun)
+        for block in cut(places, self._ranks, sizes):
+            reads = None
+            if block[0].split in self._readers:
+                reads = [self._read(at, task if careful else "") for at in block]
+            yield source_row(block, reads, self._schema)
+        if task:
             self._supervisor.has_read.remote(task)
+
+    def _read(self, at: MicroBatchId, task: str) -> Read:
+        """Read the samples of a micro-batch; a task that is given announces what it reads."""
+        store, indices = self._readers[at.split], self._plan.indices(at)
+        if task:
+            self._announce(task, at, store, indices)
+        return read_samples(store, indices, self._targets)
 
     def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
         """Read what a micro-batch needs of a store in groups; the Supervisor hears of each before, should it kill.

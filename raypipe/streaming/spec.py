@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store
-from raypipe.transform.contents import Content, EncodedTransform, Images
-from raypipe.transform.micro_batch import MicroBatchTransform
+from raypipe.transform.contents import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_cache import check_cache
-from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import check_columns, target_pipeline
 from raypipe.transform.transform_steps import Steps, config_without_files, without_files
 
 Transform = Callable[..., Any] | str | Steps | None
 """A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, None, or what `transform.train`
 may be."""
+
+Recipe = tuple[Plan, dict[Split, Store], dict[Split, Transform], TransformConfig, PoolConfig, str]
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,11 @@ class StreamSpec:
             log=log,
         )
 
+    @property
+    def recipe(self) -> Recipe:
+        """What a `MicroBatchMaker` is made with."""
+        return self.plan, self.stores, self.transforms, self.transform, self.pool, self.quarantine
+
     def readers(self) -> dict[Split, Store]:
         """The stores that the read stage reads; the actors read the others themselves."""
         if self.pool.read == "auto":
@@ -133,27 +138,6 @@ def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
     )
 
 
-def micro_batch_transform(
-    transform: Any,
-    config: TransformConfig,
-    *,
-    probe: Callable[[], Iterable[EncodedSample]] = tuple,
-    store_address: str = "",
-    **options: Any,
-) -> MicroBatchTransform:
-    """The transform of a split's micro-batches, see `MicroBatchTransform`, which gets the options, and `Images`.
-
-    Raises:
-        ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
-    """
-    content: Content
-    if config.decode == "gpu":
-        content = EncodedTransform(transform, config)
-    else:
-        content = Images(_built(transform, config), config, probe, store_address)
-    return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
-
-
 def check_transforms(
     config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
 ) -> None:
@@ -165,8 +149,4 @@ def check_transforms(
         check_transform(transform, config.size)
         check_columns(store, config.target_columns)
         if config.target_columns:
-            target_pipeline(_built(transform, config), bool(config.boxes_column))
-
-
-def _built(transform: Any, config: TransformConfig) -> Any:
-    return build_transform(transform, config.size) if isinstance(transform, str | list) else transform
+            target_pipeline(build_transform(transform, config.size), bool(config.boxes_column))

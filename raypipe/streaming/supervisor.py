@@ -3,15 +3,19 @@
 A process that crashes or hangs on a sample would be restarted, and would crash again, for ever. So the actors tell
 a supervisor what they begin, and ask it, once restarted, what is known of it:
 
-    first death in a micro-batch       it is tried again, carefully: each sample is announced before it is touched
-    second careful death at a sample   the sample is bad; the micro-batch is tried again without it
+    first death in a block             it is tried again, carefully: each sample is announced before it is touched
+    second careful death at a sample   the sample is bad; the block is tried again without it
     `max_attempts` deaths without that,
-    or more bad samples than that      the run ends with one error
+    or more bad samples than that in
+    one of its micro-batches           the run ends with one error
 
 Deaths by other causes (a lost node, a kill) cost an attempt, and change nothing in the result.
 
 A reader that was restarted tells what it is about to read, too. There is no substitute for a row group, so
 `max_attempts` deaths at one, for one micro-batch, end the run, with the file and the row group in the error.
+
+It also finds how large blocks should be, from what actors tell of the first that they made. It says so to each
+ReadTask as that begins, and the same again to one that is restarted: its blocks must be those of before.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,11 +33,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
+from raypipe.plan.schedule import Split
+from raypipe.streaming.blocks import fitting
 
 logger = logging.getLogger(__name__)
 
 _DEATHS_AT_A_SAMPLE = 2
 _MAX_EVENTS = 10_000
+_NUM_MEASURED = 32
 _PERIOD_S = 1.0
 _PATIENCE_S = 5.0  # for the last events, at a run's end
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
@@ -41,7 +48,7 @@ _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray 
 
 @dataclass(frozen=True)
 class Orders:
-    """How an actor is to go about a micro-batch."""
+    """How an actor is to go about a block."""
 
     careful: bool = False  # announce each sample before it is touched
     bad: tuple[int, ...] = ()  # indices of samples of this split that have killed their process
@@ -50,19 +57,19 @@ class Orders:
 
 @dataclass
 class _History:
-    """Of one micro-batch in which an actor has died: deaths since the last bad sample was found, and at which."""
+    """Of one block in which an actor has died: deaths since the last bad sample was found, and at which."""
 
     deaths: int = 0
     all_deaths: int = 0
     at_sample: Counter[int] = field(default_factory=Counter)
-    num_bad: int = 0
+    bad_in: Counter[str] = field(default_factory=Counter)  # by micro-batch
 
 
 class Supervisor:
     """The ledger of one stream's faults. As an actor, see `start_supervisor`.
 
     Args:
-        max_attempts: deaths that one micro-batch may cost, see above.
+        max_attempts: deaths that one block may cost, see above.
         run: name of the run, for metrics and logs.
         log: format of its log lines; empty = as this process has it.
     """
@@ -73,60 +80,65 @@ class Supervisor:
         self._metrics = Recorder(run)
         self._max_attempts = max_attempts
         self._homes: dict[str, str] = {}  # actor → where it runs
-        self._doing: dict[str, str] = {}  # actor → micro-batch
-        self._samples: dict[str, int] = {}  # actor → index, while it is careful
+        self._doing: dict[str, tuple[str, ...]] = {}  # actor → the micro-batches of its block
+        self._samples: dict[str, tuple[str, int]] = {}  # actor → micro-batch and index, while it is careful
         self._bad: dict[str, set[int]] = defaultdict(set)  # split → indices
-        self._histories: dict[str, _History] = {}
+        self._histories: dict[tuple[str, ...], _History] = {}
         self._reading: dict[str, str] = {}  # task of a reader → what it reads; empty = it has not told
         self._deaths_reading: Counter[str] = Counter()
         self._events: list[tuple[str, str]] = []
+        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))  # by split
+        self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
+        self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
 
     def arrived(self, actor: str, home: str) -> bool:
         """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
         known, self._homes[actor] = self._homes.get(actor), home
-        at, sample = self._doing.pop(actor, None), self._samples.pop(actor, None)
+        block, sample = self._doing.pop(actor, None), self._samples.pop(actor, None)
         if known is None:
             return False
-        work = "between two micro-batches"
-        if at is not None:
-            work = f"in {at}"
-            history = self._histories.setdefault(at, _History())
+        work = "between two blocks"
+        if block is not None:
+            work = f"in {_named(block)}"
+            history = self._histories.setdefault(block, _History())
             history.deaths += 1
             history.all_deaths += 1
             if sample is not None:
-                work += f", at its sample {sample}"
-                history.at_sample[sample] += 1
-                if history.at_sample[sample] == _DEATHS_AT_A_SAMPLE:
-                    self._bad[_split(at)].add(sample)
-                    history.num_bad += 1
+                at, index = sample
+                work = f"in {at}, at its sample {index}"
+                history.at_sample[index] += 1
+                if history.at_sample[index] == _DEATHS_AT_A_SAMPLE:
+                    self._bad[_split(at)].add(index)
+                    history.bad_in[at] += 1
                     history.deaths = 0
         self.note(f"a transform actor died {work} ({known}), and was restarted ({home})", "actor_died")
         return True
 
-    def begins(self, actor: str, at: str) -> Orders:
-        """An actor begins a micro-batch."""
-        self._doing[actor] = at
+    def begins(self, actor: str, micro_batches: list[str]) -> Orders:
+        """An actor begins a block of these micro-batches."""
+        self._doing[actor] = block = tuple(micro_batches)
         self._samples.pop(actor, None)
-        history = self._histories.get(at)
-        bad = tuple(sorted(self._bad[_split(at)]))
+        history = self._histories.get(block)
+        bad = tuple(sorted(self._bad[_split(block[0])]))
         if history is None:
             return Orders(bad=bad)
         error = ""
-        if history.deaths >= self._max_attempts or history.num_bad > self._max_attempts:
-            blame = f"{history.num_bad} samples are" if history.num_bad else "no single sample is"
+        if history.deaths >= self._max_attempts or max(history.bad_in.values(), default=0) > self._max_attempts:
+            num_bad = history.bad_in.total()
+            blame = f"{num_bad} samples are" if num_bad else "no single sample is"
             error = (
-                f"{history.all_deaths} transform actors have died in {at}, the last one before "
+                f"{history.all_deaths} transform actors have died in {_named(block)}, the last one before "
                 f"{self._homes.get(actor, '')}; {blame} to blame: {_LOOK}, lower plan.micro_batch, or raise "
                 "pool.max_attempts"
             )
         return Orders(careful=True, bad=bad, error=error)
 
-    def touches(self, actor: str, index: int) -> None:
-        """A careful actor is about to decode and transform a sample of its micro-batch, or a substitute."""
-        self._samples[actor] = index
+    def touches(self, actor: str, at: str, index: int) -> None:
+        """A careful actor is about to decode and transform a sample of a micro-batch, or a substitute."""
+        self._samples[actor] = at, index
 
     def ended(self, actor: str) -> None:
-        """A careful actor has come through its micro-batch."""
+        """A careful actor has come through its block."""
         self._doing.pop(actor, None)
         self._samples.pop(actor, None)
 
@@ -144,6 +156,25 @@ class Supervisor:
         work = f" while it read {known}" if known else ""
         self.note(f"the reader of {share} died{work}, and was restarted", "reader_restarted")
         return True
+
+    def made(self, split: str, seconds: float, num_bytes: int) -> None:
+        """An actor has made a block: what a micro-batch of it took, and its bytes."""
+        self._seconds[split].append(seconds)
+        self._num_bytes[split].append(num_bytes)
+
+    def sizes(self, task: str, most: int, max_bytes: int) -> dict[Split, int]:
+        """The micro-batches in each block, by split, of a reader's task.
+
+        Args:
+            most: that its share has room for.
+            max_bytes: of a block.
+        """
+        if task not in self._sizes:
+            splits: tuple[Split, ...] = ("train", "val")
+            fit = {split: fitting(self._seconds[split], self._num_bytes[split], max_bytes) for split in splits}
+            self._sizes[task] = {split: min(most, size) for split, size in fit.items()}
+            logger.info("%s micro-batches in a block from now on", self._sizes[task])
+        return self._sizes[task]
 
     def reading(self, task: str, what: str) -> str:
         """A reader is about to read something: a row group, for a micro-batch; returns why it must not, or ""."""
@@ -178,6 +209,10 @@ class Supervisor:
     def events(self, first: int) -> list[tuple[str, str]]:
         """The events from number `first` on, in order: kind, "fault" or "scale", and text."""
         return self._events[first:]
+
+
+def _named(block: tuple[str, ...]) -> str:
+    return block[0] if len(block) == 1 else f"{block[0]} to {block[-1]}"
 
 
 def _split(at: str) -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,10 @@ from raypipe.transform.decode import decode, image_size
 from raypipe.transform.jpeg import Box, Undecoded, cut, open_for_crop
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
 from raypipe.transform.targets import IGNORE, NO_BOX, decode_boxes, decode_mask, target_pipeline
+
+Arrays = dict[str, np.ndarray]
+Take = Callable[[Callable[[int], Arrays]], Arrays]
+"""Gives the arrays (B, …) to put a micro-batch in, from a function that makes those of k; see `batch.Room`."""
 
 
 class TransformedSample(NamedTuple):
@@ -132,35 +137,38 @@ class Images:
         jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
         return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.exif)
 
-    def pack(self, samples: Iterable[TransformedSample | None], num_samples: int) -> dict[str, np.ndarray]:
-        """The arrays of a row; None is padding, or a bad sample that is left out."""
+    def pack(
+        self, samples: Iterable[TransformedSample | None], num_samples: int, take: Take
+    ) -> dict[str, np.ndarray]:
+        """The arrays of a micro-batch; None is padding, or a bad sample that is left out."""
         arrays: dict[str, np.ndarray] = {}
         missing = []
         for position, sample in enumerate(samples):
             if sample is None:
                 missing.append(position)
                 continue
-            arrays = arrays or self._arrays(num_samples)
+            arrays = arrays or take(partial(self._arrays, num_samples))
             arrays["image"][position] = sample.image
             if sample.mask is not None:
                 arrays["mask"][position] = sample.mask
             if sample.boxes is not None:
                 arrays["boxes"][position, : len(sample.boxes)] = sample.boxes
-        arrays = arrays or self._arrays(num_samples)
+        arrays = arrays or take(partial(self._arrays, num_samples))
         arrays["image"][missing] = 0
         return arrays
 
-    def _arrays(self, num_samples: int) -> dict[str, np.ndarray]:
-        """Room for so many samples, without mask and boxes."""
+    def _arrays(self, num_samples: int, count: int) -> dict[str, np.ndarray]:
+        """Room for so many samples of so many micro-batches, without mask and boxes."""
         if self._size is None:
             self._learn_size()
         assert self._size is not None
-        arrays = {"image": np.empty((num_samples, *self._size, 3), np.uint8)}
+        shape = (count, num_samples)
+        arrays: dict[str, np.ndarray] = {"image": np.empty((*shape, *self._size, 3), np.uint8)}
         if "mask" in self._targets:
-            arrays["mask"] = np.full((num_samples, *self._size), IGNORE, np.uint8)
+            arrays["mask"] = np.full((*shape, *self._size), IGNORE, np.uint8)
         if "boxes" in self._targets:
-            arrays["boxes"] = np.zeros((num_samples, self._config.max_boxes, 5), np.float32)
-            arrays["boxes"][:, :, 4] = NO_BOX
+            arrays["boxes"] = np.zeros((*shape, self._config.max_boxes, 5), np.float32)
+            arrays["boxes"][..., 4] = NO_BOX
         return arrays
 
     def _learn_size(self) -> None:
@@ -233,7 +241,8 @@ class EncodedTransform:
         box = center_box(height, width, self._size) if self._preset == "center" else (0, 0, height, width)
         return sample.image, box, False
 
-    def pack(self, cuts: Iterable[Cut | None], num_samples: int) -> EncodedMicroBatch:
+    def pack(self, cuts: Iterable[Cut | None], num_samples: int, take: Take) -> EncodedMicroBatch:
+        """As of `Images`, in arrays of its own: how many bytes there are shows last."""
         return pack(cuts)
 
 

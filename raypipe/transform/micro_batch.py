@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.schedule import MicroBatchId
-from raypipe.stores.base import Store, title_of
+from raypipe.stores.base import title_of
+from raypipe.transform.batch import MicroBatchResult, Room
 from raypipe.transform.contents import Content
 from raypipe.transform.sample_cache import SampleCache
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
@@ -45,49 +45,6 @@ class Attempt:
 
 
 FIRST_ATTEMPT = Attempt()
-
-
-@dataclass
-class MicroBatchResult:
-    """B transformed samples. Padding, and bad samples of a validation, have weight 0, label 0 and black pixels.
-
-    Attributes:
-        arrays: what the Content makes.
-        label: int64 (B,); 0 for padding.
-        index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
-        weight: float32 (B,), 1 or 0.
-        bad: one record per bad sample: `store` (address), `index`, `name` (the store's own, "" where it has
-            none), `substitute` (index, or None in a validation), `error` (reason).
-    """
-
-    arrays: dict[str, np.ndarray]
-    label: np.ndarray
-    index: np.ndarray
-    weight: np.ndarray
-    bad: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class HostBatch:
-    """One micro-batch in host memory, possibly read-only; the device's `Batch` has what is not described here.
-
-    Attributes:
-        image: uint8 (B, H, W, 3); empty where the device is to decode.
-        label: int64 (B,).
-        encoded: what the device is to decode.
-    """
-
-    at: MicroBatchId
-    image: np.ndarray
-    label: np.ndarray
-    weight: np.ndarray
-    index: np.ndarray
-    num_bad: int
-    read_s: float = 0.0
-    work_s: float = 0.0
-    encoded: dict[str, np.ndarray] | None = None
-    mask: np.ndarray | None = None
-    boxes: np.ndarray | None = None
 
 
 class MicroBatchTransform:
@@ -122,6 +79,7 @@ class MicroBatchTransform:
         keys: np.ndarray,
         read_substitute: ReadSubstitute | None = None,
         attempt: Attempt = FIRST_ATTEMPT,
+        room: Room | None = None,
     ) -> MicroBatchResult:
         """Transform one micro-batch.
 
@@ -131,6 +89,7 @@ class MicroBatchTransform:
             keys: uint64 (B, 2), one key per sample.
             read_substitute: gives the stand-ins for bad samples, up to 8 for each.
             attempt: what is known of the micro-batch.
+            room: where its arrays are put; None = it has its own.
 
         Raises:
             SampleError: a bad sample under "raise"; or one for which no good substitute was found.
@@ -140,7 +99,7 @@ class MicroBatchTransform:
         index = np.array(columns["index"], np.int64)
         result = MicroBatchResult({}, label, index, np.ones(len(index), np.float32))
         samples = self._judged(result, zip(columns["image"], keys.tolist(), strict=True), read_substitute, attempt)
-        result.arrays = self.content.pack(samples, len(index))
+        result.arrays = self.content.pack(samples, len(index), (room or Room()).take)
         return result
 
     def _judged(
@@ -206,21 +165,3 @@ class MicroBatchTransform:
 
     def _title(self, index: int) -> str:
         return title_of(self._store_address, index, self._sample_name(index))
-
-
-def read_encoded(
-    store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None
-) -> tuple[list[EncodedSample], np.ndarray]:
-    """Samples, and labels int64 (n,), of int64 indices (n,).
-
-    Args:
-        targets: columns of masks and boxes, see `TransformConfig.target_columns`. With targets, a store may do
-            without labels: they are 0.
-    """
-    targets = targets or {}
-    label = ("label",) if not targets or "label" in store.columns else ()
-    columns = store.read(indices, ("image", *label, *targets.values()))
-    nothing = [None] * len(indices)
-    masks, boxes = (columns[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
-    samples = [EncodedSample(*values) for values in zip(columns["image"], masks, boxes, strict=True)]
-    return samples, columns["label"] if label else np.zeros(len(indices), np.int64)

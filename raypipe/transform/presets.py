@@ -24,11 +24,12 @@ from raypipe.transform.transform_steps import Steps, albumentations, build_steps
 Transform = Callable[..., Any]
 
 
-def build_transform(transform: str | Steps, size: int) -> Transform | None:
+def build_transform(transform: Transform | str | Steps | None, size: int) -> Transform | None:
     """Build a CPU transform, for `raypipe.transform.sample_transform.SampleTransform`.
 
     Args:
         transform: see the module's table; for steps, and files of them, see `raypipe.transform.transform_steps`.
+            What is none of these is returned as it is.
         size: side of the images that come out of what has a name, pixels.
 
     Returns:
@@ -40,9 +41,13 @@ def build_transform(transform: str | Steps, size: int) -> Transform | None:
     """
     if size < 1:
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
-    transform = without_files(transform)
-    if isinstance(transform, list):
-        return build_steps(transform)
+    found = without_files(transform)
+    if isinstance(found, list):
+        return build_steps(found)
+    return _named(found, size) if isinstance(found, str) else found
+
+
+def _named(transform: str, size: int) -> Transform | None:
     _check_name(transform)
     if transform == "none":
         return None

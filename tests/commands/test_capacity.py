@@ -49,10 +49,11 @@ def test_actors_nodes_memory_network_and_limits_by_hand(report: Path) -> None:
     assert found["actors"] == 48 and found["actors_per_gpu"] == pytest.approx(3.0)  # 20,000 x 1.2 / 500
     assert found["cpu_nodes"] == 3 and found["cpu_nodes_per_gpu"] == pytest.approx(3 / 16)
     assert found["sized_by"] == "CPUs" and found["gpu_hosts"] == 2
-    assert found["in_flight"] == 4 * 48 + 2 * 16 == 224
+    # 3 blocks per actor and 2 per GPU, of two micro-batches, which take 0.2 s each
+    assert found["in_flight"] == 2 * (3 * 48 + 2 * 16) == 352
     # in flight, and what was let go in a second
-    assert found["object_store_bytes"] == pytest.approx((224 + 200) * 15e6)
-    assert found["object_store_bytes_per_node"] == pytest.approx(424 * 15e6 / 3)
+    assert found["object_store_bytes"] == pytest.approx((352 + 200) * 15e6)
+    assert found["object_store_bytes_per_node"] == pytest.approx(552 * 15e6 / 3)
     # 8 ranks with 3 micro-batches each, and a second of pixels
     assert found["object_store_bytes_per_gpu_host"] == pytest.approx(8 * 3 * 15e6 + 8 * 1250 * 150_000)
     assert found["gpu_host_in_bytes_per_s"] == pytest.approx(8 * 1250 * 150_000)
@@ -67,14 +68,14 @@ def test_actors_nodes_memory_network_and_limits_by_hand(report: Path) -> None:
 
 
 def test_the_in_flight_formula_is_the_pools(report: Path) -> None:
-    fixed, per_actor = PoolConfig().in_flight_for(16)
+    fixed, per_actor, _ = PoolConfig().blocks_for(16, 48)
     found = plan(report)
-    assert found["in_flight"] == fixed + per_actor * found["actors"]
+    assert found["in_flight"] == 2 * (fixed + per_actor * found["actors"])
 
 
 def test_readers_bring_encoded_bytes_through_the_object_store(report: Path) -> None:
     extra = plan(report, {"read": "stage"})["object_store_bytes"] - plan(report)["object_store_bytes"]
-    assert extra == pytest.approx(2 * 224 * 100 * 100_000)
+    assert extra == pytest.approx(2 * 352 * 100 * 100_000)
 
 
 # What grows with what
@@ -99,11 +100,11 @@ def test_twice_the_gpus_are_twice_the_nodes_and_the_same_for_each_gpu_host(repor
     assert plan(report, target_images_per_s=1000.0, gpus=2)["gpu_host_in_bytes_per_s"] == 2 * 1000 * 150_000
 
 
-def test_twice_the_micro_batch_halves_the_micro_batches_and_keeps_the_network(report: Path) -> None:
+def test_twice_the_micro_batch_halves_the_micro_batches_and_keeps_the_network_and_memory(report: Path) -> None:
     found, more = plan(report), plan(report, {"micro_batch": 200, "micro_batch_bytes": 30_000_000})
-    assert more["micro_batches_per_s"] == 100 and more["in_flight"] == found["in_flight"]
+    assert more["micro_batches_per_s"] == 100 and more["in_flight"] == found["in_flight"] / 2
     assert more["gpu_host_in_bytes_per_s"] == found["gpu_host_in_bytes_per_s"]
-    assert more["object_store_bytes"] > 1.5 * found["object_store_bytes"]
+    assert more["object_store_bytes"] == found["object_store_bytes"]  # a block has half as many
 
 
 def test_there_are_never_too_few_actors_nodes_or_hosts(report: Path) -> None:

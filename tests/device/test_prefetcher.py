@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from raypipe.device.prefetcher import Batch, on_device, prefetch
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.transform.micro_batch import HostBatch
+from raypipe.transform.batch import HostBatch
 
 
 def host_batch(step: int, size: int = 4) -> HostBatch:

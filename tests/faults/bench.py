@@ -35,11 +35,10 @@ from raypipe.plan.cursor import CURSOR_FILE
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import feed
-from raypipe.streaming.row import host_batch
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import TransformWorker
 from raypipe.train.trainer import RunTrainer
-from raypipe.transform.micro_batch import HostBatch
+from raypipe.transform.batch import HostBatch
 
 NUM_SAMPLES, SIDE = 320, 16
 STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other
@@ -120,8 +119,8 @@ def digest_of(batch: Batch) -> bytes:
 
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
     """Places and digests of a stream, made in this process."""
-    worker, places = TransformWorker(spec), spec.plan.micro_batches(spec.plan.start())
-    return [(str(at), batch_digest(host_batch(worker.run(at)))) for at in places]
+    maker, places = MicroBatchMaker(*spec.recipe), spec.plan.micro_batches(spec.plan.start())
+    return [(str(at), batch_digest(maker.batch(at))) for at in places]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from raypipe.device.prefetcher import on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.learning import Ema, build_optimizer, small_model
 from raypipe.train.ordered import StepBatchNorm
-from raypipe.transform.micro_batch import HostBatch
+from raypipe.transform.batch import HostBatch
 
 pytestmark = [
     pytest.mark.gpu,

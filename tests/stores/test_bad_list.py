@@ -124,7 +124,7 @@ def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
 
 def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_out(tmp_path: Path) -> None:
     from raypipe.plan.schedule import MicroBatchId
-    from raypipe.streaming.worker import TransformWorker
+    from raypipe.streaming.maker import MicroBatchMaker
 
     class Broken(MemoryStore):
         def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
@@ -141,5 +141,5 @@ def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_ou
         val_transform=None,
         val_leave_out=tmp_path / "val.json",
     )
-    row = TransformWorker(spec).run(MicroBatchId("val", 0, 0, 1))  # nothing but padding
-    assert row["image"].shape == (1, 2, 40, 48, 3) and row["index"].tolist() == [[-1, -1]]
+    batch = MicroBatchMaker(*spec.recipe).batch(MicroBatchId("val", 0, 0, 1))  # nothing but padding
+    assert batch.image.shape == (2, 40, 48, 3) and batch.index.tolist() == [-1, -1]

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import without_ray
 from full_disk import fill
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.streaming.digest import batch_digest
-from raypipe.streaming.row import host_batch
+from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import BadSampleBudget, TransformWorker, record_bad
 
 from conftest import picture  # isort: skip
 
@@ -78,8 +77,7 @@ def spec_of(folder: Path, records: Path, **config: Any) -> StreamSpec:
 
 
 def digests(spec: StreamSpec) -> list[bytes]:
-    worker = TransformWorker(spec)
-    return [batch_digest(host_batch(worker.run(at))) for at in spec.plan.micro_batches(spec.plan.start())]
+    return without_ray.digests(spec)
 
 
 def test_a_stream_with_a_bad_sample_is_the_same_where_the_disk_is_full(

@@ -19,7 +19,7 @@ from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import DigestFile, batch_digest, combine, compare, iterate_digests, settings_of
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.micro_batch import HostBatch
+from raypipe.transform.batch import HostBatch
 
 from conftest import CLASSES, samples  # isort: skip
 
@@ -227,18 +227,13 @@ SMALL = TransformConfig(train="light", val="center", size=16)
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 class TestRanges:
-    def test_a_stream_of_too_few_micro_batches_is_an_error(
-        self, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_stream_of_too_few_micro_batches_is_an_error(self, stores: dict[str, Path]) -> None:
         spec = StreamSpec.of(str(stores["train"]), plan=PLAN, transform=SMALL)
         cut = replace(spec, plan=spec.plan.until(1))
 
-        def of_cut(_: StreamSpec, *args: Any, **options: Any) -> Any:
-            return splits(cut, *args, **options)
-
-        monkeypatch.setattr("raypipe.streaming.pipeline.splits", of_cut)
+        start = spec.plan.start()
         with pytest.raises(RaypipeError, match="rank 0 expected train-e0000-s000001-m000, the stream ended"):
-            list(iterate_digests(spec, spec.plan.start(), max_actors=1, world_size=1))
+            list(iterate_digests(spec.plan, start, splits(cut, start, max_actors=1)))
 
     def test_the_command_writes_and_compares_files(
         self, stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

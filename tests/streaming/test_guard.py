@@ -22,7 +22,7 @@ from raypipe.storage.local_file import progress
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import feed
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.micro_batch import HostBatch
+from raypipe.transform.batch import HostBatch
 
 from conftest import CLASSES, picture  # isort: skip
 

@@ -16,6 +16,7 @@ import without_ray
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
+from raypipe.plan.cursor import Cursor
 from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
@@ -26,7 +27,7 @@ from raypipe.streaming.pipeline import dataset, splits, stream
 from raypipe.streaming.rank_stream import Feed
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.micro_batch import HostBatch
+from raypipe.transform.batch import HostBatch
 
 from conftest import CLASSES, picture, samples  # isort: skip
 
@@ -40,10 +41,13 @@ def spec_of(stores: dict[str, Path], train: str = "train", **changes: Any) -> St
     return StreamSpec.of(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
 
 
+def digests_of(spec: StreamSpec, cursor: Cursor, **options: int) -> list[bytes]:
+    return [one.digest for one in iterate_digests(spec.plan, cursor, splits(spec, cursor, **options))]
+
+
 def digests(spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0) -> list[bytes]:
     spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5))
-    found = iterate_digests(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
-    return [one.digest for one in found]
+    return digests_of(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
 
 
 def pool_actors() -> dict[str, str]:
@@ -90,10 +94,9 @@ def test_each_rank_gets_the_same_from_any_number_of_executions(
     for executions, from_step in cases:
         pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
         # It fails where a rank gets what another should.
-        found = iterate_digests(
-            dataclasses.replace(spec, pool=pool), spec.plan.cursor_at(from_step), max_actors=4, world_size=4
-        )
-        assert [one.digest for one in found] == alone[4 * from_step :]
+        shared = dataclasses.replace(spec, pool=pool)
+        found = digests_of(shared, spec.plan.cursor_at(from_step), max_actors=4, world_size=4)
+        assert found == alone[4 * from_step :]
     with pytest.raises(ConfigError, match=r"one execution: pool\.executions is 2"):
         stream(stores["train"], plan=plan, pool=PoolConfig(executions=2))
 
@@ -133,8 +136,7 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
     spec = StreamSpec.of(path, path, plan=dataclasses.replace(PLAN, epochs=1), transform=settings)
     alone = without_ray.digests(spec)
     in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
-    found = iterate_digests(in_actors, spec.plan.start(), max_actors=2, world_size=2)
-    assert [one.digest for one in found] == alone
+    assert digests_of(in_actors, spec.plan.start(), max_actors=2, world_size=2) == alone
     # Of Parquet a task of its own reads.
     seen = [batch for segment in feed(spec, max_actors=1) for step in segment for batch in step]
     assert [batch_digest(in_host_memory(batch)) for batch in seen] == alone

@@ -24,9 +24,12 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
+from raypipe.streaming.blocks import cut
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.row import made_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import TransformWorker
+from raypipe.transform.batch import Room
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(
@@ -39,16 +42,20 @@ AUGMENT = AugmentConfig(
 
 
 class InProcess:
-    """What a rank's DataIterator gives: every W-th row of the stream."""
+    """What a rank's DataIterator gives: its blocks, of two micro-batches."""
 
     def __init__(self, spec: StreamSpec, rank: int, world_size: int) -> None:
         self.spec, self.rank, self.world_size = spec, rank, world_size
 
     def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
-        worker = TransformWorker(self.spec)
-        for number, at in enumerate(self.spec.plan.micro_batches(self.spec.plan.start())):
+        maker, places = MicroBatchMaker(*self.spec.recipe), self.spec.plan.micro_batches(self.spec.plan.start())
+        for number, block in enumerate(cut(places, self.world_size, {"train": 2, "val": 2})):
             if number % self.world_size == self.rank:
-                yield worker.run(at)
+                room = Room(len(block))
+                all_made = [maker.make(at, room=room) for at in block]
+                for made in all_made:
+                    maker.settle(made)
+                yield made_row(all_made, room)
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +168,12 @@ def test_decoding_on_the_device_is_a_stage_of_its_own(encoded_spec: StreamSpec) 
 
 def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
     plain = delivered(encoded_spec, None)
-    worker, decoder = TransformWorker(encoded_spec), DeviceDecoder(16, CPU)
+    maker, decoder = MicroBatchMaker(*encoded_spec.recipe), DeviceDecoder(16, CPU)
     for batch in plain.values():
-        row = worker.run(batch.at)
-        fields = ("data", "offsets", "crop", "flip", "ok")
-        decoded = decoder.decode(*(row[name][0] for name in fields))
-        assert torch.equal(decoded.image, batch.image)
-        assert np.array_equal(row["index"][0], batch.index)
+        alone = maker.batch(batch.at)
+        assert alone.encoded is not None
+        assert torch.equal(decoder.decode(**alone.encoded).image, batch.image)
+        assert np.array_equal(alone.index, batch.index)
 
 
 def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_spec: StreamSpec) -> None:

@@ -8,16 +8,18 @@ from raypipe.stores.base import MemoryStore
 from raypipe.streaming.row import (
     PLACE_SCHEMA,
     READ_SCHEMA,
-    host_batch,
+    Made,
+    batches_of,
+    block_of,
     made_row,
-    read_of,
-    read_samples,
+    reads_of,
     source_row,
 )
-from raypipe.transform.micro_batch import MicroBatchResult
+from raypipe.transform.batch import HostBatch, MicroBatchResult, Room, read_samples
+from raypipe.transform.contents import pack
 from raypipe.transform.sample_transform import EncodedSample
 
-AT = MicroBatchId("val", 3, 2, 1)
+BLOCK = [MicroBatchId("val", 3, 2, 0), MicroBatchId("val", 3, 2, 1)]
 
 
 def store(size: int) -> MemoryStore:
@@ -44,23 +46,54 @@ def test_padding_is_a_sample_of_nothing_where_there_are_targets() -> None:
 
 @pytest.mark.parametrize("mask", [None, b"m"])
 def test_what_a_reader_has_read_is_what_an_actor_unpacks(mask: bytes | None) -> None:
-    read = [EncodedSample(b"a", mask), EncodedSample(None)], np.array([7, 0])
-    found = read_of(source_row(AT, read, READ_SCHEMA))
-    assert found is not None and found[0] == read[0] and found[1].tolist() == [7, 0]
-    assert read_of(source_row(AT, None, READ_SCHEMA)) is None
-    assert read_of(source_row(AT, None, PLACE_SCHEMA)) is None
+    reads = [
+        ([EncodedSample(b"a", mask), EncodedSample(None)], np.array([7, 0])),
+        ([EncodedSample(None), EncodedSample(b"b")], np.array([0, 8])),
+    ]
+    table = source_row(BLOCK, reads, READ_SCHEMA)
+    found = reads_of(table)
+    assert found is not None and block_of(table) == BLOCK
+    assert [(samples, labels.tolist()) for samples, labels in found] == [
+        (samples, labels.tolist()) for samples, labels in reads
+    ]
+    assert reads_of(source_row(BLOCK, None, READ_SCHEMA)) is None
+    assert reads_of(source_row(BLOCK, None, PLACE_SCHEMA)) is None
 
 
-@pytest.mark.parametrize(
-    "names", [("image",), ("image", "mask", "boxes"), ("data", "offsets", "crop", "flip", "ok")]
-)
-def test_a_finished_row_is_its_micro_batch(names: tuple[str, ...]) -> None:
-    arrays = {name: np.full(2, number) for number, name in enumerate(names)}
-    label, index, weight = np.array([1, 0]), np.array([5, PADDING]), np.array([1, 0], np.float32)
-    batch = host_batch(made_row(AT, MicroBatchResult(arrays, label, index, weight, [{}]), 0.25, 0.5))
-    assert (batch.at, batch.num_bad, batch.read_s, batch.work_s) == (AT, 1, 0.25, 0.5)
-    assert batch.label is not None and [batch.label.tolist(), batch.index.tolist()] == [[1, 0], [5, PADDING]]
-    found = {name: array for name, array in vars(batch).items() if name in names} | dict(batch.encoded or {})
-    assert {name: array.tolist() for name, array in found.items() if array.size} == {
-        name: array.tolist() for name, array in arrays.items()
-    }
+def made(at: MicroBatchId, arrays: dict[str, np.ndarray]) -> Made:
+    label, index, weight = np.array([at.step, 0]), np.array([at.micro, PADDING]), np.array([1, 0], np.float32)
+    return Made(at, MicroBatchResult(arrays, label, index, weight, [{}] * at.micro), 0.25, 0.5)
+
+
+def contents(batch: HostBatch) -> dict[str, object]:
+    found = {**vars(batch), **(batch.encoded or {})}
+    found.pop("encoded")
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("names", [("image",), ("image", "mask", "boxes")])
+def test_a_finished_row_has_its_micro_batches_and_no_copy_of_what_is_in_the_room(names: tuple[str, ...]) -> None:
+    room = Room(2)
+    all_made = []
+    for number, at in enumerate(BLOCK):
+        arrays = room.take(lambda count: {name: np.zeros((count, 2, 3), np.uint8) for name in names})
+        for place, array in enumerate(arrays.values()):
+            array[:] = 10 * number + place
+        all_made.append(made(at, arrays))
+    row = made_row(all_made, room)
+    found = list(batches_of(row))
+    assert [contents(batch) for batch in found] == [contents(one.host_batch()) for one in all_made]
+    assert [(batch.at, batch.num_bad, batch.work_s) for batch in found] == [(at, at.micro, 0.5) for at in BLOCK]
+    for name in names:
+        assert all(np.shares_memory(room.arrays[name], getattr(batch, name)) for batch in found)
+
+
+def test_encoded_micro_batches_of_unlike_lengths_come_out_of_a_block_as_they_went_in() -> None:
+    all_made = []
+    for at, images in zip(BLOCK, [(b"abc", b""), (b"d", b"efghi")], strict=True):
+        cuts = [(image, (0, 0, 1, 1), at.micro == 0) if image else None for image in images]
+        all_made.append(made(at, pack(cuts)))
+    found = list(batches_of(made_row(all_made, Room(2))))
+    assert [contents(batch) for batch in found] == [contents(one.host_batch()) for one in all_made]
+    assert found[1].encoded is not None and list(found[1].encoded) == ["data", "offsets", "crop", "flip", "ok"]
+    assert bytes(found[1].encoded["data"]) == b"defghi" and found[1].encoded["offsets"].tolist() == [0, 1, 6]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 from ray import cloudpickle
@@ -21,7 +22,7 @@ from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import feed
-from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, place_of
+from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, block_of, reads_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
 
@@ -34,22 +35,28 @@ def store(size: int) -> MemoryStore:
     return MemoryStore([bytes([i]) * 3 for i in range(size)], np.arange(size) * 10)
 
 
-def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store]) -> list[dict[str, Any]]:
-    [task] = MicroBatchSource(plan, cursor, readers).get_read_tasks(1)
+def tables_of(source: MicroBatchSource) -> list[pa.Table]:
+    return [table for task in source.get_read_tasks(1) for table in task()]
+
+
+def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1) -> list[dict[str, Any]]:
+    """With what `block_of` finds in each as "block"."""
+    [task] = MicroBatchSource(plan, cursor, readers, block=block).get_read_tasks(1)
     tables = list(task())
     schema = READ_SCHEMA if readers else PLACE_SCHEMA
     assert all(table.schema == task.schema == schema and table.num_rows == 1 for table in tables)
-    assert task.metadata.num_rows == len(tables)
-    return [row for table in tables for row in table.to_pylist()]
+    return [{**table.to_pylist()[0], "block": block_of(table)} for table in tables]
 
 
-def test_the_source_yields_one_row_per_micro_batch_of_the_plan() -> None:
+@pytest.mark.parametrize("block", [1, 3])
+def test_the_source_yields_the_micro_batches_of_the_plan_one_row_per_block(block: int) -> None:
     train, val = store(9), store(3)
     plan = Plan.of(PlanConfig(epochs=2, micro_batch=2, per_step=2), train, val)
-    found = rows(plan, plan.start(), {"train": train, "val": val})
-    assert [place_of(row) for row in found] == list(plan.micro_batches(plan.start()))
+    found = rows(plan, plan.start(), {"train": train, "val": val}, block)
+    assert [at for row in found for at in row["block"]] == list(plan.micro_batches(plan.start()))
+    assert [len(row["block"]) for row in found] == ([1] * 12 if block == 1 else [3, 1, 2] * 2)
     for row in found:
-        indices = plan.indices(place_of(row)).tolist()
+        indices = np.concatenate([plan.indices(at) for at in row["block"]]).tolist()
         assert row["encoded"] == [None if i == PADDING else bytes([i]) * 3 for i in indices]
         assert row["label"] == [0 if i == PADDING else i * 10 for i in indices]
 
@@ -69,12 +76,12 @@ def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
     assert [row["encoded"] is None for row in found] == [True, True, False, False]
     assert [row["label"] is None for row in found] == [True, True, False, False]
     nobody_reads = rows(plan, plan.start(), {})
-    assert nobody_reads == [{name: row[name] for name in PLACE_SCHEMA.names} for row in found]
+    assert nobody_reads == [{name: row[name] for name in (*PLACE_SCHEMA.names, "block")} for row in found]
 
 
-def test_one_task_whatever_parallelism_is_asked_for_while_the_schedule_is_short() -> None:
+def test_a_short_schedule_is_one_task_whatever_parallelism_is_asked_for() -> None:
     train = store(9)
-    plan = Plan.of(PlanConfig(micro_batch=2), train)
+    plan = Plan.of(PlanConfig(epochs=4, micro_batch=2), train)
     assert len(MicroBatchSource(plan, plan.start(), {}).get_read_tasks(64)) == 1
 
 
@@ -83,16 +90,15 @@ def test_a_long_schedule_is_cut_into_shares_that_follow_each_other() -> None:
     plan = Plan.of(PlanConfig(epochs=700, micro_batch=2), train, val)
     source = MicroBatchSource(plan, plan.cursor_at(2), {"val": val})
     tasks = source.get_read_tasks(1)
-    assert len(tasks) == source.num_tasks == 5
-    found = [place_of(row) for task in tasks for table in task() for row in table.to_pylist()]
+    assert len(tasks) == source.num_tasks == 10
+    found = [at for table in tables_of(source) for at in block_of(table)]
     assert found == list(plan.micro_batches(plan.cursor_at(2)))
-    assert [task.metadata.num_rows for task in tasks] == [1024] * 4 + [700 * 6 - 2 - 4096]
 
 
 def test_a_very_long_schedule_has_few_tasks() -> None:
     train = store(9)
     plan = Plan.of(PlanConfig(epochs=10**6, micro_batch=9), train)
-    assert MicroBatchSource(plan, plan.start(), {}).num_tasks == 256
+    assert 256 <= MicroBatchSource(plan, plan.start(), {}).num_tasks < 266
 
 
 class KillsItsReader(ParquetStore):
@@ -130,12 +136,14 @@ def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None
     train = MemoryStore([b"%d" % number for number in range(6)], None, columns=columns)
     plan = Plan.of(PlanConfig(epochs=1, micro_batch=3, shuffle="off"), train)
     targets = {"mask": "seg", "boxes": "objects"}
-    source = MicroBatchSource(plan, plan.start(), {"train": train}, targets=targets)
-    (task,) = source.get_read_tasks(1)
-    rows = [table.to_pylist()[0] for table in task()]
-    assert [row["encoded"] for row in rows] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]
-    assert rows[1]["mask"] == [b"m3", b"m4", b"m5"] and rows[1]["label"] == [0, 0, 0]
-    assert [json.loads(text) for text in rows[1]["boxes"]] == boxes[3:]
+    source = MicroBatchSource(plan, plan.start(), {"train": train}, targets=targets, block=2)
+    (reads,) = map(reads_of, tables_of(source))
+    assert reads is not None
+    samples = [sample for read, _ in reads for sample in read]
+    assert [[sample.image for sample in read] for read, _ in reads] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]
+    assert [labels.tolist() for _, labels in reads] == [[0, 0, 0], [0, 0, 0]]
+    assert [sample.mask for sample in samples] == columns["seg"]
+    assert [json.loads(sample.boxes) for sample in samples] == boxes
 
 
 # A store as a plain source

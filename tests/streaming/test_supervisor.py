@@ -17,17 +17,17 @@ def died(supervisor: Supervisor, actor: str = "a") -> bool:
 def test_an_actor_that_is_new_has_not_died() -> None:
     supervisor = Supervisor(max_attempts=3)
     assert not supervisor.arrived("a", "process 1")
-    assert supervisor.begins("a", AT) == Orders()
+    assert supervisor.begins("a", [AT]) == Orders()
     assert supervisor.events(0) == []
 
 
 def test_after_a_death_its_micro_batch_is_done_carefully_and_others_are_not() -> None:
     supervisor = Supervisor(max_attempts=3)
     supervisor.arrived("a", "process 1 on 10.0.0.1")
-    supervisor.begins("a", AT)
+    supervisor.begins("a", [AT])
     assert died(supervisor)
-    assert supervisor.begins("a", AT) == Orders(careful=True)
-    assert supervisor.begins("a", "train-e0000-s000003-m002") == Orders()
+    assert supervisor.begins("a", [AT]) == Orders(careful=True)
+    assert supervisor.begins("a", ["train-e0000-s000003-m002"]) == Orders()
     ((kind, event),) = supervisor.events(0)
     assert kind == "fault"
     assert AT in event and "process 1 on 10.0.0.1" in event and "another process" in event
@@ -36,37 +36,37 @@ def test_after_a_death_its_micro_batch_is_done_carefully_and_others_are_not() ->
 def test_a_sample_that_kills_twice_is_bad_and_the_attempts_begin_anew() -> None:
     supervisor = Supervisor(max_attempts=4)
     supervisor.arrived("a", "")
-    supervisor.begins("a", AT)
+    supervisor.begins("a", [AT])
     died(supervisor)
     for sample in (5, 7, 5):
-        assert supervisor.begins("a", AT) == Orders(careful=True)
-        supervisor.touches("a", sample)
+        assert supervisor.begins("a", [AT]) == Orders(careful=True)
+        supervisor.touches("a", AT, sample)
         died(supervisor)
-    assert supervisor.begins("a", AT) == Orders(careful=True, bad=(5,))
-    supervisor.touches("a", 7)
+    assert supervisor.begins("a", [AT]) == Orders(careful=True, bad=(5,))
+    supervisor.touches("a", AT, 7)
     died(supervisor)
-    assert supervisor.begins("a", AT) == Orders(careful=True, bad=(5, 7))
+    assert supervisor.begins("a", [AT]) == Orders(careful=True, bad=(5, 7))
 
 
 def test_a_bad_sample_is_known_in_every_micro_batch_of_its_split() -> None:
     supervisor = Supervisor(max_attempts=4)
     supervisor.arrived("a", "")
     for careful in (False, True, True):
-        supervisor.begins("a", AT)
+        supervisor.begins("a", [AT])
         if careful:
-            supervisor.touches("a", 5)
+            supervisor.touches("a", AT, 5)
         died(supervisor)
-    assert supervisor.begins("b", "train-e0001-s000000-m000") == Orders(bad=(5,))
-    assert supervisor.begins("b", "val-e0001-s000000-m000") == Orders()
+    assert supervisor.begins("b", ["train-e0001-s000000-m000"]) == Orders(bad=(5,))
+    assert supervisor.begins("b", ["val-e0001-s000000-m000"]) == Orders()
 
 
 def test_deaths_without_a_culprit_end_the_run_with_what_to_do() -> None:
     supervisor = Supervisor(max_attempts=2)
     supervisor.arrived("a", "")
     for _ in range(2):
-        assert not supervisor.begins("a", AT).error
+        assert not supervisor.begins("a", [AT]).error
         died(supervisor)
-    error = supervisor.begins("a", AT).error
+    error = supervisor.begins("a", [AT]).error
     assert AT in error and "2 transform actors have died" in error and "pool.max_attempts" in error
 
 
@@ -74,9 +74,9 @@ def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
     supervisor = Supervisor(max_attempts=3)
     supervisor.arrived("a", "")
     deaths = 0
-    while not (orders := supervisor.begins("a", AT)).error:
+    while not (orders := supervisor.begins("a", [AT])).error:
         if orders.careful:
-            supervisor.touches("a", len(orders.bad))
+            supervisor.touches("a", AT, len(orders.bad))
         died(supervisor)
         deaths += 1
     assert (
@@ -84,14 +84,62 @@ def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
     )
 
 
-def test_a_micro_batch_that_came_through_costs_nothing_when_its_actor_dies_later() -> None:
+def test_the_ledger_names_the_micro_batches_of_a_block_and_a_careful_actor_the_very_one() -> None:
+    block = [AT, "train-e0000-s000005-m001", "train-e0000-s000007-m001"]
+    supervisor = Supervisor(max_attempts=3)
+    supervisor.arrived("a", "")
+    supervisor.begins("a", block)
+    died(supervisor)
+    assert supervisor.begins("a", block).careful and not supervisor.begins("b", block[:1]).careful
+    supervisor.touches("a", block[1], 5)
+    died(supervisor)
+    first, second = (event for _, event in supervisor.events(0))
+    assert f"died in {block[0]} to {block[2]} (" in first
+    assert f"died in {block[1]}, at its sample 5 (" in second
+
+
+def test_as_many_bad_samples_as_attempts_are_let_pass_in_each_micro_batch_of_a_block() -> None:
+    block = [AT, "train-e0000-s000005-m001"]
+    supervisor = Supervisor(max_attempts=3)
+    supervisor.arrived("a", "")
+
+    def kills(at: str, samples: range) -> None:
+        for sample in samples:
+            for _ in range(2):
+                assert not supervisor.begins("a", block).error
+                supervisor.touches("a", at, sample)
+                died(supervisor)
+
+    supervisor.begins("a", block)
+    died(supervisor)
+    kills(block[0], range(3))
+    kills(block[1], range(10, 13))
+    assert supervisor.begins("a", block) == Orders(careful=True, bad=(0, 1, 2, 10, 11, 12))
+    kills(block[1], range(13, 14))
+    assert "7 samples are to blame" in supervisor.begins("a", block).error
+
+
+def test_a_task_hears_the_same_sizes_again_though_more_is_known_by_then() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
+    for seconds in (0.02, 0.05, 0.9):  # one was held up
+        supervisor.made("train", seconds, 1000)
+    supervisor.made("val", 0.01, 50_000)
+    assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
+    assert supervisor.sizes("short", 8, 10**6) == {"train": 8, "val": 8}
+    supervisor.made("train", 0.001, 1000)
+    assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
+    assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
+
+
+def test_a_block_that_came_through_costs_nothing_when_its_actor_dies_later() -> None:
     supervisor = Supervisor(max_attempts=1)
     supervisor.arrived("a", "")
-    supervisor.begins("a", AT)
+    supervisor.begins("a", [AT])
     supervisor.ended("a")
     died(supervisor)
-    assert supervisor.begins("a", AT) == Orders()
-    assert "between two micro-batches" in supervisor.events(0)[0][1]
+    assert supervisor.begins("a", [AT]) == Orders()
+    assert "between two blocks" in supervisor.events(0)[0][1]
 
 
 def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:

@@ -18,8 +18,8 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import SampleError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import jpeg as jpeg_module
 from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import Box, Undecoded, cut, decode_box, decode_jpeg_at, open_for_crop, why_no_extension
@@ -213,12 +213,11 @@ def test_every_box_at_every_scale_keeps_a_pixel_and_stays_inside() -> None:
 def test_the_settings_of_a_run_reach_its_actors() -> None:
     store = MemoryStore([simplejpeg.encode_jpeg(cv2.resize(PHOTO, (400, 300)), 90, "RGB", "420")] * 2, [0, 1])
 
-    def worker(**settings: Any) -> TransformWorker:
+    def maker(**settings: Any) -> MicroBatchMaker:
         transform = TransformConfig(train="light", size=16, **settings)
-        return TransformWorker(StreamSpec.of(store, plan=PlanConfig(micro_batch=2), transform=transform))
+        return MicroBatchMaker(*StreamSpec.of(store, plan=PlanConfig(micro_batch=2), transform=transform).recipe)
 
     off, exact, scaled = (
-        worker(crop_decode=mode).run(MicroBatchId("train", 0, 0, 0))["image"]
-        for mode in ("off", "exact", "scaled")
+        maker(crop_decode=mode).batch(MicroBatchId("train", 0, 0, 0)).image for mode in ("off", "exact", "scaled")
     )
     assert np.array_equal(off, exact) and not np.array_equal(off, scaled)

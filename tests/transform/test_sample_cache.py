@@ -27,9 +27,9 @@ from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.folder import FolderStore
 from raypipe.streaming.digest import batch_digest, combine, iterate_digests
-from raypipe.streaming.row import host_batch
+from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.worker import TransformWorker
 from raypipe.transform import sample_cache
 from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.sample_cache import SampleCache, open_caches
@@ -355,11 +355,11 @@ def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = L
     )
 
 
-def digests_of(spec: StreamSpec, *workers: TransformWorker, first: int = 0) -> list[bytes]:
+def digests_of(spec: StreamSpec, *workers: MicroBatchMaker, first: int = 0) -> list[bytes]:
     """Of every micro-batch; workers take turns."""
     turns = itertools.cycle(workers)
     places = list(spec.plan.micro_batches(spec.plan.start()))[first:]
-    return [batch_digest(host_batch(next(turns).run(at))) for at in places]
+    return [batch_digest(next(turns).batch(at)) for at in places]
 
 
 def whole_side(image: np.ndarray) -> np.ndarray:
@@ -384,17 +384,17 @@ def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(settings: dict
     store = mixed()
     without = spec_of(store, "off", transform)
     spec = spec_of(store, "disk", transform)
-    one, other = TransformWorker(spec), TransformWorker(spec)
-    expected = digests_of(without, TransformWorker(without))
+    one, other = MicroBatchMaker(*spec.recipe), MicroBatchMaker(*spec.recipe)
+    expected = digests_of(without, MicroBatchMaker(*without.recipe))
     assert digests_of(spec, one, other) == expected
-    found = one._caches["train"].find(np.arange(len(store)))
+    found = one.caches["train"].find(np.arange(len(store)))
     assert set(found) == set(range(len(store))) - BAD
     for index, sample in found.items():
         data = store.read(np.array([index]))["image"][0]
         pixels = decode(data, min_side=transform.decode_min_side or None, exif=transform.exif)
         assert np.array_equal(sample.pixels, pixels) and sample.label == index
     # All of it again, by a process that comes late.
-    assert digests_of(spec, TransformWorker(spec)) == expected
+    assert digests_of(spec, MicroBatchMaker(*spec.recipe)) == expected
 
 
 def whole_side_of(size: int) -> Any:
@@ -406,9 +406,9 @@ def test_a_limit_that_holds_a_few_changes_no_pixel() -> None:
     transform = TransformConfig(size=16)
     off = spec_of(store, "off", transform)
     small = spec_of(store, "disk", transform, limit=30_000)
-    worker = TransformWorker(small)
-    assert digests_of(small, worker) == digests_of(off, TransformWorker(off))
-    assert 0 < len(worker._caches["train"].find(np.arange(40))) < 10 and worker._caches["train"].full
+    worker = MicroBatchMaker(*small.recipe)
+    assert digests_of(small, worker) == digests_of(off, MicroBatchMaker(*off.recipe))
+    assert 0 < len(worker.caches["train"].find(np.arange(40))) < 10 and worker.caches["train"].full
 
 
 class Watched(MemoryStore):
@@ -424,15 +424,15 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
     transform = TransformConfig(size=16)
     plan = {"epochs": 3, "val_every": 0, "micro_batch": 8}
     spec, off = spec_of(store, "disk", transform, **plan), spec_of(store, "off", transform, **plan)
-    whole = digests_of(off, TransformWorker(off))
+    whole = digests_of(off, MicroBatchMaker(*off.recipe))
     store.was_read = []
-    first = TransformWorker(spec)
+    first = MicroBatchMaker(*spec.recipe)
     places = list(spec.plan.micro_batches(spec.plan.start()))
-    begun = [batch_digest(host_batch(first.run(at))) for at in places[:3]]
+    begun = [batch_digest(first.batch(at)) for at in places[:3]]
     assert len(store.was_read) == 24
     del first  # the run ends in mid-epoch, and goes on in another process
     gc.collect()
-    second = TransformWorker(spec)
+    second = MicroBatchMaker(*spec.recipe)
     assert begun + digests_of(spec, second, first=3) == whole
     assert sorted(store.was_read) == list(range(40))
 
@@ -455,9 +455,8 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
 
     def digests(actors: int, from_step: int = 0) -> list[bytes]:
         pool = replace(spec.pool, min_actors=actors)
-        found = iterate_digests(
-            replace(spec, pool=pool), spec.plan.cursor_at(from_step), max_actors=actors, world_size=1
-        )
+        cursor = spec.plan.cursor_at(from_step)
+        found = iterate_digests(spec.plan, cursor, splits(replace(spec, pool=pool), cursor, max_actors=actors))
         return [one.digest for one in found]
 
     # Held open: between two of its streams, any other on this machine (of another test's) would remove it.

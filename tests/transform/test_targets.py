@@ -18,7 +18,7 @@ from torchvision.transforms import v2
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import MemoryStore
-from raypipe.transform.micro_batch import read_encoded
+from raypipe.transform.batch import read_encoded
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import as_bytes, decode_boxes, decode_mask, target_pipeline

@@ -1,0 +1,77 @@
+"""How the stream is cut into blocks, which are what Ray moves. Nothing that is learnt depends on it.
+
+A block is up to k micro-batches of one rank and one segment. Blocks come in rounds, one for each of the R ranks
+that an execution serves, so that block b is for rank b mod R:
+
+    micro-batch   0  1  2  3  4  5 | 6  7  8  9        R = 2 ranks, k = 3, a segment of 10 micro-batches
+    block         0  1  0  1  0  1 | 2  3  2  3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby, islice
+from statistics import median
+
+from raypipe.plan.schedule import MicroBatchId, Split
+
+Block = list[MicroBatchId]
+"""Micro-batches of one rank and one segment, in order."""
+
+# Seconds of an actor's work, and bytes, that a block is kept below. Ray spends some 30 ms of CPU time on a block,
+# which is little beside half a second; and what waits for a block waits no longer.
+MAX_SECONDS, MAX_BYTES = 0.5, 64 << 20
+
+# Micro-batches, for each rank, of the first ReadTask; and of the longest, since a reader that is lost begins anew.
+# Each has twice those of the one before.
+_FIRST_TASK, _LONGEST_TASK, _MAX_TASKS = 16, 1024, 256
+# Blocks of a rank in one task, at least: those of the first tasks are small, so that the first batch is not late.
+_BLOCKS_OF_TASK = 8
+
+
+def tasks(total: int, ranks: int) -> list[tuple[int, int]]:
+    """The shares of the ReadTasks: number of the first micro-batch, and how many; each whole rounds of the ranks.
+
+    Args:
+        total: micro-batches of an execution.
+        ranks: that it serves; they divide the total.
+    """
+    longest = max(_LONGEST_TASK, -(-total // _MAX_TASKS))
+    longest = -(-longest // ranks) * ranks
+    found: list[tuple[int, int]] = []
+    first, size = 0, _FIRST_TASK * ranks
+    while first < total or not found:
+        found.append((first, min(size, total - first)))
+        first, size = first + size, min(2 * size, longest)
+    return found
+
+
+def cut(places: Iterable[MicroBatchId], ranks: int, sizes: Mapping[Split, int]) -> Iterator[Block]:
+    """Cut the micro-batches of a task into blocks.
+
+    Args:
+        places: whole rounds of the ranks, in the order of the plan.
+        ranks: R.
+        sizes: k of each split.
+    """
+    for (split, _), segment in groupby(places, key=lambda at: (at.split, at.epoch)):
+        while of_round := list(islice(segment, ranks * sizes[split])):
+            yield from (of_round[rank::ranks] for rank in range(ranks))
+
+
+def most(count: int, ranks: int) -> int:
+    """The largest k for a task of so many micro-batches."""
+    return max(1, count // (ranks * _BLOCKS_OF_TASK))
+
+
+def fitting(seconds: Iterable[float], num_bytes: Iterable[int], max_bytes: int) -> int:
+    """The largest k whose blocks stay below the limits; 1 if nothing is known.
+
+    Args:
+        seconds, num_bytes: of some micro-batches that were made.
+        max_bytes: of a block.
+    """
+    times, sizes = list(seconds), list(num_bytes)
+    if not times:
+        return 1
+    return max(1, int(min(MAX_SECONDS / max(median(times), 1e-6), max_bytes / max(1, max(sizes)))))

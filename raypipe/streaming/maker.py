@@ -1,0 +1,229 @@
+"""Makes the micro-batches of a stream, one after the other, in whatever process it is in; knows no Ray.
+
+MicroBatchMaker   the stores, transforms and caches of a stream, opened
+record_bad        the quarantine: best effort, since no run should end for want of it
+BadSampleBudget   how many bad samples a run puts up with
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypipe.config import PoolConfig, TransformConfig
+from raypipe.errors import BadSamplesError
+from raypipe.logs import log_place
+from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
+from raypipe.storage.files import write_text
+from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.stores.base import Store, name_of, title_of
+from raypipe.streaming.row import Made
+from raypipe.transform.batch import HostBatch, Read, Room, read_encoded, read_samples
+from raypipe.transform.contents import Content, EncodedTransform, Images
+from raypipe.transform.micro_batch import FIRST_ATTEMPT, Attempt, MicroBatchTransform, ReadSample, Sample
+from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_cache import open_caches
+from raypipe.transform.sample_transform import EncodedSample, Key
+
+logger = logging.getLogger(__name__)
+
+# Where a record has failed, this process tries none again: an object store that is gone says so after minutes, and
+# a run should not wait for it at every bad sample.
+_without_records: set[str] = set()
+
+
+class MicroBatchMaker:
+    """Reads, decodes and transforms micro-batches. Holds no state that a result could depend on.
+
+    Args: as the attributes of a StreamSpec.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stores: Mapping[Split, Store],
+        transforms: Mapping[Split, Any],
+        config: TransformConfig,
+        pool: PoolConfig,
+        quarantine: str = "",
+    ) -> None:
+        self.plan, self._stores, self._quarantine = plan, stores, quarantine
+        self._targets = config.target_columns
+        self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
+        self.caches = open_caches(pool, stores, config)
+        self._attempt = FIRST_ATTEMPT
+        self._transforms: dict[Split, MicroBatchTransform] = {}
+        for split, store in stores.items():
+            self._transforms[split] = micro_batch_transform(
+                transforms[split],
+                config,
+                probe=functools.partial(self._first_samples, split),
+                exact=split == "val",
+                store_address=store.address,
+                sample_name=functools.partial(name_of, store),
+                cache=self.caches.get(split),
+            )
+
+    def batch(self, at: MicroBatchId) -> HostBatch:
+        """One micro-batch; its bad samples are recorded."""
+        made = self.make(at)
+        self.settle(made)
+        return made.host_batch()
+
+    def make(
+        self,
+        at: MicroBatchId,
+        given: Read | None = None,
+        attempt: Attempt = FIRST_ATTEMPT,
+        room: Room | None = None,
+    ) -> Made:
+        """Make one micro-batch; reads the store unless a reader has done so.
+
+        Args:
+            given: what a reader has read.
+            attempt: what is known of it.
+            room: where its arrays are put; None = arrays of its own.
+        """
+        started = time.perf_counter()
+        log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
+        self._attempt = attempt
+        indices = self.plan.indices(at)
+        cache = self.caches.get(at.split)
+        kept = cache.find(indices) if cache else {}
+        samples: list[Sample | ReadSample]
+        if given is not None:
+            samples, labels = [*given[0]], given[1]
+        elif attempt.before_sample:  # each by itself, once it is announced: to read it may be what kills
+            samples = [functools.partial(self._read, at.split, index) for index in indices.tolist()]
+            labels = np.zeros(len(indices), np.int64)
+        else:
+            wanted = indices.copy()
+            wanted[list(kept)] = PADDING
+            if attempt.bad:  # it would not come back
+                wanted[np.isin(indices, list(attempt.bad))] = PADDING
+            read, labels = read_samples(self._stores[at.split], wanted, self._targets)
+            samples = [*read]
+        for position, decoded in kept.items():
+            samples[position] = decoded
+            if given is None:
+                labels[position] = decoded.label
+        read_s = time.perf_counter() - started
+
+        def read_substitute(position: int, attempt: int) -> tuple[ReadSample, int, int, Key]:
+            index = self.plan.substitute(at, int(indices[position]), attempt)
+            k0, k1 = self.plan.sample_keys(at, np.array([index]))[0].tolist()
+            return functools.partial(self._read, at.split, index), 0, index, (k0, k1)
+
+        result = self._transforms[at.split].run(
+            {"image": samples, "label": labels, "index": indices},
+            self.plan.sample_keys(at, indices),
+            read_substitute,
+            attempt,
+            room,
+        )
+        return Made(at, result, read_s, time.perf_counter() - started, len(kept))
+
+    def settle(self, made: Made) -> None:
+        """Record the bad samples of a micro-batch, and hold them against the budget."""
+        if made.result.bad:
+            record_bad(self._quarantine, made.at, made.result.bad)
+        self._budget.spend(made.result.bad, len(made.result.index))
+
+    def _read(self, split: Split, index: int) -> tuple[EncodedSample, int]:
+        (sample,), (label,) = read_encoded(self._stores[split], np.array([index]), self._targets)
+        return sample, int(label)
+
+    def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
+        kept = self.plan.kept[split]
+        num_samples = len(self._stores[split]) - len(kept.left_out)
+        for index in kept.indices(np.arange(min(16, num_samples))).tolist():
+            if self._attempt.before_sample:
+                self._attempt.before_sample(index)
+            if index not in self._attempt.bad:
+                yield self._read(split, index)[0]
+
+
+def micro_batch_transform(
+    transform: Any,
+    config: TransformConfig,
+    *,
+    probe: Callable[[], Iterable[EncodedSample]] = tuple,
+    store_address: str = "",
+    **options: Any,
+) -> MicroBatchTransform:
+    """The transform of a split's micro-batches, see `MicroBatchTransform`, which gets the options, and `Images`.
+
+    Raises:
+        ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
+    """
+    content: Content
+    if config.decode == "gpu":
+        content = EncodedTransform(transform, config)
+    else:
+        content = Images(build_transform(transform, config.size), config, probe, store_address)
+    return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
+
+
+def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by: str = "") -> None:
+    """Log bad samples, and write them as one JSON-lines object per micro-batch.
+
+    It is named by the micro-batch's place, so that a retry of the same one, on any node, writes the same again.
+    Where it cannot be written, that is logged, once in a process, and the log alone has them from then on.
+
+    Args:
+        folder_uri: of the quarantine; empty = log only.
+        at: the micro-batch.
+        bad: one record per sample.
+        by: who found them, where that is not an actor; part of the name.
+    """
+    lines = [json.dumps({**vars(at), **record}) for record in bad]
+    for line in lines:
+        logger.warning("bad sample: %s", line)
+    if not folder_uri or folder_uri in _without_records:
+        return
+    try:
+        filesystem, folder = open_filesystem(folder_uri)
+        filesystem.create_dir(folder, recursive=True)
+        write_text(join(folder_uri, f"{at}{by and '-' + by}.jsonl"), "".join(line + "\n" for line in lines))
+    except Exception as error:  # a full disk, an object store that is gone, whatever it is
+        _without_records.add(folder_uri)
+        logger.warning("bad samples cannot be recorded in %s, but in this log: %s", folder_uri, error)
+
+
+@dataclass
+class BadSampleBudget:
+    """How many bad samples a run puts up with before it stops.
+
+    Attributes:
+        max_fraction: of the samples seen, in [0, 1].
+        grace: this many are let pass at any time, since one in the first ten says little about a rate.
+    """
+
+    max_fraction: float = 0.01
+    grace: int = 10
+    num_bad: int = 0
+    num_seen: int = 0
+
+    def spend(self, bad: list[dict[str, Any]], num_seen: int) -> None:
+        """Count so many more samples seen, and those of them that were bad, by their records.
+
+        Raises:
+            BadSamplesError: more than max(grace, max_fraction × seen) have been bad.
+        """
+        self.num_bad += len(bad)
+        self.num_seen += num_seen
+        if bad and self.num_bad > max(self.grace, self.max_fraction * self.num_seen):
+            title = title_of(bad[-1]["store"], bad[-1]["index"], bad[-1]["name"])
+            raise BadSamplesError(
+                f"{self.num_bad} of {self.num_seen} samples are bad, more than"
+                f" transform.max_bad_fraction={self.max_fraction:g} allows (the first {self.grace} are free);"
+                f" the last one is {title}: {bad[-1]['error']}."
+                " Mend the store, or raise transform.max_bad_fraction"
+            )

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+
+from raypipe.config import PlanConfig
+from raypipe.plan.schedule import Plan, Share
+from raypipe.stores.base import MemoryStore
+from raypipe.streaming.blocks import cut, fitting, most, tasks
+
+
+def plan(num_train: int = 60, num_val: int = 25, per_step: int = 4, epochs: int = 2) -> Plan:
+    train, val = (MemoryStore([b""] * size, np.zeros(size)) for size in (num_train, num_val))
+    return Plan.of(PlanConfig(epochs=epochs, micro_batch=2, per_step=per_step), train, val)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_every_rank_gets_its_micro_batches_in_order_in_blocks_of_one_segment(ranks: int, size: int) -> None:
+    whole = plan()
+    for step in (0, 1, 3):
+        places = list(whole.micro_batches(whole.cursor_at(step)))
+        blocks = list(cut(places, ranks, {"train": size, "val": 2 * size}))
+        for rank in range(ranks):
+            of_rank = [at for block in blocks[rank::ranks] for at in block]
+            assert of_rank == [at for at in places if at.micro % ranks == rank]
+        assert len(blocks) % ranks == 0  # none is left out where blocks are dealt out evenly
+        for block in blocks:
+            assert 1 <= len(block) <= (size if block[0].split == "train" else 2 * size)
+            assert len({(at.split, at.epoch) for at in block}) == 1
+        for start in range(0, len(blocks), ranks):
+            assert len({len(block) for block in blocks[start : start + ranks]}) == 1
+
+
+def test_executions_that_share_the_ranks_cut_their_own_micro_batches() -> None:
+    whole = plan()
+    for index in range(2):  # W = 4 ranks: this execution has ranks index and index + 2
+        places = list(whole.micro_batches(whole.start(), share=Share(index, 2)))
+        blocks = list(cut(places, 2, {"train": 3, "val": 3}))
+        for rank in range(2):
+            found = [at.micro for block in blocks[rank::2] for at in block]
+            assert set(found) == {index + 2 * rank}
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("rounds", [0, 1, 5, 100, 3000, 10**6])
+def test_tasks_follow_each_other_in_whole_rounds_and_are_few(rounds: int, ranks: int) -> None:
+    total = rounds * ranks
+    found = tasks(total, ranks)
+    assert [first for first, _ in found] == [0, *np.cumsum([count for _, count in found])[:-1].tolist()]
+    assert sum(count for _, count in found) == total
+    assert all(count % ranks == 0 for _, count in found)
+    assert len(found) <= 256 + 8
+    longest = max(1024, total // 256) + ranks
+    assert all(second <= 2 * count and second <= longest for (_, count), (_, second) in pairwise(found))
+
+
+def test_blocks_grow_with_the_tasks() -> None:
+    assert [most(count, 2) for _, count in islice(tasks(10**5, 2), 4)] == [2, 4, 8, 16]
+    assert most(1, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_bytes", "expected"),
+    [
+        ([], [], 1),
+        ([0.02], [400_000], 25),  # half a second
+        ([0.16, 9.0, 0.17], [19 << 20] * 3, 2),
+        ([0.001], [20 << 20], 3),  # 64 MiB
+        ([5.0], [1], 1),
+        ([0.001], [1 << 30], 1),
+    ],
+)
+def test_a_block_is_as_large_as_its_limits_let_it(
+    seconds: list[float], num_bytes: list[int], expected: int
+) -> None:
+    assert fitting(seconds, num_bytes, 64 << 20) == expected

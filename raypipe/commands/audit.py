@@ -65,7 +65,7 @@ def inspect(
         others = f" and {num - 1:,} others" if num > 1 else ""
         rows.append((f"sample {first}{others}", f"{error} ({name})" if name else error))
     if found["bad"]:
-        rows += [("to do without them", f"--store.leave_out {found['list']}")]
+        rows += [("to exclude them", f"--store.leave_out {found['list']}")]
     table(store, rows)
     return found
 
@@ -144,7 +144,7 @@ def digest(
         to_step: end before this training step, a validation that lies before it included; 0 = at the end.
         val_transform: of validations, as transform.
         cache: keep decoded samples on each node, see pool.cache.
-        leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to do without.
+        leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to exclude.
         val_leave_out: the same, of the validation store.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
@@ -212,7 +212,7 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
 
     Args:
         first: a file of digests.
-        second: another one.
+        second: the file to compare it with.
     """
     from raypipe.streaming.digest import DigestFile, compare
 

@@ -82,7 +82,8 @@ def _torch() -> tuple[bool, str]:
         torch.ones(8, device="cuda").sum().item()
         return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     if shutil.which("nvidia-smi"):
-        raise RuntimeError(f"the NVIDIA driver is no use to torch, built for CUDA {torch.version.cuda or 'not'}")
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+        raise RuntimeError(f"there is an NVIDIA driver, but torch, built for {built}, cannot use it")
     return True, "works on the CPU; there is no GPU"
 
 
@@ -93,14 +94,15 @@ def _limits() -> tuple[bool, str]:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    found = f"/dev/shm has {shared / _GIB:.1f} GiB, of which Ray wants 30 % of memory, {0.3 * memory / _GIB:.1f}"
+    found = f"/dev/shm has {shared / _GIB:.1f} GiB (Ray wants {0.3 * memory / _GIB:.1f}, 30 % of memory)"
     found += f"; at most {most} open files; {folder} has {free / _GIB:.1f} GiB free"
     return shared >= 0.3 * memory and most >= 4096 and free >= 5 * _GIB, found
 
 
 def _ray() -> tuple[bool, str]:
     """Is RAY_ADDRESS, if set, up (ray status), and of this Ray? Else see /tmp/ray/session_latest/logs."""
-    where = f"the cluster at {os.environ.get('RAY_ADDRESS') or 'this machine'}"
+    address = os.environ.get("RAY_ADDRESS")
+    where = f"the cluster at {address}" if address else "a cluster on this machine"
     command = [sys.executable, "-c", _RAY_PROGRAM]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False)

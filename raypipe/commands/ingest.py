@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,10 +26,11 @@ from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
+from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores import open_source, open_store
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
-from raypipe.stores.destination import kept_samples, new_path, new_remote
+from raypipe.stores.destination import new_path, new_remote
 from raypipe.stores.record import Fingerprint, RecordLayout, Sample, column_types, plain
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
@@ -97,7 +101,7 @@ def ingest(
     with contextlib.ExitStack() as stack:
         store = open_source(src) if isinstance(src, str | Path) else src
         if not isinstance(store, Store):
-            store = open_store(stack.enter_context(kept_samples(_rows_of(store), classes, short_side)))
+            store = open_store(stack.enter_context(_kept_samples(_rows_of(store), classes, short_side)))
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
@@ -144,6 +148,58 @@ def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
         yield from src.iter_rows()
     finally:
         options.preserve_order = before
+
+
+@contextlib.contextmanager
+def _kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
+    """Within, the file of a store in the cache folder that has the samples, in their order.
+
+    Args:
+        samples: see `raypipe.ingest`; each is taken once. One whose image is None may lack the other columns.
+        classes: names, position = label.
+        short_side: see `column_types`.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
+    try:
+        with ThreadPoolExecutor() as pool:  # pixels are encoded, a chunk at a time
+            chunks = iter(lambda: list(pool.map(_encoded, itertools.islice(samples, CHUNK))), [])
+            first = next(chunks, [])
+            if not first:
+                raise StoreError("there are no samples")
+            values: dict[str, list[Any]] = {}
+            for sample in first:
+                for name, value in sample.items():
+                    values.setdefault(name, []).append(value)
+            columns = column_types(values, "the samples", short_side)
+            blank = {name: 0 if kind in ("int64", "float64") else None for name, kind in columns.items()}
+            file = folder / "samples.lmdb"
+            with open_writer(file, columns, classes) as writer:
+                for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
+                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample))
+        yield file
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _encoded(sample: Sample) -> dict[str, Any]:
+    """A sample whose image is bytes, or None."""
+    import cv2
+
+    if not isinstance(sample, Mapping) or "image" not in sample:
+        raise StoreError(f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}")
+    image = sample["image"]
+    if image is None or isinstance(image, bytes | bytearray | memoryview):
+        return {**sample, "image": None if image is None else bytes(image)}
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3))):
+        raise StoreError(
+            f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
+            "(H, W, 1) or (H, W)"
+        )
+    # OpenCV has blue first.
+    ok, png = cv2.imencode(".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels)
+    assert ok
+    return {**sample, "image": png.tobytes()}
 
 
 def _num_shards(store: Store, num_cpus: int) -> int:

@@ -50,7 +50,7 @@ class Tile:
 
     Attributes:
         image: uint8 (H, W, 3); None where there is none.
-        lines: the caption, two lines at most.
+        lines: the caption, three lines at most.
         reason: why there is no image.
         mask: uint8 (H, W), classes, drawn over it: 0 as it is, 255 dark, others tinted.
         boxes: float (K, 5), `[x0, y0, x1, y1, label]`, drawn over it; those of label -1 are left out.
@@ -144,8 +144,9 @@ class Preview:
     def _three(self, at: MicroBatchId, row: int, stages: Stages) -> list[Tile]:
         made, augmented, fed, mixed = stages
         wanted, own = int(self.plan.indices(at)[row]), self._class(made.label[row])
-        micro = f"micro-batch {at.micro}, " if self.plan.config.per_step > 1 else ""
-        lines, reason = [f"step {at.step}, {micro}row {row}"], ""
+        lines, reason = [f"step {at.step}, row {row}"], ""
+        if self.plan.config.per_step > 1:
+            lines = [f"step {at.step}, micro-batch {at.micro}", f"row {row}"]
         if made.index[row] != wanted:
             lines.append(f"bad: sample {made.index[row]} stands in")
             if self._decoded(wanted).image is not None:  # else a grey tile has the reason already

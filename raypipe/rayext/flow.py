@@ -266,9 +266,9 @@ class PoolWatch(BackpressurePolicy):
             raise ResourceError(
                 f"the stream stands still: no micro-batch was finished for {self._timeout_s:g} s "
                 f"(pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} are waited for "
-                f"after they died, {info.pending} have not started; the cluster has {free:g} CPUs free"
-                f". Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or see what the actors "
-                "do (ray stack)"
+                f"after they died, {info.pending} have not started; the cluster has {free:g} CPUs "
+                "free. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or see what the actors do "
+                "(ray stack)"
             )
 
 

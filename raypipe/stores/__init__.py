@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HOME = {
     "LMDBWriter": "writers",
     "ParquetWriter": "writers",
-    "digits_stores": "destination",
+    "digits_stores": "digits",
     "open_writer": "writers",
 }
 # Kind → its module, and its class, or the function that yields the samples of what is read once, in order.
@@ -125,11 +125,9 @@ def _open(address: str | Path, options: dict[str, Any], sources: bool) -> Store 
     module, name = _STORES[kind]
     found = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(found).parameters)
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"{text} is {kind}, which has no option {name!r}, as {options[name]!r} was given for"
-            )
+    for option, value in options.items():
+        if option not in known:
+            raise ConfigError(f"{text} is {kind}, which has no option {option!r}, as {value!r} was given for")
     return found(text, **options)
 
 

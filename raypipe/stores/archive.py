@@ -26,7 +26,7 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import locked, make_cache_folder, open_regular
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, part_of
+from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, as_text, part_of
 
 _NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
@@ -108,7 +108,7 @@ class _Opened:
                 result[name] = index.labels[indices]
             else:
                 contents = self._read(index.places[name], indices)
-                result[name] = contents if index.types[name] == "binary" else [_text(each) for each in contents]
+                result[name] = contents if index.types[name] == "binary" else [as_text(each) for each in contents]
         return result
 
     def _read(self, places: np.ndarray, indices: np.ndarray) -> list[bytes | None]:
@@ -217,13 +217,6 @@ class ArchiveStore(FileStore[_Opened]):
         except Exception as error:  # tarfile and zipfile let half a dozen types through
             reason = f"{type(error).__name__}: {error!s:.500}; it is {self.advice}"
             raise StoreError(f"{name} cannot be read as {self.suffix[1:]}: {reason}") from error
-
-
-def _text(content: bytes | None) -> str | None:
-    try:
-        return None if content is None else content.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def is_visible(name: PurePosixPath) -> bool:

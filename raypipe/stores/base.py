@@ -164,6 +164,14 @@ def title_of(address: object, index: object, name: object) -> str:
     return f"{address or 'store'} sample {index}{f' ({name})' if name else ''}"
 
 
+def as_text(content: bytes | None) -> str | None:
+    """The value of a text column; None where there is none, or it is no UTF-8."""
+    try:
+        return None if content is None else content.decode()
+    except UnicodeDecodeError:
+        return None
+
+
 def part_of(bounds: np.ndarray, index: int) -> tuple[int, int]:
     """The part that holds a sample, and its number within it; part i begins with the sample bounds[i]."""
     number = int(np.searchsorted(bounds, index, "right")) - 1

@@ -1,4 +1,4 @@
-"""A new store exists at its address whole or not at all, here and in an object store; and how samples are kept.
+"""A new store exists at its address whole or not at all, here and in an object store.
 
 here     write beside it → rename
 remote   write here → upload every shard under a name that none has had before → manifest → remove what was there
@@ -7,18 +7,15 @@ remote   write here → upload every shard under a name that none has had before
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.fs
 
 from raypipe.errors import StoreError
@@ -26,13 +23,9 @@ from raypipe.storage.files import RemoteFile, digest_of_file
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
 from raypipe.storage.local_file import cache_folder, make_cache_folder, open_lock, try_lock
 from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
-from raypipe.stores.record import Sample, column_types, plain
 from raypipe.stores.writers import open_writer
 
 logger = logging.getLogger(__name__)
-
-_CHUNK = 64  # samples that are encoded at a time
-_NUM_VAL = 360  # digits held out for validation, the same share of each class
 
 
 # Here
@@ -95,92 +88,6 @@ def write_atomically(
     with new_path(path, overwrite) as partial, open_writer(partial, classes=classes) as writer:
         for sample in samples:
             writer.append(sample)
-
-
-def digits_stores(folder: Path | None = None) -> tuple[str, str]:
-    """Addresses of the training and the validation store of the digits; written on first use.
-
-    They are the 1,797 that scikit-learn ships: real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998).
-
-    Args:
-        folder: where they are kept; None = the cache folder.
-    """
-    folder = (folder or cache_folder()) / "digits-v1"
-    train, val = folder / "train.lmdb", folder / "val.lmdb"
-    if not (train.exists() and val.exists()):
-        _write_digits(train, val)
-    return str(train), str(val)
-
-
-def _write_digits(train: Path, val: Path) -> None:
-    import cv2
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    data = load_digits()
-    pixels = np.round(data.images * (255 / 16)).astype(np.uint8)  # scanned with 17 grey levels
-    samples = [
-        {"image": cv2.imencode(".png", image)[1].tobytes(), "label": int(label)}
-        for image, label in zip(pixels, data.target, strict=True)
-    ]
-    chosen = train_test_split(samples, test_size=_NUM_VAL, random_state=0, stratify=data.target)
-    for path, part in zip((train, val), chosen, strict=True):
-        write_atomically(str(path), part, classes=tuple("0123456789"), overwrite=True)
-
-
-# Of samples that can be read once
-
-
-@contextlib.contextmanager
-def kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
-    """Within, the file of a store in the cache folder that has the samples, in their order.
-
-    Args:
-        samples: see `raypipe.ingest`; each is taken once. One whose image is None may lack the other columns.
-        classes: names, position = label.
-        short_side: see `column_types`.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
-    try:
-        with ThreadPoolExecutor() as pool:  # pixels are encoded, a chunk at a time
-            chunks = iter(lambda: list(pool.map(_encoded, itertools.islice(samples, _CHUNK))), [])
-            first = next(chunks, [])
-            if not first:
-                raise StoreError("there are no samples")
-            values: dict[str, list[Any]] = {}
-            for sample in first:
-                for name, value in sample.items():
-                    values.setdefault(name, []).append(value)
-            columns = column_types(values, "the samples", short_side)
-            blank = {name: 0 if kind in ("int64", "float64") else None for name, kind in columns.items()}
-            file = folder / "samples.lmdb"
-            with open_writer(file, columns, classes) as writer:
-                for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
-                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample))
-        yield file
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _encoded(sample: Sample) -> dict[str, Any]:
-    """A sample whose image is bytes, or None."""
-    import cv2
-
-    if not isinstance(sample, Mapping) or "image" not in sample:
-        raise StoreError(f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}")
-    image = sample["image"]
-    if image is None or isinstance(image, bytes | bytearray | memoryview):
-        return {**sample, "image": None if image is None else bytes(image)}
-    pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3))):
-        raise StoreError(
-            f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
-            "(H, W, 1) or (H, W)"
-        )
-    # OpenCV has blue first.
-    ok, png = cv2.imencode(".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels)
-    assert ok
-    return {**sample, "image": png.tobytes()}
 
 
 # In an object store

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.stores.base import as_text
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
@@ -116,16 +117,9 @@ class RecordLayout:
                 break
             if name in wanted:
                 content = bytes(value[start:end])
-                row[name] = content if self.types[name] == "binary" else _text(content)
+                row[name] = content if self.types[name] == "binary" else as_text(content)
             start = end
         return row
-
-
-def _text(content: bytes) -> str | None:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 class Fingerprint:

@@ -17,7 +17,7 @@ import io
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -25,12 +25,13 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.storage.files import read_whole, sync_folder, synced_output
-from raypipe.storage.filesystem import explained, join, open_filesystem
+from raypipe.storage.files import open_input, read_whole, sync_folder, synced_output
+from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
 
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
 _FOLDER = re.compile(r"checkpoint_(\d{4,})_(\d{7,})_[0-9a-f]{8}")
+_CHUNK_BYTES = 16 << 20  # read at a time: of an object, each is a request
 _CUT_OFF = "it was cut off while it was written"
 
 
@@ -45,9 +46,16 @@ class Checkpoint(NamedTuple):
     cursor: Cursor
 
 
-def read_state(run_uri: str, name: str) -> io.BytesIO:
-    """What state.pt of a checkpoint holds."""
-    return io.BytesIO(read_whole(join(run_uri, name, STATE_FILE)) or b"")
+@contextlib.contextmanager
+def open_state(run_uri: str, name: str) -> Iterator[pa.NativeFile | io.BytesIO]:
+    """state.pt of a checkpoint, open for reading; an object is in memory, since a loader asks for each tensor.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    address = join(run_uri, name, STATE_FILE)
+    with explained(ConfigError, f"{address} cannot be read"), open_input(*open_filesystem(address)) as file:
+        yield io.BytesIO(file.read()) if is_remote(address) else file
 
 
 def write_checkpoint(
@@ -72,7 +80,9 @@ def write_checkpoint(
     filesystem, path = open_filesystem(run_uri)
     folder = f"{path}/{name}"
     contents = {STATE_FILE: state, CURSOR_FILE: cursor.to_json().encode()}
-    files = {file: {"bytes": len(content), "blake2b": _hash(content)} for file, content in contents.items()}
+    files = {
+        file: {"bytes": len(content), "blake2b": _hash(content).hexdigest()} for file, content in contents.items()
+    }
     contents[_MANIFEST] = json.dumps({"files": files, "metrics": metrics}).encode()
     with explained(ConfigError, f"checkpoint {name} of {run_uri} cannot be written (mend that, and --resume)"):
         try:
@@ -93,8 +103,8 @@ def write_checkpoint(
     return name
 
 
-def _hash(content: bytes | memoryview) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def _hash(content: bytes | memoryview = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(content, digest_size=16)
 
 
 def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> tuple[Checkpoint | None, dict[str, str]]:
@@ -164,16 +174,25 @@ def _whole(folder: str) -> Cursor:
         expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
     except (KeyError, TypeError, ValueError):
         raise _DamageError(f"its {_MANIFEST} is {'damaged' if manifest else 'empty'}") from None
-    contents = {}
     for file, (num_bytes, digest) in expected.items():
-        content = contents[file] = read_whole(join(folder, file))
-        if content is None:
-            raise _DamageError(f"its {file} is missing")
-        if len(content) != num_bytes:
-            raise _DamageError(f"its {file} has {len(content)} bytes instead of {num_bytes}")
-        if _hash(content) != digest:
-            raise _DamageError(f"the content of its {file} has changed since it was written")
+        _check(folder, file, num_bytes, digest)
     try:
-        return Cursor.from_json((contents[CURSOR_FILE] or b"").decode(errors="replace"))
+        return Cursor.from_json((read_whole(join(folder, CURSOR_FILE)) or b"").decode(errors="replace"))
     except CursorError as error:
         raise _DamageError(str(error)) from error
+
+
+def _check(folder: str, name: str, num_bytes: int, digest: str) -> None:
+    """Raise _DamageError unless a file is as it was written."""
+    address, found = join(folder, name), _hash()
+    with explained(ConfigError, f"{address} cannot be read"):
+        try:
+            with open_input(*open_filesystem(address)) as file:
+                if file.size() != num_bytes:
+                    raise _DamageError(f"its {name} has {file.size()} bytes instead of {num_bytes}")
+                while chunk := file.read(_CHUNK_BYTES):
+                    found.update(chunk)
+        except FileNotFoundError:
+            raise _DamageError(f"its {name} is missing") from None
+    if found.hexdigest() != digest:
+        raise _DamageError(f"the content of its {name} has changed since it was written")

@@ -27,7 +27,7 @@ from raypipe.storage.lease import is_held
 from raypipe.streaming.handover import feed
 from raypipe.streaming.rank_stream import Feed, SegmentFeed
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.checkpoints import find_newest, read_state, write_checkpoint
+from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.learning import Learner, amp_dtype, learning_rate
 from raypipe.train.run_folder import RunLog, stop_requested
 
@@ -92,7 +92,8 @@ class Trainer:
         self.learner = Learner(run, num_classes, self.device, self.world_size)
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
         if found:
-            state = torch.load(read_state(run_uri, found.name), map_location="cpu", weights_only=True)
+            with open_state(run_uri, found.name) as file:
+                state = torch.load(file, map_location="cpu", weights_only=True)
             self.learner.load(state)
             self.metrics = state["metrics"]
         self.log: RunLog | None = None

@@ -156,7 +156,7 @@ def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> No
     at, _ = shown.place(0, bad)
     assert at is not None
     substitute = shown.plan.substitute(at, bad, 0)
-    assert transformed.lines[1] == f"bad: sample {substitute} stands in"
+    assert transformed.lines[-1] == f"bad: sample {substitute} stands in"
     assert transformed.image is not None and fed.lines == ("not mixed", CLASSES[substitute % 5])
 
 

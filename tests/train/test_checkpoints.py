@@ -16,7 +16,7 @@ from full_disk import fill, make_room
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.train.checkpoints import find_newest, has_checkpoints, read_state, write_checkpoint
+from raypipe.train.checkpoints import find_newest, has_checkpoints, open_state, write_checkpoint
 
 PLAN = "0123456789abcdef"
 
@@ -58,7 +58,8 @@ def step_of(run: Path | str) -> int | None:
     found, _ = find_newest(run_uri, check)
     if found is None:
         return None
-    assert read_state(run_uri, found.name).read() == content(found.cursor)
+    with open_state(run_uri, found.name) as file:
+        assert file.read() == content(found.cursor)
     return found.cursor.step
 
 

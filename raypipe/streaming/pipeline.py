@@ -131,7 +131,6 @@ def dataset(
     context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it would say so each time
     context.print_on_execution_start = False
     context.raise_original_map_exception = True
     context.issue_detectors_config.detectors = []  # one warns of memory=0 below; flow.PoolWatch ends what hangs

@@ -116,12 +116,14 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
         plan=PlanConfig(epochs=1, micro_batch=6),
         transform=TransformConfig(train="light", size=32, **targets),
     )
-    on = {}
-    for device in ("cuda", "cpu"):
-        batches = [
-            batch for segment in feed(spec, device=device, max_actors=1) for step in segment for batch in step
-        ]
-        kept = [(b.image.clone().cpu(), b.mask.clone().cpu(), b.boxes.clone().cpu()) for b in batches[-1:]]
-        assert len(batches) == 4 and batches[-1].mask.device.type == device
-        on[device] = kept
-    assert all(torch.equal(a, b) for a, b in zip(on["cuda"][0], on["cpu"][0], strict=True))
+    on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}
+    for device, kept in on.items():
+        for segment in feed(spec, device=device, max_actors=1):
+            for step in segment:
+                for batch in step:
+                    assert batch.mask is not None and batch.boxes is not None
+                    assert batch.mask.device.type == batch.boxes.device.type == device
+                    kept.append(tuple(part.clone().cpu() for part in (batch.image, batch.mask, batch.boxes)))
+    assert len(on["cuda"]) == 4
+    for found, expected in zip(on["cuda"], on["cpu"], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

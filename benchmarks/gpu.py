@@ -23,6 +23,7 @@ JSON object. On a machine without CUDA it runs on the CPU, to be tried out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -125,10 +126,12 @@ def streamed(args: Any, device: torch.device, store: str, decode: Any = "cpu") -
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for segment in raypipe.feed(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype):
-        for step in segment:
-            for batch in step:
-                yield batch.image, batch.target, batch.mixed
+    feed = raypipe.feed(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)
+    with contextlib.closing(feed):  # the next one needs its CPUs
+        for segment in feed:
+            for step in segment:
+                for batch in step:
+                    yield batch.image, batch.target, batch.mixed
 
 
 def make_store(folder: Path, count: int) -> str:
@@ -147,7 +150,8 @@ def make_store(folder: Path, count: int) -> str:
     return str(path)
 
 
-def measure(args: Any, device: torch.device) -> dict[str, Any]:
+def measure(args: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Figures by name, each part as soon as it is there."""
     loop = Loop(args.model, device)
     dtype = torch.bfloat16 if loop.cuda else torch.float32
     plain = DeviceAugment(AugmentConfig(), device, dtype)
@@ -165,10 +169,12 @@ def measure(args: Any, device: torch.device) -> dict[str, Any]:
     pairs = list(zip(found["resident"], found["ring"], found["augmented"], strict=True))
     medians["copy_cost"] = statistics.median(plain / ring - 1 for plain, ring, _ in pairs)
     medians["augment_cost"] = statistics.median(plain / augmented - 1 for plain, _, augmented in pairs)
-    return medians | measure_host(args, loop, device) | measure_streams(args, loop, device)
+    yield medians
+    yield measure_host(args, loop, device)
+    yield from measure_streams(args, loop, device)
 
 
-def measure_streams(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
+def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dict[str, Any]]:
     from raypipe.commands.bench import ceiling
 
     config = TransformConfig(train=args.transform, size=args.size)
@@ -178,25 +184,21 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch))
         cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
-        found: dict[str, Any] = {
-            "decode_images_per_s": measure_decode(args, device, store),
-            "cpu_ceiling_images_per_s": cpus,
-        }
+        yield {"decode_images_per_s": measure_decode(args, device, store), "cpu_ceiling_images_per_s": cpus}
         raypipe.connect()
         for prefix, each in (("", loop), ("small_", Loop(args.small_model, device))):
             seen = each.images_per_s(streamed(args, device, store), args.steps, warmup)
             decoded = each.images_per_s(streamed(args, device, store, "gpu"), args.steps, warmup)
             augment = DeviceAugment(STANDARD, device, dtype)
             bound = each.images_per_s(resident(args, augment, device), args.steps, warmup=10)
-            found |= {
+            yield {
                 f"{prefix}bound_images_per_s": bound,
                 f"{prefix}stream_images_per_s": seen,
                 f"{prefix}stream_over_limit": seen / min(cpus, bound),
                 f"{prefix}limit": "cpu" if cpus < bound else "device",
                 f"{prefix}decode_stream_images_per_s": decoded,
             }
-        found["beside"] = measure_beside(args, device, store)
-    return found
+        yield {"beside": measure_beside(args, device, store)}
 
 
 def measure_host(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
@@ -235,7 +237,7 @@ def launches(part: Callable[[], Any], loop: Loop, calls: int = 8) -> float:
     """What a call gives to the device, on average: random branches differ."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(calls):
             part()
         loop.wait()
@@ -299,8 +301,11 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chip = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})"
-    found = measure(args, device)
-    found |= {"device": chip, "torch": torch.__version__, "model": args.model, "micro_batch": args.micro_batch}
+    found: dict[str, Any] = {"device": chip, "torch": torch.__version__}
+    found |= {"model": args.model, "small_model": args.small_model, "micro_batch": args.micro_batch}
+    for part in measure(args, device):
+        print(part, flush=True)
+        found |= part
     table = Table(title=f"{args.model}, {args.size} px, micro-batch {args.micro_batch}, {chip}")
     table.add_column("figure")
     table.add_column("value", justify="right")

@@ -52,7 +52,7 @@ def test_the_job_trains_on_the_gpu_without_being_asked_to(stores: dict[str, Path
     given = ["--plan.epochs=2", "--plan.micro_batch=6", "--plan.per_step=4", "--transform.train=light"]
     given += ["--transform.val=center", "--transform.size=32", "--transform.decode=gpu", "--train.model=resnet18"]
     given += [f"--store.train={stores['train']}", f"--store.val={stores['val']}", f"--runs={tmp_path}"]
-    given += ["--augment.preset=standard", "--train.log_every=1", "--pool.max_actors=2"]
+    given += ["--augment.preset=standard", "--train.log_every=1", "--train.lr=0.001", "--pool.max_actors=2"]
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_ADDRESS")}
     done = subprocess.run(
         [sys.executable, str(ROOT / "jobs/train.py"), *given],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -66,6 +68,7 @@ def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(stores: dict[str
     from ray.train.torch import TorchConfig, TorchTrainer
 
     spec = spec_of(stores)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # trainers cannot import it
 
     def train_fn(config: dict[str, Any]) -> None:
         import torch.distributed as dist

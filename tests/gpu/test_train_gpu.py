@@ -151,21 +151,27 @@ def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
     assert_same_bits(trained(torch.cuda.Stream()), trained(torch.cuda.default_stream()))
 
 
-# Two ranks, which one device can have by gloo
+# Two ranks: on one device by gloo, which NCCL refuses, and on two by NCCL
 
 
-def two_ranks(rank: int, folder: str, ordered_sum: Any) -> None:
+def two_ranks(rank: int, folder: str, backend: str, ordered_sum: Any) -> None:
     """Runs in a process for each rank."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
-    state = learn(learner(world_size=2, ordered_sum=ordered_sum), range(3), CUDA, rank, 2)
+    device = torch.device("cuda", rank if backend == "nccl" else 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    state = learn(learner(device, world_size=2, ordered_sum=ordered_sum), range(3), device, rank, 2)
     torch.save(state, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
 @ordered
-def test_two_ranks_learn_what_one_does(ordered_sum: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=several)])
+def test_two_ranks_learn_what_one_does(ordered_sum: Any, backend: str, tmp_path: Path) -> None:
     """By ordered sums to the bit, by DistributedDataParallel to rounding."""
-    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), ordered_sum), nprocs=2)
+    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), backend, ordered_sum), nprocs=2)
     before = checkpoint(learner())
     alone = learn(learner(ordered_sum=ordered_sum), range(3))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
@@ -307,7 +313,7 @@ def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
 # Several devices
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@several
 def test_a_device_that_is_not_the_current_one_learns_the_same() -> None:
     second = torch.device("cuda", 1)
     settings = {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "ordered_sum": "yes"}

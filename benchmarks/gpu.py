@@ -3,11 +3,18 @@
     python benchmarks/gpu.py                      # JPEGs made on the spot
     python benchmarks/gpu.py --store imagenet.lmdb
 
-    resident     the training loop fed from one tensor that stays on the device: the ceiling of the device
-    ring         the same, fed from host memory through the pinned ring: is the copy hidden?
-    augmented    resident, with the `standard` augmentation, MixUp and CutMix
-    stream       the training loop fed by the whole pipe, against resident and against what the CPUs can decode
-    decode       JPEGs decoded on the device, alone
+    resident        the training loop fed from one tensor that stays on the device: the ceiling of the device
+    ring            the same, fed from host memory through the pinned ring: is the copy hidden?
+    augmented       resident, with the `standard` augmentation, MixUp and CutMix
+    stream          the training loop fed by the whole pipe, against resident and against what the CPUs can decode
+    decode          JPEGs decoded on the device, alone
+    decode_stream   the stream with `transform.decode: gpu`
+    small_…         resident and streams with --small-model, which takes more than the CPUs can decode
+    host_ms         of a micro-batch: what the calls take of the training thread, which never waits for the device,
+                    for each preset without mixing, and for StepBatchNorm at one micro-batch to a step
+    launches        kernels, copies and fills that they give to the device
+    beside          rate of a loop of small torch operations while the same process consumes the stream, a
+                    micro-batch every --pace-ms, over its rate alone
 
 Ratios are of one run, medians over --repeats; the variants take turns, since clocks drift. The last line is one
 JSON object. On a machine without CUDA it runs on the CPU, to be tried out.
@@ -16,6 +23,7 @@ JSON object. On a machine without CUDA it runs on the CPU, to be tried out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -34,13 +42,13 @@ from rich.table import Table
 
 import raypipe
 from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
-from raypipe.device.augment import DeviceAugment
+from raypipe.device.augment import PRESETS, DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
-from raypipe.transform.batch import HostBatch
+from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.contents import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 
@@ -71,14 +79,14 @@ class Loop:
         images, started = 0, 0.0
         for number, (image, target, mixed) in enumerate(itertools.islice(batches, warmup + steps)):
             if number == warmup:
-                self._wait()
+                self.wait()
                 started = time.perf_counter()
             self.step(image, target, mixed)
             images += len(image) * (number >= warmup)
-        self._wait()
+        self.wait()
         return images / (time.perf_counter() - started)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
@@ -109,18 +117,20 @@ def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Ite
         yield augment.normalize(batch.image), batch.target, None
 
 
-def streamed(args: Any, device: torch.device, store: str) -> Iterator[Fed]:
+def streamed(args: Any, device: torch.device, store: str, decode: Any = "cpu") -> Iterator[Fed]:
     spec = raypipe.StreamSpec.of(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch=args.micro_batch),
-        transform=TransformConfig(train=args.transform, size=args.size),
+        transform=TransformConfig(train=args.transform, size=args.size, decode=decode),
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for segment in raypipe.feed(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype):
-        for step in segment:
-            for batch in step:
-                yield batch.image, batch.target, batch.mixed
+    feed = raypipe.feed(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)
+    with contextlib.closing(feed):  # the next one needs its CPUs
+        for segment in feed:
+            for step in segment:
+                for batch in step:
+                    yield batch.image, batch.target, batch.mixed
 
 
 def make_store(folder: Path, count: int) -> str:
@@ -139,7 +149,8 @@ def make_store(folder: Path, count: int) -> str:
     return str(path)
 
 
-def measure(args: Any, device: torch.device) -> dict[str, Any]:
+def measure(args: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Figures by name, each part as soon as it is there."""
     loop = Loop(args.model, device)
     dtype = torch.bfloat16 if loop.cuda else torch.float32
     plain = DeviceAugment(AugmentConfig(), device, dtype)
@@ -153,34 +164,108 @@ def measure(args: Any, device: torch.device) -> dict[str, Any]:
     for _ in range(args.repeats):
         for name, batches in variants.items():
             found[name].append(loop.images_per_s(batches(), args.steps))
-    medians = {f"{name}_images_per_s": statistics.median(values) for name, values in found.items()}
+    medians: dict[str, Any] = {f"{name}_images_per_s": statistics.median(values) for name, values in found.items()}
     pairs = list(zip(found["resident"], found["ring"], found["augmented"], strict=True))
     medians["copy_cost"] = statistics.median(plain / ring - 1 for plain, ring, _ in pairs)
     medians["augment_cost"] = statistics.median(plain / augmented - 1 for plain, _, augmented in pairs)
-    return medians | measure_stream(args, loop, device)
+    yield medians
+    yield measure_host(args, loop, device)
+    yield from measure_streams(args, loop, device)
 
 
-def measure_stream(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
+def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dict[str, Any]]:
     from raypipe.commands.bench import ceiling
 
     config = TransformConfig(train=args.transform, size=args.size)
+    dtype = torch.bfloat16 if loop.cuda else torch.float32
+    # What is in flight when the pool has started must not count: it was made ahead.
+    warmup = 4 * args.actors + 4
     with tempfile.TemporaryDirectory() as folder:
         store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch))
         cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
-        decoded = measure_decode(args, device, store)
+        yield {"decode_images_per_s": measure_decode(args, device, store), "cpu_ceiling_images_per_s": cpus}
         raypipe.connect()
-        # What is in flight when the pool has started must not count: it was made ahead.
-        warmup = 4 * args.actors + 4
-        seen = loop.images_per_s(streamed(args, device, store), args.steps, warmup)
-        dtype = torch.bfloat16 if loop.cuda else torch.float32
-        bound = loop.images_per_s(resident(args, DeviceAugment(STANDARD, device, dtype), device), args.steps)
-    return {
-        "decode_images_per_s": decoded,
-        "cpu_ceiling_images_per_s": cpus,
-        "stream_images_per_s": seen,
-        "stream_over_limit": seen / min(cpus, bound),
-        "limit": "cpu" if cpus < bound else "device",
-    }
+        for prefix, each in (("", loop), ("small_", Loop(args.small_model, device))):
+            seen = each.images_per_s(streamed(args, device, store), args.steps, warmup)
+            decoded = each.images_per_s(streamed(args, device, store, "gpu"), args.steps, warmup)
+            augment = DeviceAugment(STANDARD, device, dtype)
+            bound = each.images_per_s(resident(args, augment, device), args.steps, warmup=10)
+            yield {
+                f"{prefix}bound_images_per_s": bound,
+                f"{prefix}stream_images_per_s": seen,
+                f"{prefix}stream_over_limit": seen / min(cpus, bound),
+                f"{prefix}limit": "cpu" if cpus < bound else "device",
+                f"{prefix}decode_stream_images_per_s": decoded,
+            }
+        yield {"beside": measure_beside(args, device, store)}
+
+
+def measure_host(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
+    """Host milliseconds and launches of each preset, and of StepBatchNorm."""
+    batch = next(iter(host_batches(args.size, args.micro_batch, 1)))
+    image = torch.from_numpy(batch.image).to(device).permute(0, 3, 1, 2)
+    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch, bool)
+    dtype, seeds = torch.bfloat16 if loop.cuda else torch.float32, itertools.count()
+    model = build_model(args.model, 1000).to(device)
+    batch_norm = StepBatchNorm(model, 1, 1)
+
+    def norm() -> None:
+        batch_norm.begin()
+        batch_norm.take()
+        batch_norm.end()
+
+    def augmented(preset: str) -> Callable[[], Any]:
+        augment = DeviceAugment(AugmentConfig(preset=preset), device, dtype)  # type: ignore[arg-type]
+        return lambda: augment(image, target, counts, seed=next(seeds))
+
+    parts: dict[str, Callable[[], Any]] = {f"preset_{name}": augmented(name) for name in PRESETS}
+    found: dict[str, Any] = {}
+    for name, part in (parts | {"step_batch_norm": norm}).items():
+        took = []
+        for number in range(4 + 20):
+            loop.wait()  # so that no full queue of launches holds the host up
+            started = time.perf_counter()
+            part()
+            took += [time.perf_counter() - started] if number >= 4 else []
+        found[f"{name}_host_ms"] = 1000 * statistics.median(took)
+        found[f"{name}_launches"] = launches(part, loop) if loop.cuda else 0
+    return found
+
+
+def launches(part: Callable[[], Any], loop: Loop, calls: int = 8) -> float:
+    """What a call gives to the device, on average: random branches differ."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(calls):
+            part()
+        loop.wait()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events()) / calls
+
+
+def measure_beside(args: Any, device: torch.device, store: str) -> float:
+    """Of a loop of small operations, whose rate is the host's: its share beside a stream."""
+    small = torch.zeros(8, device=device)
+
+    def operations(seconds: float) -> float:
+        small.sum().item()  # what was given to the device before is done
+        started, count = time.perf_counter(), 0
+        while (passed := time.perf_counter() - started) < seconds:
+            for _ in range(100):
+                small.add_(1)
+            count += 100
+        return count / passed
+
+    batches = streamed(args, device, store)
+    operations(0.5)
+    alone = [operations(args.pace_ms / 1000) for _ in range(40)]
+    for _ in range(4 * args.actors + 4):
+        next(batches)
+    beside = []
+    for _ in range(40):
+        next(batches)
+        beside.append(operations(args.pace_ms / 1000))
+    return statistics.mean(beside) / statistics.mean(alone)
 
 
 def measure_decode(args: Any, device: torch.device, store: str) -> float:
@@ -203,18 +288,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", default="", help="a raypipe store; empty = JPEGs made on the spot")
     parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--small-model", default="resnet18")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--micro-batch", type=int, default=256)
     parser.add_argument("--transform", default="light")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the CPU ceiling, about")
+    parser.add_argument("--pace-ms", type=float, default=60.0, help="as resnet50 takes for 256 images on an H100")
     parser.add_argument("--actors", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chip = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})"
-    found = measure(args, device)
-    found |= {"device": chip, "torch": torch.__version__, "model": args.model, "micro_batch": args.micro_batch}
+    found: dict[str, Any] = {"device": chip, "torch": torch.__version__}
+    found |= {"model": args.model, "small_model": args.small_model, "micro_batch": args.micro_batch}
+    for part in measure(args, device):
+        print(part, flush=True)
+        found |= part
     table = Table(title=f"{args.model}, {args.size} px, micro-batch {args.micro_batch}, {chip}")
     table.add_column("figure")
     table.add_column("value", justify="right")

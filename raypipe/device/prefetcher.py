@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed
-from raypipe.device.ring import Item, OnCopied, Ring, hand_over, new_event, view
+from raypipe.device.ring import CLOSE_S, Item, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.transform.batch import HostBatch
@@ -125,6 +125,8 @@ def decoded_on_device(
     All that is on the device is made on the decoder's stream, and handed to the stream that is current where the
     batch is asked for: ask for batches under the stream that works on them.
 
+    Closing the iterator ends the thread and closes the source's iterator, if that can be closed.
+
     Args:
         batches: encoded micro-batches in host memory.
         decoder: of the training device.
@@ -154,15 +156,20 @@ def decoded_on_device(
         return _batch(host, seed_of, **there, num_fallback=found.num_fallback, failed=found.failed), ready
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
+    ahead = deque(thread.submit(decode_next) for _ in range(depth))
     try:
-        ahead = deque(thread.submit(decode_next) for _ in range(depth))
         while (decoded := ahead.popleft().result()) is not None:
             ahead.append(thread.submit(decode_next))
             batch, ready = decoded
             hand_over(ready, (batch.image, batch.target, batch.weight), device)
             yield batch
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+        for future in ahead:
+            future.cancel()
+        # There, since a generator cannot be closed while the thread is in it.
+        ended = thread.submit(getattr(source, "close", lambda: None))
+        thread.shutdown(wait=False)
+        wait([ended], CLOSE_S)
 
 
 def _batch(host: HostBatch, seed_of: Callable[[MicroBatchId], int], **on_device: Any) -> Batch:

@@ -35,7 +35,7 @@ OnCopied = Callable[[Any, Any], None]
 # Slots are kept for this many signatures: the full and the last batch of training and of validation make four.
 MAX_SIGNATURES = 4
 # A source that is in the midst of an item cannot be interrupted; after this its thread is left to end by itself.
-_CLOSE_S = 10.0
+CLOSE_S = 10.0
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -146,7 +146,7 @@ class Ring(Generic[Item]):
             entry = None  # an error's traceback holds this frame
             stopped.set()
             room.release()  # the thread may be waiting for it
-            thread.join(_CLOSE_S)
+            thread.join(CLOSE_S)
 
     def _fill(
         self, source: Iterator[Item], filled: SimpleQueue[Any], room: threading.Semaphore, stopped: threading.Event

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,12 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import picture
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from raypipe.device.prefetcher import Batch, on_device, prefetch
+from raypipe.config import TransformConfig
+from raypipe.device.device_decode import DeviceDecoder
+from raypipe.device.prefetcher import Batch, decoded_on_device, on_device, prefetch
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.transform.batch import HostBatch
+from raypipe.transform.contents import EncodedTransform, pack
+from raypipe.transform.sample_transform import EncodedSample
 
 
 def host_batch(step: int, size: int = 4) -> HostBatch:
@@ -138,6 +144,30 @@ def test_closing_early_ends_the_thread() -> None:
     assert ring_threads()
     batches.close()  # type: ignore[attr-defined]
     assert not ring_threads()
+
+
+def test_closing_early_closes_the_source_though_the_decoding_thread_waits_for_it() -> None:
+    """Else a stream that is left keeps its actors, and the next one waits for their CPUs."""
+    waiting, closed = threading.Event(), threading.Event()
+    keys = np.zeros((2, 2), np.uint64)
+    transform = EncodedTransform("light", TransformConfig(size=8))
+    encoded = pack([transform.one(EncodedSample(picture(row)), key) for row, key in enumerate(keys)])
+
+    def source() -> Iterator[HostBatch]:
+        try:
+            yield replace(host_batch(0, 2), encoded=encoded)
+            waiting.set()
+            time.sleep(0.2)
+            yield replace(host_batch(1, 2), encoded=encoded)
+        finally:
+            closed.set()
+
+    given = source()
+    batches: Any = decoded_on_device(given, DeviceDecoder(8, CPU), lambda at: 0)
+    assert next(batches).image.shape == (2, 3, 8, 8)
+    assert waiting.wait(10)
+    batches.close()
+    assert closed.is_set() and next(given, None) is None
 
 
 @pytest.mark.parametrize("make", [on_cpu, lambda batches, depth: prefetch(batches, "cpu", depth)])

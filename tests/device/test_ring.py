@@ -256,7 +256,7 @@ def test_leaving_the_loop_and_an_error_in_its_body_end_the_thread() -> None:
 
 
 def test_a_source_in_the_midst_of_an_item_does_not_hold_up_closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.device.ring._CLOSE_S", 0.05)
+    monkeypatch.setattr("raypipe.device.ring.CLOSE_S", 0.05)
     go_on, closed = threading.Event(), threading.Event()
 
     def source() -> Iterator[Leaves]:

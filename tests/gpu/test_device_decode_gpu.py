@@ -1,6 +1,7 @@
 """nvJPEG against libjpeg, on a CUDA device."""
 
 import io
+from collections.abc import Iterator
 
 import cv2
 import numpy as np
@@ -10,6 +11,9 @@ from PIL import Image
 
 from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
+from raypipe.device.prefetcher import decoded_on_device
+from raypipe.plan.schedule import MicroBatchId
+from raypipe.transform.batch import HostBatch
 from raypipe.transform.contents import EncodedMicroBatch, EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 
@@ -107,3 +111,35 @@ def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None
         sums.append(image.long().sum())
         del image
     assert [int(s) for s in sums] == [quiet[turn % 4] for turn in range(40)]
+
+
+def test_a_consumer_on_a_stream_of_its_own_gets_every_micro_batch_whole_and_the_same_each_time() -> None:
+    images = [encoded([saved(10 * b + i) for i in range(10)]) for b in range(4)]
+
+    def host_batches() -> Iterator[HostBatch]:
+        for step in range(16):
+            at, host = MicroBatchId("train", 0, step, 0), np.full(10, step)
+            weight, nothing = np.ones(10, np.float32), np.zeros((10, 0, 0, 3), np.uint8)
+            yield HostBatch(at, nothing, host, weight, host, 0, encoded=images[step % 4])
+
+    def consumed(stream: torch.cuda.Stream) -> list[tuple[torch.Tensor, ...]]:
+        kept = []
+        with torch.cuda.stream(stream):
+            for batch in decoded_on_device(host_batches(), DeviceDecoder(SIZE, "cuda"), lambda at: 0):
+                torch.cuda._sleep(20_000_000)
+                kept.append((batch.image.clone(), batch.target.clone(), batch.weight.clone()))
+        torch.cuda.synchronize()
+        return kept
+
+    own, again = consumed(torch.cuda.Stream()), consumed(torch.cuda.default_stream())
+    for step, (found, repeated) in enumerate(zip(own, again, strict=True)):
+        assert (found[1] == step).all() and (found[2] == 1).all()
+        assert torch.equal(found[0], own[step % 4][0]) and torch.equal(found[0], repeated[0])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one_decodes_the_same() -> None:
+    batch = encoded([saved(i) for i in range(8)])
+    second = DeviceDecoder(SIZE, "cuda:1").decode(**batch).image
+    first = DeviceDecoder(SIZE, "cuda:0").decode(**batch).image
+    assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import waiting_is_an_error
 
-from raypipe.device.prefetcher import on_device, prefetch
+from raypipe.device.prefetcher import Batch, on_device, prefetch
 from raypipe.device.ring import Ring
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.transform.batch import HostBatch
@@ -41,6 +42,12 @@ def host_batches(num: int) -> Iterator[HostBatch]:
     return (host_batch(step) for step in range(num))
 
 
+def with_targets(step: int) -> HostBatch:
+    """Also of masks and boxes, which say the step as well."""
+    mask = np.full((16, 64, 64), step % 251, np.uint8)
+    return dataclasses.replace(host_batch(step), mask=mask, boxes=np.full((16, 4, 5), step, np.float32))
+
+
 def num_allocations() -> tuple[int, int]:
     return (
         torch.cuda.memory_stats()["allocation.all.allocated"],
@@ -59,6 +66,18 @@ def test_a_busy_compute_stream_still_sees_each_batch_whole(depth: int) -> None:
         kept.append((batch.image.clone(), batch.target.clone()))
     for step, (image, target) in enumerate(kept):
         assert (image == step).all() and (target == step).all()
+
+
+def test_masks_and_boxes_come_whole_with_their_images() -> None:
+    kept = []
+    for batch in on_device(map(with_targets, range(20)), CUDA, lambda at: 0):
+        torch.cuda._sleep(BUSY)
+        assert batch.mask is not None and batch.boxes is not None
+        kept.append((batch.image.clone(), batch.mask.clone(), batch.boxes.clone()))
+    for step, (image, mask, boxes) in enumerate(kept):
+        assert image.shape == (16, 3, 64, 64) and (image == step).all()
+        assert mask.shape == (16, 64, 64) and mask.dtype == torch.uint8 and (mask == step).all()
+        assert boxes.shape == (16, 4, 5) and boxes.dtype == torch.float32 and (boxes == step).all()
 
 
 def test_transfers_are_awaited_by_a_stream_that_is_idle() -> None:
@@ -181,3 +200,75 @@ def test_what_is_on_the_device_and_what_is_no_tensor_pass_through() -> None:
     for found in prefetch([{"there": there, "here": here, "name": "x"}] * 4, CUDA):
         assert found["there"] is there and found["name"] == "x"
         assert found["here"].is_cuda and torch.equal(found["here"].cpu(), here)
+
+
+# A step captured as a CUDA graph
+
+
+def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
+    """The ring's thread takes memory while the step is captured: see docs/gpu.md."""
+
+    def trained(captured: bool) -> tuple[list[float], torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 62 * 62, 9))
+        model = model.to(CUDA)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        image = torch.zeros(16, 3, 64, 64, dtype=torch.uint8, device=CUDA)
+        target, loss = torch.zeros(16, dtype=torch.int64, device=CUDA), torch.zeros((), device=CUDA)
+        capturing, filled = threading.Event(), threading.Event()
+
+        def source() -> Iterator[HostBatch]:
+            yield host_batch(0)
+            capturing.wait(30)
+            yield host_batch(1, size=15)  # for which there are no slots as yet
+            filled.set()
+            yield from map(host_batch, range(2, 20))
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=False)
+            found = torch.nn.functional.cross_entropy(model(image / 255), target % 9)
+            found.backward()
+            optimizer.step()
+            loss.copy_(found.detach())
+
+        def use(batch: Batch) -> None:
+            image.copy_(batch.image)
+            target.copy_(batch.target)
+
+        batches = iter(on_device(source(), CUDA, lambda at: 0))
+        use(next(batches))
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):  # as torch asks for before a capture
+            step()
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                capturing.set()
+                assert filled.wait(30)
+                step()
+        capturing.set()
+        losses = []
+        for batch in batches:
+            if len(batch.target) == 16:
+                use(batch)
+                graph.replay() if captured else step()
+                losses.append(loss.clone())
+        return [float(each) for each in losses], model[2].weight.detach()
+
+    (losses, weight), (expected, expected_weight) = trained(True), trained(False)
+    assert len(losses) == 18 and losses == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(weight, expected_weight, rtol=1e-3, atol=1e-5)
+
+
+# Several devices
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one_gets_its_batches() -> None:
+    second = torch.device("cuda", 1)
+    for step, batch in enumerate(on_device(host_batches(20), second, lambda at: 0)):
+        assert batch.image.device == batch.target.device == second
+        assert (batch.image == step).all() and (batch.target == step).all()
+    assert torch.cuda.current_device() == 0

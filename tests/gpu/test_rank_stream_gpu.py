@@ -1,0 +1,132 @@
+"""The whole stream on CUDA: actors, ring or nvJPEG, augmentation; alone and over two ranks of one device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.streaming.handover import feed
+from raypipe.streaming.spec import StreamSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("ray_cluster"),
+]
+STRONG = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)
+
+
+def spec_of(stores: dict[str, Path], decode: Any = "cpu", actors: int = 1) -> StreamSpec:
+    return StreamSpec.of(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(epochs=2, micro_batch=6, per_step=4, seed=3),
+        transform=TransformConfig(train="light", val="center", size=32, decode=decode),
+        pool=PoolConfig(min_actors=actors, max_actors=actors),
+    )
+
+
+def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
+    """Place → what its micro-batch holds, of all that this rank has."""
+    found = {}
+    for segment in feed(spec, **options):
+        for step in segment:
+            for batch in step:
+                parts = (batch.image, batch.target, batch.weight)
+                content = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
+                found[str(batch.at)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
+                assert options.get("device", "cpu") == "cpu" or batch.image.is_cuda
+    assert found
+    return found
+
+
+def test_the_ring_brings_the_bits_that_the_cpu_has(stores: dict[str, Path]) -> None:
+    assert hashes(spec_of(stores), device="cuda") == hashes(spec_of(stores), device="cpu")
+
+
+@pytest.mark.parametrize("decode", ["cpu", "gpu"])
+def test_augmented_micro_batches_are_the_same_each_time_and_for_any_number_of_actors(
+    stores: dict[str, Path], decode: Any
+) -> None:
+    first = hashes(spec_of(stores, decode), device="cuda", augment=STRONG)
+    assert hashes(spec_of(stores, decode, actors=2), device="cuda", augment=STRONG) == first
+
+
+def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(stores: dict[str, Path], tmp_path: Path) -> None:
+    """NCCL refuses two ranks on one device: see docs/gpu.md."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    spec = spec_of(stores)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # trainers cannot import it
+
+    def train_fn(config: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        found = hashes(spec, augment=STRONG, max_actors=1)
+        summed = torch.ones(3, device="cuda")
+        dist.all_reduce(summed)
+        assert summed.tolist() == [2.0] * 3
+        Path(config["folder"], str(dist.get_rank())).write_text(json.dumps(found))
+
+    TorchTrainer(
+        train_fn,
+        train_loop_config={"folder": str(tmp_path)},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}),
+        run_config=RunConfig(storage_path=str(tmp_path / "ray")),
+    ).fit()
+    ranks: list[dict[str, str]] = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert not ranks[0].keys() & ranks[1].keys()
+    assert ranks[0] | ranks[1] == hashes(spec, device="cuda", augment=STRONG)
+
+
+def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
+    import io
+
+    from PIL import Image
+
+    from raypipe.stores.writers import ParquetWriter
+
+    def png(pixels: np.ndarray) -> bytes:
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "PNG")
+        return file.getvalue()
+
+    rng = np.random.default_rng(0)
+    columns = {"image": "binary", "seg": "binary", "objects": "binary"}
+    with ParquetWriter(tmp_path / "squares.parquet", columns) as writer:
+        for _ in range(24):
+            x, y, side = rng.integers(4, 30, 3).tolist()
+            mask = np.zeros((64, 64), np.uint8)
+            mask[y : y + side, x : x + side] = 1
+            boxes = np.array([[x, y, x + side, y + side, 0]], "<f4").tobytes()
+            image = png(np.repeat(mask[:, :, None] * 200, 3, 2))
+            writer.append({"image": image, "seg": png(mask), "objects": boxes})
+    targets = {"mask_column": "seg", "boxes_column": "objects", "max_boxes": 4}
+    spec = StreamSpec.of(
+        tmp_path / "squares.parquet",
+        plan=PlanConfig(epochs=1, micro_batch=6),
+        transform=TransformConfig(train="light", size=32, **targets),
+    )
+    on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}
+    for device, kept in on.items():
+        for segment in feed(spec, device=device, max_actors=1):
+            for step in segment:
+                for batch in step:
+                    assert batch.mask is not None and batch.boxes is not None
+                    assert batch.mask.device.type == batch.boxes.device.type == device
+                    kept.append(tuple(part.clone().cpu() for part in (batch.image, batch.mask, batch.boxes)))
+    assert len(on["cuda"]) == 4
+    for found, expected in zip(on["cuda"], on["cpu"], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

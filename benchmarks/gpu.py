@@ -49,6 +49,7 @@ from raypipe.device.prefetcher import on_device
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
+from raypipe.transform.batch import HostBatch
 from raypipe.transform.contents import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 

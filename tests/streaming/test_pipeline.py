@@ -45,8 +45,10 @@ def digests_of(spec: StreamSpec, cursor: Cursor, **options: int) -> list[bytes]:
     return [one.digest for one in iterate_digests(spec.plan, cursor, splits(spec, cursor, **options))]
 
 
-def digests(spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0) -> list[bytes]:
-    spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5))
+def digests(
+    spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0, block: int = 0
+) -> list[bytes]:
+    spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=block))
     return digests_of(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
 
 
@@ -80,6 +82,24 @@ def test_the_digest_is_the_same_for_any_pool_and_any_workers_and_after_a_resume(
     resumed = digests(spec, actors=2, workers=2, from_step=8)
     assert combine(resumed) == combine(alone[-len(resumed) :]) and len(resumed) == (6 - 2) * 2 + 4
     assert wait_for_end(before) == {}
+
+
+def test_the_digest_is_the_same_for_any_blocks_and_from_the_midst_of_one(
+    stores: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
+    plan = PlanConfig(epochs=3, micro_batch=2, per_step=2, seed=5)
+    spec = spec_of(stores, plan=plan, transform=TransformConfig(train="resize", val="resize", size=8))
+    cases = [(3, 2, 3, 7), (0, 1, 1, 0)]
+    if request.config.getoption("--soak"):
+        cases = [(k, w, a, s) for k in (1, 2, 3, 0) for w in (1, 2) for a in (1, 3) for s in (0, 7)]
+    for block, workers, actors, from_step in cases:
+        found = digests(spec, block=block, workers=workers, actors=actors, from_step=from_step)
+        assert found == without_ray.digests(spec, from_step), (block, workers, actors, from_step)
+    rows = stream(
+        stores["train"], stores["val"], plan=plan, transform=spec.transform, pool=PoolConfig(max_actors=1)
+    )
+    sizes = [row["micro"].shape[1] for row in rows.iter_batches(batch_size=None)]
+    assert sizes[:16] == [1] * 16 and max(sizes) > 2, "they grow as soon as it is known what a micro-batch takes"
 
 
 def test_each_rank_gets_the_same_from_any_number_of_executions(

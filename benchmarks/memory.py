@@ -29,16 +29,17 @@ LET_GO_S = 1.0
 """Ray frees an object up to so long after the last one who held it has let go of it."""
 
 
-def object_store_bound(in_flight: int, ranks: int, per_s: float, micro_batch_bytes: int) -> int:
-    """The most bytes of micro-batches that a stream has in the object store.
+def object_store_bound(in_flight: int, ranks: int, per_s: float, micro_batch_bytes: int, block: int = 1) -> int:
+    """The most bytes of pixels that a stream has in the object store.
 
     Args:
-        in_flight: micro-batches that may be in flight, see `PoolConfig.in_flight`.
-        ranks: each holds one, and has asked for another.
+        in_flight: blocks that may be in flight, see `blocks_in_flight`.
+        ranks: each holds one, has asked for another, and one is ready.
         per_s: micro-batches/s, the most of any second.
         micro_batch_bytes: B·H·W·3.
+        block: micro-batches in the largest.
     """
-    return round((in_flight + 2 * ranks + per_s * LET_GO_S) * micro_batch_bytes)
+    return round(((in_flight + 3 * ranks) * block + per_s * LET_GO_S) * micro_batch_bytes)
 
 
 class MemoryWatch:
@@ -107,7 +108,8 @@ def most_per_s(arrivals: np.ndarray) -> float:
 
 def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argparse.Namespace) -> dict[str, int]:
     """Stream a store through one consumer; the peaks of what it takes, and the bound, in bytes."""
-    from raypipe.streaming.pipeline import in_flight, splits
+    from raypipe.streaming.blocks import MAX_BYTES
+    from raypipe.streaming.pipeline import blocks_in_flight, splits
     from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
 
@@ -124,11 +126,12 @@ def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argpa
         for batch in host_batches(iterator):
             arrivals.append(time.perf_counter())
             num_bytes = batch.image.nbytes
-    most = in_flight(spec.pool).limit(args.actors)
+        in_flight = blocks_in_flight(spec.pool, args.actors, 1)
+    most, block = most_per_s(np.array(arrivals)), max(1, MAX_BYTES // num_bytes)
     return {
         "micro_batch_bytes": num_bytes,
         "object_store_bytes": memory.object_store,
-        "object_store_bound_bytes": object_store_bound(most, 1, most_per_s(np.array(arrivals)), num_bytes),
+        "object_store_bound_bytes": object_store_bound(in_flight, 1, most, num_bytes, block),
         "spilled_bytes": memory.spilled,
         "private_bytes": memory.private,
     }

@@ -32,8 +32,8 @@ def test_a_process_that_has_ended_has_no_memory() -> None:
 
 
 def test_the_bound_is_what_is_in_flight_what_ranks_hold_and_what_was_let_go_in_a_second() -> None:
-    assert object_store_bound(16, 1, 0, 1000) == 18 * 1000
-    assert object_store_bound(16, 2, 5.5, 1000) == 25_500
+    assert object_store_bound(16, 1, 0, 1000) == 19 * 1000
+    assert object_store_bound(16, 2, 5.5, 1000, 3) == 71_500
 
 
 def test_the_fastest_second_is_found_wherever_it_is() -> None:

@@ -62,9 +62,9 @@ _ALL = (
     Metric("raypipe_trainer_learning_rate", _RUN, "Learning rate."),
     Metric("raypipe_validation_loss", _RUN, "Loss of the last validation."),
     Metric("raypipe_validation_accuracy", _RUN, "Accuracy of the last validation, in [0, 1]."),
-    Metric("raypipe_stream_micro_batches_total", _RUN, "Micro-batches that the pool has finished."),
-    Metric("raypipe_stream_in_flight", _RUN, "Micro-batches that are worked on, or wait finished."),
-    Metric("raypipe_stream_waiting", _RUN, "Micro-batches that wait finished: no rank has taken them."),
+    Metric("raypipe_stream_blocks_total", _RUN, "Blocks that the pool has finished."),
+    Metric("raypipe_stream_in_flight", _RUN, "Blocks that are worked on, or wait finished."),
+    Metric("raypipe_stream_waiting", _RUN, "Blocks that wait finished: no rank has taken them."),
     Metric("raypipe_stream_actors", (*_RUN, "state"), "Transform actors: running, restarting, pending."),
     Metric("raypipe_stream_faults_total", (*_RUN, "kind"), "What went wrong, and was mended."),
     Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, some again."),
@@ -192,7 +192,7 @@ class StreamMetrics(Recorder):
             self._show(pool, pool.num_active_tasks() + waiting, waiting, actors)
 
     def _show(self, pool: Any, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
-        self.reach({"stream_micro_batches_total": pool.metrics.num_task_outputs_generated})
+        self.reach({"stream_blocks_total": pool.metrics.num_task_outputs_generated})
         self.set({"stream_in_flight": in_flight, "stream_waiting": waiting})
         for state in ("running", "restarting", "pending"):
             self.set({"stream_actors": getattr(actors, state, 0)}, state=state)

@@ -149,7 +149,7 @@ def _about_input(times: StageTimes, can_keep_up: bool, name: str) -> str:
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
     elif times.work_s and can_keep_up:
         what = "The stream brings micro-batches late although its actors could make them in time"
-        advice = "raise pool.in_flight, or plan.micro_batch if micro-batches take under 20 ms to make"
+        advice = "raise pool.in_flight"
     elif times.read_s > 0.5 * times.work_s:
         what = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
         advice = "ingest into LMDB or keep the store on a local disk, or raise pool.max_actors"

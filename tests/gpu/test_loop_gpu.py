@@ -93,4 +93,5 @@ def test_more_trainers_than_gpus_are_refused_at_once_with_the_settings(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ResourceError, match=r"2 trainers need 2 GPUs, the cluster has 1: .*train\.gpu=no"):
-        train(run_of(stores, tmp_path, workers=2))
+        run = run_of(stores, tmp_path)
+        train(dataclasses.replace(run, train=dataclasses.replace(run.train, workers=2)))

@@ -53,6 +53,7 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
     from raypipe.rayext.cluster import connect
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.rank_stream import Feed
+    from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
 
     def start() -> Epochs:
@@ -64,7 +65,7 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
             pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
         )
         (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
-        for segment in Feed(spec, iterator, spec.plan.start()):
+        for segment in Feed(spec, host_batches(iterator), spec.plan.start()):
             yield ((batch.image, batch.target) for step in segment for batch in step)
 
     return start

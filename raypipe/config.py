@@ -149,6 +149,8 @@ class PoolConfig(_Section, prefix="pool."):
     """The pool of CPU actors that decode and transform.
 
     Attributes:
+        engine: "ray": actors make the stream; "inline": this process does, to look and debug (docs/tuning.md).
+        threads: of engine "inline"; 0 = what asks for a micro-batch makes it.
         executions: Ray Data executions that share the ranks, each with a pool; it divides them (docs/scale.md).
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = what the cluster has or can scale to, beside trainers.
@@ -166,6 +168,8 @@ class PoolConfig(_Section, prefix="pool."):
         stall_timeout_s: seconds without a finished micro-batch, or without room for trainers, that end the run.
     """
 
+    engine: Literal["ray", "inline"] = "ray"
+    threads: int = 0
     executions: AtLeast1 = 1
     min_actors: AtLeast1 = 1
     max_actors: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raypipe.config import PlanConfig, PoolConfig, Shuffle, TransformConfig
 from raypipe.errors import ConfigError
@@ -13,6 +13,11 @@ from raypipe.logs import shown, table
 from raypipe.pages import number
 from raypipe.plan.schedule import shares
 from raypipe.stores import open_store, store_options
+
+if TYPE_CHECKING:
+    from raypipe.plan.cursor import Cursor
+    from raypipe.streaming.digest import MicroBatchDigest
+    from raypipe.streaming.spec import StreamSpec
 
 
 def inspect(
@@ -123,6 +128,7 @@ def digest(
     to_step: int = 0,
     val_transform: str | list[dict[str, Any]] = "center",
     cache: Literal["off", "disk"] = "off",
+    engine: Literal["ray", "inline"] = "ray",
     leave_out: str = "",
     val_leave_out: str = "",
     output: str = "",
@@ -144,16 +150,16 @@ def digest(
         to_step: end before this training step, a validation that lies before it included; 0 = at the end.
         val_transform: of validations, as transform.
         cache: keep decoded samples on each node, see pool.cache.
+        engine: "inline": without Ray, in this process; actors, workers and executions are then nothing.
         leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to exclude.
         val_leave_out: the same, of the validation store.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
     """
-    from raypipe.rayext.cluster import connect, preflight
     from raypipe.storage.files import check_place
-    from raypipe.streaming.digest import DigestFile, combine, iterate_digests, settings_of
+    from raypipe.streaming.digest import DigestFile, combine, digested, settings_of
     from raypipe.streaming.digest import compare as compared_with
-    from raypipe.streaming.pipeline import splits
+    from raypipe.streaming.inline import inline_batches
     from raypipe.streaming.spec import StreamSpec
 
     plan, cpu, options = stream_settings(epochs, **settings)
@@ -179,15 +185,13 @@ def digest(
     expected = DigestFile.read(compare) if compare else None
     if output:
         check_place(output)
-    # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
-    cpus = len(os.sched_getaffinity(0))
-    connect(num_cpus=max(cpus, actors, executions))
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
-    most = preflight(spec.pool).max_actors
-    told = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
     cursor = spec.plan.cursor_at(from_step)
-    iterators = splits(spec, cursor, max_actors=most, world_size=workers)
-    digests = list(iterate_digests(spec.plan, cursor, iterators))
+    if engine == "inline":
+        most, digests = 0, list(digested(inline_batches(spec, cursor)))
+    else:
+        most, digests = _digests_of_cluster(spec, cursor, workers)
+    told = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
     made = DigestFile(output, told, {one.name: one.digest.hex() for one in digests})
     found: dict[str, Any] = {
         "digest": combine(one.digest for one in digests),
@@ -203,6 +207,19 @@ def digest(
     if expected:
         print(_verdict(found))
     return found
+
+
+def _digests_of_cluster(spec: StreamSpec, cursor: Cursor, workers: int) -> tuple[int, list[MicroBatchDigest]]:
+    """The actors that the pool may have, and the digests of a stream that a cluster makes."""
+    from raypipe.rayext.cluster import connect, preflight
+    from raypipe.streaming.digest import iterate_digests
+    from raypipe.streaming.pipeline import splits
+
+    # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
+    connect(num_cpus=max(len(os.sched_getaffinity(0)), spec.pool.max_actors, spec.pool.executions))
+    most = preflight(spec.pool).max_actors
+    iterators = splits(spec, cursor, max_actors=most, world_size=workers)
+    return most, list(iterate_digests(spec.plan, cursor, iterators))
 
 
 def digest_diff(first: str, second: str) -> dict[str, Any]:

@@ -69,9 +69,14 @@ class MicroBatchDigest:
     num_samples: int
 
 
+def digested(batches: Iterable[HostBatch]) -> Iterator[MicroBatchDigest]:
+    """The digest of each micro-batch."""
+    for batch in batches:
+        yield MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum()))
+
+
 def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
-    batches = host_batches(iterator)
-    found = (MicroBatchDigest(str(at.at), batch_digest(at), int((at.weight > 0).sum())) for at in batches)
+    found = digested(host_batches(iterator))
     while some := list(islice(found, _CHUNK)):
         yield some
 

@@ -10,21 +10,22 @@ stream from there, splits it over the W ranks of now, and hands the iterators ro
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-import ray.train
-import ray.train.torch
 import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.rayext.cluster import preflight
-from raypipe.streaming.pipeline import splits
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
+from raypipe.transform.batch import HostBatch
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -64,6 +65,38 @@ def feed(
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
     spec.plan.check_workers(world_size)
+    supervisor: Any = None
+    source: Iterator[HostBatch]
+    if spec.pool.engine == "inline":
+        start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
+        spec.plan.check(start)
+        source = inline_batches(spec, start, rank, world_size)
+    else:
+        iterators, start, supervisor = _handed_round(spec, cursor, max_actors, rank, world_size, in_train)
+        source = host_batches(iterators[rank])
+    if device is None:
+        device = ray.train.torch.get_device() if in_train else torch.device("cpu")
+    return Feed(
+        spec,
+        source,
+        start,
+        rank,
+        world_size,
+        torch.device(device),
+        augment=augment,
+        dtype=dtype,
+        depth=depth,
+        supervisor=supervisor,
+    )
+
+
+def _handed_round(
+    spec: StreamSpec, cursor: Cursor | None, max_actors: int | None, rank: int, world_size: int, in_train: bool
+) -> tuple[list[DataIterator], Cursor, Any]:
+    """What rank 0 has built: the iterators of all ranks, where they start, and the handle of the supervisor."""
+    from raypipe.rayext.cluster import preflight
+    from raypipe.streaming.pipeline import splits
+
     handed: tuple[list[DataIterator], Cursor, Any] | None = None
     if rank == 0:
         start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
@@ -81,24 +114,14 @@ def feed(
 
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
-    iterators, start, supervisor = handed
-    if device is None:
-        device = ray.train.torch.get_device() if in_train else torch.device("cpu")
-    return Feed(
-        spec,
-        iterators[rank],
-        start,
-        rank,
-        world_size,
-        torch.device(device),
-        augment=augment,
-        dtype=dtype,
-        depth=depth,
-        supervisor=supervisor,
-    )
+    return handed
 
 
 def _in_train_worker() -> bool:
+    if "ray.train" not in sys.modules:  # a train function's process has it; others need not wait 2 s for it
+        return False
+    import ray.train.torch
+
     try:
         return ray.train.get_context().get_world_size() is not None
     except RuntimeError:

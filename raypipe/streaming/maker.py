@@ -71,6 +71,11 @@ class MicroBatchMaker:
                 cache=self.caches.get(split),
             )
 
+    def draws_globally(self) -> Split | None:
+        """A split whose transform draws from generators of the process, as long as there is one."""
+        found = (split for split, transform in self._transforms.items() if transform.content.draws_globally)
+        return next(found, None)
+
     def batch(self, at: MicroBatchId) -> HostBatch:
         """One micro-batch; its bad samples are recorded."""
         made = self.make(at)

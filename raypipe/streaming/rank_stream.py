@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,12 +28,9 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import MicroBatchId, Segment, Split
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.maker import BadSampleBudget, record_bad
-from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
-
-if TYPE_CHECKING:
-    from ray.data import DataIterator
+from raypipe.transform.batch import HostBatch
 
 
 class Feed:
@@ -51,7 +48,7 @@ class Feed:
     def __init__(
         self,
         spec: StreamSpec,
-        iterator: DataIterator,
+        source: Iterator[HostBatch],
         start: Cursor,
         rank: int = 0,
         world_size: int = 1,
@@ -79,7 +76,7 @@ class Feed:
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self._source: Any = host_batches(iterator)
+        self._source: Any = source
         seed_of = self.plan.micro_batch_seed
         self._batches: Any  # an iterator of Batch
         # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of

@@ -79,6 +79,11 @@ class Images:
         self._config, self._probe, self._store_address = config, probe, store_address
         self._size: tuple[int, int] | None = None
 
+    @property
+    def draws_globally(self) -> bool:
+        """Whether the transform draws from generators that all threads share."""
+        return self._transform.draws_globally
+
     def one(self, sample: EncodedSample | Decoded, key: Key) -> TransformedSample:
         """Decode and transform one sample.
 
@@ -227,6 +232,7 @@ class EncodedTransform:
                 f"the {what} needs pixels; transform.decode='gpu' knows the presets {', '.join(PRESETS)} only: "
                 "choose one of them, or decode='cpu'"
             )
+        self.draws_globally = False
         self._preset, self._size, self._exif = transform, config.size, config.exif
         self._keyed = KeyedGenerator()
 

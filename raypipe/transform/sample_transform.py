@@ -80,6 +80,7 @@ class SampleTransform:
     Attributes:
         crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
             none.
+        draws_globally: it may draw from the generators of the process.
     """
 
     def __init__(self, transform: Any) -> None:
@@ -97,6 +98,7 @@ class SampleTransform:
             self.transform.set_random_state(*generators)
         self._crop_first = _find_crop_first(self.transform, generators)
         self.crop_target = self._crop_first.target if self._crop_first else None
+        self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
 
     def __reduce__(self) -> Any:
         return SampleTransform, (self.transform,)
@@ -148,7 +150,7 @@ class SampleTransform:
     def _seed(self, k0: int, k1: int) -> None:
         """Seed what the transform draws from: generators that it is handed (5 µs), or the global ones (15 µs)."""
         cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
-        if self.kind == "albumentations" or self._rng:
+        if not self.draws_globally:
             self._keyed.rewind((k0, k1))
             self._random.seed(k0 << 64 | k1)
             return

@@ -27,7 +27,7 @@ from raypipe.stores.destination import write_atomically
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.rank_stream import Feed
-from raypipe.streaming.row import made_row
+from raypipe.streaming.row import host_batches, made_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import Room
 
@@ -76,7 +76,9 @@ def delivered(
     found = {}
     for rank in range(world_size):
         source: Any = InProcess(spec, rank, world_size)
-        feed = Feed(spec, source, spec.plan.start(), rank, world_size, CPU, augment=augment, **options)
+        feed = Feed(
+            spec, host_batches(source), spec.plan.start(), rank, world_size, CPU, augment=augment, **options
+        )
         for segment in feed:
             for step in segment:
                 for batch in step:
@@ -159,7 +161,7 @@ def test_the_device_decodes_the_same_whatever_the_workers(encoded_spec: StreamSp
 
 def test_decoding_on_the_device_is_a_stage_of_its_own(encoded_spec: StreamSpec) -> None:
     source: Any = InProcess(encoded_spec, 0, 1)
-    feed = Feed(encoded_spec, source, encoded_spec.plan.start(), device=CPU)
+    feed = Feed(encoded_spec, host_batches(source), encoded_spec.plan.start(), device=CPU)
     for segment in feed:
         for step in segment:
             list(step)
@@ -218,7 +220,7 @@ def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, An
 
 def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
     source: Any = InProcess(spec, 0, 1)
-    feed = Feed(spec, source, spec.plan.start(), device=CPU, augment=AUGMENT)
+    feed = Feed(spec, host_batches(source), spec.plan.start(), device=CPU, augment=AUGMENT)
     for segment in feed:
         for step in segment:
             for _ in step:
@@ -264,7 +266,7 @@ class Threaded(InProcess):
 
 def test_a_feed_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> None:
     source = Threaded(spec, 0, 1)
-    feed = Feed(spec, cast(Any, source), spec.plan.start(), 0, 1, CPU)
+    feed = Feed(spec, host_batches(cast(Any, source)), spec.plan.start(), 0, 1, CPU)
     consumed(feed, 2)
     assert source.thread.is_alive()
     feed.close()

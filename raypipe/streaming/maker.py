@@ -97,7 +97,7 @@ class MicroBatchMaker:
             room: where its arrays are put; None = arrays of its own.
         """
         started = time.perf_counter()
-        log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
+        self._log_place(at)
         self._attempt = attempt
         indices = self.plan.indices(at)
         cache = self.caches.get(at.split)
@@ -138,8 +138,12 @@ class MicroBatchMaker:
     def settle(self, made: Made) -> None:
         """Record the bad samples of a micro-batch, and hold them against the budget."""
         if made.result.bad:
+            self._log_place(made.at)
             record_bad(self._quarantine, made.at, made.result.bad)
         self._budget.spend(made.result.bad, len(made.result.index))
+
+    def _log_place(self, at: MicroBatchId) -> None:
+        log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
 
     def _read(self, split: Split, index: int) -> tuple[EncodedSample, int]:
         (sample,), (label,) = read_encoded(self._stores[split], np.array([index]), self._targets)

@@ -107,7 +107,7 @@ def ended(stopped: tuple[Feed, Any, Scrape], spec: StreamSpec) -> Scrape:
     total = spec.plan.num_micro_batches(spec.plan.start())
     return eventually(
         lambda s: (
-            s.value("raypipe_stream_micro_batches_total") == s.value("raypipe_actor_micro_batches_total") == total
+            s.value("raypipe_stream_blocks_total") == s.value("raypipe_actor_micro_batches_total") == total
             and s.value("raypipe_trainer_images_total") == 2 * (64 + 20)
             and s.value("raypipe_stream_faults_total") == 2
         )
@@ -130,7 +130,7 @@ def test_counters_tell_what_has_happened(ended: Scrape, spec: StreamSpec) -> Non
     assert value("raypipe_trainer_steps_total") == 2 * spec.plan.steps_per_epoch == 8
     assert value("raypipe_actor_micro_batches_total", split="train") == 2 * 8
     assert value("raypipe_actor_micro_batches_total", split="val") == 2 * 4  # the last is padding
-    assert value("raypipe_stream_micro_batches_total") == 2 * (8 + 4)
+    assert value("raypipe_stream_blocks_total") == 2 * (8 + 4)
     assert value("raypipe_bad_samples_total", split="train") == 2 * 2
     assert value("raypipe_substituted_samples_total", split="train") == 2 * 2
     assert value("raypipe_bad_samples_total", split="val") == 2 * 1
@@ -195,7 +195,7 @@ def test_log_lines_of_actors_and_of_the_supervisor_are_json_with_their_place(end
     text = "".join(path.read_text() for path in logs.glob("worker-*.err"))
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     lines = [line for line in lines if line.get("run") == RUN]
-    bad = {(x["split"], x["epoch"], x["step"]) for x in lines if x["logger"] == "raypipe.streaming.worker"}
+    bad = {(x["split"], x["epoch"], x["step"]) for x in lines if x["logger"] == "raypipe.streaming.maker"}
     assert {(split, epoch) for split, epoch, _ in bad} == {(s, e) for s in ("train", "val") for e in (0, 1)}
     assert all(epoch * 4 <= step < epoch * 4 + 4 for split, epoch, step in bad if split == "train")
     (fault, _) = (line for line in lines if line["logger"] == "raypipe.streaming.supervisor")
@@ -243,7 +243,8 @@ def asked() -> set[str]:
 def test_the_dashboard_asks_for_metrics_that_there_are_and_leaves_few_out() -> None:
     ours = {name.removeprefix("ray_") for name in asked() if name.startswith("ray_raypipe_")}
     assert ours <= METRICS.keys()
-    assert METRICS.keys() - ours == {"raypipe_trainer_steps_total", "raypipe_trainer_first_batch_seconds"}
+    left_out = {"trainer_steps_total", "trainer_first_batch_seconds", "stream_blocks_total"}
+    assert METRICS.keys() - ours == {f"raypipe_{name}" for name in left_out}
 
 
 def test_the_dashboards_selectors_use_labels_that_the_metrics_have() -> None:

@@ -173,7 +173,7 @@ class Supervisor:
             splits: tuple[Split, ...] = ("train", "val")
             fit = {split: fitting(self._seconds[split], self._num_bytes[split], max_bytes) for split in splits}
             self._sizes[task] = {split: min(most, size) for split, size in fit.items()}
-            logger.info("%s micro-batches in a block from now on", self._sizes[task])
+            logger.debug("%s micro-batches in a block from now on", self._sizes[task])
         return self._sizes[task]
 
     def reading(self, task: str, what: str) -> str:

@@ -170,7 +170,7 @@ def test_a_sample_that_the_transform_fails_on_is_grey_at_the_transform(monkeypat
             raise ValueError("not this one")
         return image[:SIZE, :SIZE]
 
-    monkeypatch.setattr("raypipe.streaming.spec.build_transform", lambda name, size: transform)
+    monkeypatch.setattr("raypipe.streaming.maker.build_transform", lambda name, size: transform)
     decoded, transformed, augmented, _ = made(memory()).tiles([index], [0])[0]
     assert decoded.image is not None and augmented.image is not None
     assert transformed.image is None and "the transform fails on it" in transformed.reason

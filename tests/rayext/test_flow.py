@@ -229,7 +229,7 @@ def test_in_a_local_cluster_nothing_asks_for_the_actor(
 ) -> None:
     monkeypatch.setenv(LOCAL_CLUSTER, "1")
     monkeypatch.setattr("ray.data._internal.stats.get_or_create_stats_actor", lambda: 1 / 0)
-    flow._without_stats_actor()
+    flow._quiet()
     first, second = (_StatsManager.gen_dataset_id_from_stats_actor() for _ in range(2))
     assert first != second and len(first) == 32
     for name in set(METHODS) - {"gen_dataset_id_from_stats_actor"}:
@@ -242,5 +242,5 @@ def test_in_any_other_cluster_ray_keeps_its_statistics(
     monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
     monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
     own = {name: vars(_StatsManager)[name] for name in METHODS}
-    flow._without_stats_actor()
+    flow._quiet()
     assert {name: vars(_StatsManager)[name] for name in METHODS} == own

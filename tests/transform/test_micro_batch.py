@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.streaming.spec import micro_batch_transform
+from raypipe.streaming.maker import micro_batch_transform
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.micro_batch import NUM_SUBSTITUTES, Attempt, MicroBatchTransform
 from raypipe.transform.presets import build_transform

@@ -15,7 +15,8 @@ import albumentations as A  # noqa: N812
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.spec import check_transforms, micro_batch_transform
+from raypipe.streaming.maker import micro_batch_transform
+from raypipe.streaming.spec import check_transforms
 from raypipe.transform.contents import TransformedSample
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.micro_batch import MicroBatchTransform

@@ -41,7 +41,8 @@ from scale_report import draw, median_of, show  # isort: skip
 
 OFFERED = 1000.0
 PER_STEP = 16
-_MAX_CONSUMERS = 2  # processes that share the ranks, where executions have actors of their own
+_MAX_CONSUMERS = 2  # processes that share the ranks
+_GROWN_S = 6.0  # until blocks are as large as they get
 # What a process is, by how its name begins; the first that fits.
 _PARTS = {
     "ray::SplitCoordinator": "execution",
@@ -72,11 +73,6 @@ class Case:
     executions: int = 1
     samples: int = 1
     side: int = 4
-
-    @property
-    def apart(self) -> bool:
-        """Whether executions are in processes of their own, and not in those of the ranks."""
-        return self.executions < self.ranks
 
 
 CASES = {
@@ -161,12 +157,11 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
     """One stream of a case, in its steady state for so many seconds.
 
     Returns:
-        The case; `per_s`, micro-batches/s of all ranks; `cpu_ms`, CPU time per micro-batch by part. Where each
-        rank has an execution, that is part of its consumer.
+        The case; `per_s`, micro-batches/s of all ranks; `cpu_ms`, CPU time per micro-batch by part.
     """
     spec = spec_of(case)
     iterators = splits(spec, spec.plan.start(), max_actors=case.actors, world_size=case.ranks)
-    num = min(_MAX_CONSUMERS, case.ranks) if case.apart else case.ranks
+    num = min(_MAX_CONSUMERS, case.ranks)
     consumers = [Consumer.options(max_concurrency=case.ranks + 2).remote() for _ in range(num)]
     reads = [consumers[rank % num].read.remote(rank, iterator) for rank, iterator in enumerate(iterators)]
 
@@ -177,7 +172,7 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
 
     while counted() < 60 or sum(part == "actors" for part in ray_processes().values()) < case.actors:
         time.sleep(0.5)
-    time.sleep(2)
+    time.sleep(_GROWN_S)
     profiler = _start_profiler(case, seconds, profile) if profile else None
     before, cpu_before, began = counted(), cpu_seconds(), time.perf_counter()
     time.sleep(seconds)
@@ -196,8 +191,7 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
 def _start_profiler(case: Case, seconds: float, folder: str) -> subprocess.Popen[bytes]:
     """py-spy on the process of one execution; it takes CPU time itself, so such a run's rates count for little."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    executing = "execution" if case.apart else "consumer"
-    pid = next(process.pid for process, part in ray_processes().items() if part == executing)
+    pid = next(process.pid for process, part in ray_processes().items() if part == "execution")
     output = f"{folder}/actors{case.actors}-ranks{case.ranks}-executions{case.executions}.raw"
     command = ["py-spy", "record", "-p", str(pid), "-f", "raw", "-d", str(int(seconds)), "-r", "100", "--gil"]
     return subprocess.Popen([*command, "-o", output], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

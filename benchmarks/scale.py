@@ -160,7 +160,7 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
         The case; `per_s`, micro-batches/s of all ranks; `cpu_ms`, CPU time per micro-batch by part.
     """
     spec = spec_of(case)
-    iterators = splits(spec, spec.plan.start(), max_actors=case.actors, world_size=case.ranks)
+    iterators = splits(spec, spec.plan.start(), max_actors=case.actors, world_size=case.ranks, apart=True)
     num = min(_MAX_CONSUMERS, case.ranks)
     consumers = [Consumer.options(max_concurrency=case.ranks + 2).remote() for _ in range(num)]
     reads = [consumers[rank % num].read.remote(rank, iterator) for rank, iterator in enumerate(iterators)]

@@ -65,6 +65,7 @@ def feed(
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
     spec.plan.check_workers(world_size)
+    device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
     supervisor: Any = None
     source: Iterator[HostBatch]
     if spec.pool.engine == "inline":
@@ -72,17 +73,17 @@ def feed(
         spec.plan.check(start)
         source = inline_batches(spec, start, rank, world_size)
     else:
-        iterators, start, supervisor = _handed_round(spec, cursor, max_actors, rank, world_size, in_train)
+        iterators, start, supervisor = _handed_round(
+            spec, cursor, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
+        )
         source = host_batches(iterators[rank])
-    if device is None:
-        device = ray.train.torch.get_device() if in_train else torch.device("cpu")
     return Feed(
         spec,
         source,
         start,
         rank,
         world_size,
-        torch.device(device),
+        device,
         augment=augment,
         dtype=dtype,
         depth=depth,
@@ -91,7 +92,13 @@ def feed(
 
 
 def _handed_round(
-    spec: StreamSpec, cursor: Cursor | None, max_actors: int | None, rank: int, world_size: int, in_train: bool
+    spec: StreamSpec,
+    cursor: Cursor | None,
+    max_actors: int | None,
+    rank: int,
+    world_size: int,
+    in_train: bool,
+    apart: bool,
 ) -> tuple[list[DataIterator], Cursor, Any]:
     """What rank 0 has built: the iterators of all ranks, where they start, and the handle of the supervisor."""
     from raypipe.rayext.cluster import preflight
@@ -107,6 +114,7 @@ def _handed_round(
             max_actors=preflight(spec.pool).max_actors if max_actors is None else max_actors,
             world_size=world_size,
             supervisor=supervisor,
+            apart=apart,
         )
         handed = (iterators, start, supervisor)
     if in_train and world_size > 1:

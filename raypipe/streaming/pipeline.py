@@ -174,13 +174,22 @@ def dataset(
 
 
 def splits(
-    spec: StreamSpec, cursor: Cursor, *, max_actors: int, world_size: int = 1, supervisor: Any = None
+    spec: StreamSpec,
+    cursor: Cursor,
+    *,
+    max_actors: int,
+    world_size: int = 1,
+    supervisor: Any = None,
+    apart: bool = False,
 ) -> list[DataIterator]:
     """What is left of the stream at a cursor, as one iterator per rank; see `dataset`.
 
-    Each execution runs in an actor of its own: in the process of a rank it would take the interpreter from the
-    training loop. There are pool.executions, or, for fewer workers of an elastic run, as many as can share them
-    evenly.
+    There are pool.executions, or, for fewer workers of an elastic run, as many as can share them evenly. One that
+    several ranks share runs in an actor of its own.
+
+    Args:
+        apart: so does one that a rank has for itself. Else it runs in that rank's process, which takes the
+            interpreter from a training loop there, and spares the start of the actor, 2 s.
 
     Raises:
         ConfigError: W does not divide M.
@@ -202,7 +211,9 @@ def splits(
         )
         if not spec.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
             rows = ray.data.from_items([])
-        iterators.append(rows.streaming_split(ranks, equal=True))
+        iterators.append(
+            [rows.iterator()] if ranks == 1 and not apart else rows.streaming_split(ranks, equal=True)
+        )
     return [iterators[rank % executions][rank // executions] for rank in range(world_size)]
 
 

@@ -95,6 +95,9 @@ def test_the_digest_is_the_same_for_any_blocks_and_from_the_midst_of_one(
     for block, workers, actors, from_step in cases:
         found = digests(spec, block=block, workers=workers, actors=actors, from_step=from_step)
         assert found == without_ray.digests(spec, from_step), (block, workers, actors, from_step)
+    start = spec.plan.start()
+    in_an_actor = splits(spec, start, max_actors=1, apart=True)
+    assert [one.digest for one in iterate_digests(spec.plan, start, in_an_actor)] == without_ray.digests(spec)
     rows = stream(
         stores["train"], stores["val"], plan=plan, transform=spec.transform, pool=PoolConfig(max_actors=1)
     )

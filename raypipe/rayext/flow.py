@@ -92,8 +92,8 @@ def _quiet() -> None:
     waits for its start, for an identifier of a dataset, and sends it all figures of all operators once a second:
     17 % of a core.
     """
-    for module in ("progress", "execution.streaming_executor"):
-        logging.getLogger(f"ray.data._internal.{module}").setLevel(logging.ERROR)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that there are no bars
+    logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
     if is_local():
         manager: Any = _StatsManager
         manager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid.uuid4().hex)

@@ -69,7 +69,7 @@ def feed(
     supervisor: Any = None
     source: Iterator[HostBatch]
     if spec.pool.engine == "inline":
-        start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
+        start = cursor or _start(spec, in_train)
         spec.plan.check(start)
         source = inline_batches(spec, start, rank, world_size)
     else:
@@ -106,7 +106,7 @@ def _handed_round(
 
     handed: tuple[list[DataIterator], Cursor, Any] | None = None
     if rank == 0:
-        start = cursor or _checkpoint_cursor(in_train) or spec.plan.start()
+        start = cursor or _start(spec, in_train)
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
         iterators = splits(
             spec,
@@ -136,9 +136,10 @@ def _in_train_worker() -> bool:
         return False
 
 
-def _checkpoint_cursor(in_train: bool) -> Cursor | None:
+def _start(spec: StreamSpec, in_train: bool) -> Cursor:
+    """The place of the latest checkpoint, or the beginning."""
     checkpoint = ray.train.get_checkpoint() if in_train else None
     if checkpoint is None:
-        return None
+        return spec.plan.start()
     with checkpoint.as_directory() as folder:
         return Cursor.from_json((Path(folder) / CURSOR_FILE).read_text())

@@ -5,11 +5,11 @@ Plan and transforms, and so the bits, are those of a cluster. Nothing is supervi
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from queue import SimpleQueue
 
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
@@ -29,18 +29,23 @@ def inline_batches(spec: StreamSpec, cursor: Cursor, rank: int = 0, world_size: 
     if not spec.pool.threads:
         yield from map(MicroBatchMaker(*spec.recipe).batch, places)
         return
-    own = threading.local()  # a maker serves one thread
+    makers = SimpleQueue[MicroBatchMaker]()  # those at rest: one serves a thread at a time
+    for _ in range(spec.pool.threads):
+        maker = MicroBatchMaker(*spec.recipe)
+        if split := maker.draws_globally():
+            raise ConfigError(
+                f"pool.threads is {spec.pool.threads}, and the {split} transform draws from generators that "
+                "threads share: set pool.threads=0, or let it take rng (docs/transforms.md)"
+            )
+        makers.put(maker)
 
     def batch(at: MicroBatchId) -> HostBatch:
-        if not hasattr(own, "maker"):
-            own.maker = MicroBatchMaker(*spec.recipe)
-        return own.maker.batch(at)
+        maker = makers.get()
+        try:
+            return maker.batch(at)
+        finally:
+            makers.put(maker)
 
-    if split := MicroBatchMaker(*spec.recipe).draws_globally():
-        raise ConfigError(
-            f"pool.threads is {spec.pool.threads}, and the {split} transform draws from generators that threads "
-            "share: set pool.threads=0, or let it take rng (docs/transforms.md)"
-        )
     pool = ThreadPoolExecutor(spec.pool.threads, "raypipe-inline")
     try:
         ahead = deque(pool.submit(batch, at) for at in islice(places, 2 * spec.pool.threads))

@@ -54,7 +54,12 @@ def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfi
 
     These are as many as there is room for now. More nodes come when ranks wait.
     """
-    pool = replace(pool, executions=1, max_actors=max(share.of(max_actors), pool.min_actors))
+    pool = replace(
+        pool,
+        executions=1,
+        max_actors=max(share.of(max_actors), pool.min_actors),
+        in_flight=share.of(pool.in_flight),
+    )
     room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
     return pool, min(max(share.of(room), pool.min_actors), pool.max_actors)
 
@@ -64,13 +69,9 @@ def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
     total = 0
     for share in shares(world_size, pool.executions):
         part, actors = _pool_of(pool, share, max_actors)
-        fixed, per_actor, _ = _part(part, share).blocks_for(share.of(world_size), actors)
+        fixed, per_actor, _ = part.blocks_for(share.of(world_size), actors)
         total += fixed + per_actor * actors
     return total
-
-
-def _part(pool: PoolConfig, share: Share) -> PoolConfig:
-    return replace(pool, in_flight=share.of(pool.in_flight))
 
 
 def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams: int = 1) -> None:
@@ -123,7 +124,7 @@ def dataset(
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
     (pool, actors), ranks = _pool_of(spec.pool, share, max_actors), share.of(world_size)
-    fixed, per_actor, largest = _part(pool, share).blocks_for(ranks, actors)
+    fixed, per_actor, largest = pool.blocks_for(ranks, actors)
     limit = InFlight(fixed, per_actor)
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
@@ -245,8 +246,16 @@ def stream(
     Raises:
         StoreError, ConfigError, CursorError, ResourceError: what is wrong, and how to mend it.
     """
-    transforms: dict[str, Any] = {"train_transform": train_transform, "val_transform": val_transform}
-    spec = StreamSpec.of(train, val, plan=plan, transform=transform, pool=pool, **transforms, **settings)
+    spec = StreamSpec.of(
+        train,
+        val,
+        plan=plan,
+        transform=transform,
+        pool=pool,
+        train_transform=train_transform,
+        val_transform=val_transform,
+        **settings,
+    )
     if spec.pool.executions > 1:
         raise ConfigError(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "

@@ -98,17 +98,19 @@ class MicroBatchSource(Datasource):
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
         places = itertools.islice(self._plan.micro_batches(self._cursor, first, self._share), count)
+        at = next(places, None)
+        if at is None:
+            return
         task, careful = "", False
         sizes: dict[Split, int] = dict.fromkeys(("train", "val"), self._block or 1)
-        if self._supervisor and count:
+        if self._supervisor:
             task = str(ray.get_runtime_context().get_task_id())
-            (at,) = itertools.islice(self._plan.micro_batches(self._cursor, first, self._share), 1)
             begun = self._supervisor.reads.remote(task, f"{count} micro-batches from {at} on")
             if not self._block and first:
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(self._supervisor.sizes.remote(task, room, self._max_bytes))
             careful = bool(self._readers) and ray.get(begun)
-        for block in cut(places, self._ranks, sizes):
+        for block in cut(itertools.chain([at], places), self._ranks, sizes):
             reads = None
             if block[0].split in self._readers:
                 reads = [self._read(at, task if careful else "") for at in block]

@@ -91,7 +91,7 @@ class TransformWorker:
         }
         if split in self._maker.caches:
             num_kept = sum(made.num_kept for made in all_made)
-            num_samples = sum(int((self._maker.plan.indices(made.at) != PADDING).sum()) for made in all_made)
+            num_samples = sum(int((made.result.index != PADDING).sum()) for made in all_made)
             amounts |= {"cache_hits_total": num_kept, "cache_misses_total": num_samples - num_kept}
         self._metrics.add(amounts, split=split)
 

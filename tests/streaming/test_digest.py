@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import without_ray
 
 from raypipe.commands import cli
 from raypipe.commands.inspection import verify
@@ -216,6 +217,18 @@ def cli_main(*args: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "_shutdown", lambda: None)
         cli.main([str(arg) for arg in args])
+
+
+def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
+    stores: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypipe.rayext.cluster.connect", lambda *_, **__: pytest.fail("a cluster was asked for"))
+    options = ["--epochs", 2, "--micro-batch", 10, "--per-step", 2, "--size", 16, "--from-step", 3]
+    cli_main("digest", stores["train"], *options, "--engine", "inline")
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    plan = PlanConfig(epochs=2, micro_batch=10, per_step=2)
+    spec = StreamSpec.of(stores["train"], plan=plan, transform=TransformConfig(size=16))
+    assert found["digest"] == combine(without_ray.digests(spec, 3))
 
 
 # Ranges of a stream

@@ -6,19 +6,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # Albumentations asks the network for a newer version when it is imported; every process that unpickles
 # a transform imports raypipe first.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-# Under `uv run`, Ray would build the project's environment anew for its workers. A local cluster shares the
-# driver's; only a remote one (RAY_ADDRESS) needs the copy.
-if not {"RAY_ADDRESS", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"} & os.environ.keys():
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    if "ray" in sys.modules:  # which has read the variable already
-        sys.modules["ray._private.ray_constants"].RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # type: ignore[attr-defined]
 
 # Ray shows a line that several workers have written only once, with a remark at its end: JSON it would be no more.
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')

@@ -12,6 +12,8 @@ from typing import Any
 
 from raypipe.errors import RaypipeError, ResourceError
 
+# Errors of Ray Train for a worker that is gone, which no rank raises itself.
+_LOST = ("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError")
 # A rank whose peer has died gets a bare RuntimeError from Gloo, which names its source file, or from a socket.
 _OF_PEERS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -65,26 +67,27 @@ def is_final(failures: Iterable[BaseException]) -> bool:
     Ranks fail because of each other. A process that was lost explains whatever the others say; if there is none, a
     final error of one explains the broken connections of the others.
     """
-    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
-
-    lost = (WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)  # what no rank raises itself
     failures = list(failures)
-    if any(isinstance(error, lost) for error in failures):
+    if any(_is_of_train(error) and type(error).__name__ in _LOST for error in failures):
         return False
     return any(isinstance(cause_of(error), RaypipeError) or not _is_death(error) for error in failures)
+
+
+def _is_of_train(error: BaseException) -> bool:
+    """Whether Ray Train has raised it."""
+    return type(error).__module__.startswith("ray.train.")
 
 
 def _is_death(error: BaseException) -> bool:
     import torch
     from ray.exceptions import OutOfDiskError, RayError, RayTaskError
-    from ray.train.v2._internal.exceptions import RayTrainError
 
     if isinstance(error, RayTaskError):
         return all(_is_death(each) for each in _wrapped(error))
     if isinstance(error, OSError):
         # Those of object storage have no number. Those of a disk have one, and come again.
         return isinstance(error, ConnectionError | TimeoutError) or error.errno is None
-    if isinstance(error, RayError | RayTrainError | torch.distributed.DistError | torch.AcceleratorError):
+    if isinstance(error, RayError | torch.distributed.DistError | torch.AcceleratorError) or _is_of_train(error):
         return not isinstance(error, OutOfDiskError)
     if type(error) is RuntimeError and any(word in str(error) for word in _OF_PEERS):
         return True

@@ -15,7 +15,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, CursorError, ResourceError, SampleError
 from raypipe.failures import cause_of, is_final
-from raypipe.train.trainer import OnlyDeathsPolicy
+from raypipe.rayext.trainer import OnlyDeathsPolicy
 
 LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
 # As Gloo words it, in a rank whose peer was killed.

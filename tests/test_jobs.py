@@ -90,7 +90,7 @@ def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
     assert "ceiling images per s" in done.stdout
 
 
-@pytest.mark.soak  # tests/rayext/test_flow.py watches streams that are larger than the object store
+@pytest.mark.soak  # tests/rayext/test_execution.py watches streams that are larger than the object store
 def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: dict[str, Path]) -> None:
     small = [str(stores["train"]), "--transform=light", "--size=64", "--actors=1", "--micro-batch=32"]
     found = last_line(run(f"{ROOT}/benchmarks/memory.py", *small))

@@ -102,13 +102,12 @@ def check_wanted(wanted: Path) -> None:
 
 def _wait_for_cpu(what: str, here: bool) -> None:
     """Raise ResourceError where other jobs keep all CPUs: Ray alone would wait for ever, and say nothing."""
-    import ray
+    from raypipe.rayext.cluster import free_cpus
 
     deadline = time.monotonic() + _SETTLE_S
     nodes = {node["NodeID"] for node in _nodes(here)}
     while True:
-        free = ray._private.state.available_resources_per_node()
-        if any(found.get("CPU", 0.0) >= 1 for node, found in free.items() if node in nodes):
+        if any(cpus >= 1 for node, cpus in free_cpus().items() if node in nodes):
             return
         if time.monotonic() > deadline:
             raise ResourceError(

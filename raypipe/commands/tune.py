@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import signal
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,6 @@ import numpy as np
 import ray
 from jsonargparse.typing import NonNegativeInt, restricted_number_type
 from ray import tune
-from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 from ray.tune.schedulers import ASHAScheduler
 
 from raypipe.config import AugmentConfig, RunConfig, StrengthConfig
@@ -30,6 +28,7 @@ from raypipe.device.augment import PRESETS
 from raypipe.errors import ResourceError
 from raypipe.failures import cause_of
 from raypipe.rayext.cluster import Allocation, Resources, allocate
+from raypipe.rayext.trainer import train_alone
 from raypipe.storage.filesystem import as_uri, join, open_filesystem
 from raypipe.streaming.spec import spec_of
 from raypipe.train.learning import num_classes_of
@@ -106,9 +105,7 @@ class Trial(tune.Trainable):
     """
 
     def setup(self, config: dict[str, Any], runs: list[RunConfig], max_actors: int) -> None:  # type: ignore[override]
-        # It would tell of every execution.
-        logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
-        set_train_fn_utils(LocalTrainFnUtils("trial"))
+        train_alone("trial")
         run = runs[config["number"]]
         run_uri = join(as_uri(run.runs), run.name)
         spec = spec_of(run, run_uri)

@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
 
-from raypipe.logs import STAGES, LogFormat, configure_logs
+from raypipe.logs import STAGES
 
 if TYPE_CHECKING:
-    from ray.data import DataContext
-
     from raypipe.metrics.timing import StageTimes
     from raypipe.plan.schedule import Split
 
 _PERIOD_S = 1.0
-_RUN_KEY, _LOG_KEY = "raypipe.run", "raypipe.log"
 
 
 class Metric(NamedTuple):
@@ -156,50 +153,19 @@ class TrainerMetrics(Recorder):
             self.set(of_run | self._learnt)
 
 
-def configure(context: DataContext, run: str, log: LogFormat) -> None:
-    """Make executions under this context export their metrics, and log as the run does."""
-    context.set_config(_RUN_KEY, run)
-    context.set_config(_LOG_KEY, log)
-    context.custom_execution_callback_classes = [
-        *context.custom_execution_callback_classes,
-        StreamMetrics,  # type: ignore[list-item]  # it has the methods
-    ]
-
-
 class StreamMetrics(Recorder):
-    """An ExecutionCallback of Ray Data's, called at each turn of its scheduler; looks once a second."""
+    """Of one execution of a stream."""
 
-    def __init__(self) -> None:  # of which run, the execution tells
-        self._looked_at = 0.0
+    def show(self, made: int, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
+        """Show where it stands.
 
-    def before_execution_starts(self, executor: Any) -> None:
-        # Not above: the supervisor's process does without ray.data, which takes 2.4 s to import.
-        from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
-
-        self._pools = [op for op in executor._topology if isinstance(op, ActorPoolMapOperator)]
-        run, log = (executor._data_context.get_config(key) for key in (_RUN_KEY, _LOG_KEY))
-        configure_logs(log, run=run)
-        super().__init__(run)
-
-    def on_execution_step(self, executor: Any) -> None:
-        if time.monotonic() - self._looked_at < _PERIOD_S:
-            return
-        self._looked_at = time.monotonic()
-        last, state = executor._output_node
-        taken = last.metrics.block_outputs_taken - state.output_queue.num_blocks
-        for pool in self._pools:
-            waiting, actors = pool.metrics.num_task_outputs_generated - taken, pool.get_actor_info()
-            self._show(pool, pool.num_active_tasks() + waiting, waiting, actors)
-
-    def _show(self, pool: Any, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
-        self.reach({"stream_blocks_total": pool.metrics.num_task_outputs_generated})
+        Args:
+            made: blocks that its pool has finished, so far.
+            in_flight: blocks that are worked on, or wait finished.
+            waiting: of these, those that wait finished.
+            actors: has their number by state: running, restarting, pending; None = there are none.
+        """
+        self.reach({"stream_blocks_total": made})
         self.set({"stream_in_flight": in_flight, "stream_waiting": waiting})
         for state in ("running", "restarting", "pending"):
             self.set({"stream_actors": getattr(actors, state, 0)}, state=state)
-
-    def after_execution_succeeds(self, executor: Any) -> None:
-        for pool in self._pools:
-            self._show(pool)
-
-    def after_execution_fails(self, executor: Any, error: Exception) -> None:
-        self.after_execution_succeeds(executor)

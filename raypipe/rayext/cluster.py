@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.node import Node
+from ray._private import node, ray_constants, worker
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
@@ -43,6 +44,9 @@ _LOCAL_ENV = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that looks for nodes which a cloud takes away
 }
+
+# Of the node that `connect` has started last.
+_own_node = ""
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
@@ -72,6 +76,9 @@ def connect(
     if address or os.environ.get("RAY_ADDRESS"):
         ray.init(address=address or None, runtime_env={"env_vars": _WORKER_ENV}, **options)
         return
+    if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
+        # Under `uv run`, Ray would build the project's environment anew for its workers, which share this one.
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log == "json" else {})
     with _inherited(environment), _without_idle_processes():
         ray.init(
@@ -80,6 +87,8 @@ def connect(
             include_dashboard=False,
             **options,
         )
+    global _own_node
+    _own_node = ray.get_runtime_context().get_node_id()
 
 
 @contextlib.contextmanager
@@ -104,25 +113,36 @@ def _without_idle_processes() -> Iterator[None]:
     They are the server of the dashboard, which is started without a dashboard too, and ray.init waits 2 s for it;
     and the monitor, which would add nodes.
     """
-    saved = {name: getattr(Node, name) for name in ("start_api_server", "start_monitor")}
+    saved = {name: getattr(node.Node, name) for name in ("start_api_server", "start_monitor")}
     try:
         for name in saved:
-            setattr(Node, name, lambda self, *_, **__: None)
+            setattr(node.Node, name, lambda self, *_, **__: None)
         yield
     finally:
         for name, method in saved.items():
-            setattr(Node, name, method)
+            setattr(node.Node, name, method)
 
 
 def started_here() -> bool:
-    """Whether the connected cluster is one that this process has started, and that ends with it."""
-    node = ray._private.worker._global_node
-    return node is not None and bool(node.head)
+    """Whether the connected cluster is one that `connect` has started in this process, and that ends with it."""
+    return ray.is_initialized() and ray.get_runtime_context().get_node_id() == _own_node
 
 
 def is_local() -> bool:
     """Whether the connected cluster is one that `connect` has started, in this process or in its driver."""
     return started_here() or LOCAL_CLUSTER in os.environ
+
+
+def resource_state() -> Any:
+    """What each node has free, and what waits for room: a ClusterResourceState of Ray's autoscaler."""
+    driver: Any = worker.global_worker
+    return get_cluster_resource_state(driver.gcs_client)
+
+
+def free_cpus() -> dict[str, float]:
+    """The CPUs that each node has free, by its identifier."""
+    nodes = resource_state().node_states
+    return {each.node_id.hex(): each.available_resources.get("CPU", 0.0) for each in nodes}
 
 
 @dataclass(frozen=True)

@@ -44,16 +44,13 @@ def limits_of(config: dict[str, Any]) -> dict[str, float]:
 def autoscaler_limits() -> dict[str, float]:
     """The most of each resource that the connected cluster may grow to; empty where nothing says so.
 
-    Ray can tell, but its open-source autoscalers never tell it. A driver on the head, where `ray job submit` puts
-    it, finds the configuration that the cluster was started with in one of these places:
+    A driver on the head, where `ray job submit` puts it, finds the configuration that the cluster was started with
+    in one of these places:
 
         RAYPIPE_AUTOSCALING_CONFIG       a cluster YAML, by its path
         ~/ray_bootstrap_config.yaml      the one that `ray up` leaves on the head
         the RayCluster of this pod       on Kubernetes, from its API server
     """
-    told = ray._private.state.state.get_max_resources_from_cluster_config()
-    if told:
-        return {name: float(amount) for name, amount in told.items()}
     path = os.environ.get("RAYPIPE_AUTOSCALING_CONFIG", "")
     if not path:
         here = ray.get_runtime_context().get_node_id()

@@ -47,7 +47,7 @@ _CREDENTIALS = {
 }
 # What a file system is made of beside its address begins with one of these: another value makes another one.
 _ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
-# In the path of Ray's copies of working directories (ray._private.runtime_env).
+# In the path of Ray's copies of working directories.
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 # Parts of an error's text → what to do about it.
 _ADVICE = {

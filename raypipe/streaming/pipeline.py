@@ -16,12 +16,10 @@ import ray.data
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, ResourceError
-from raypipe.metrics import prometheus as telemetry
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
-from raypipe.rayext import flow
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
-from raypipe.rayext.flow import InFlight
+from raypipe.rayext.execution import Settings, context_of
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
 from raypipe.streaming.source import MicroBatchSource
@@ -125,19 +123,9 @@ def dataset(
     spec.plan.check_workers(world_size)
     (pool, actors), ranks = _pool_of(spec.pool, share, max_actors), share.of(world_size)
     fixed, per_actor, largest = pool.blocks_for(ranks, actors)
-    limit = InFlight(fixed, per_actor)
+    settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, spec.run, spec.log)
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
-    context = ray.data.DataContext.get_current().copy()
-    context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.raise_original_map_exception = True
-    context.issue_detectors_config.detectors = []  # one warns of memory=0 below; flow.PoolWatch ends what hangs
-    context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
-    flow.configure(context, pool, limit, actors, bool(spec.readers()), supervisor)
-    telemetry.configure(context, spec.run, spec.log)
     source = MicroBatchSource(
         spec.plan,
         cursor,
@@ -150,7 +138,7 @@ def dataset(
         largest=largest,
         max_bytes=min(MAX_BYTES, int(room)),
     )
-    with ray.data.DataContext.current(context):
+    with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
         return rows.map_batches(
             TransformWorker,
@@ -169,7 +157,7 @@ def dataset(
                 initial_size=actors,
                 # Ray Data looks for finished tasks ten times a second: what an actor can do in a tenth
                 # of a second must be queued at it.
-                max_tasks_in_flight_per_actor=max(2, limit.limit(actors) // actors),
+                max_tasks_in_flight_per_actor=max(2, settings.limit(actors) // actors),
             ),
         )
 

@@ -138,8 +138,8 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     """Train on the resources that were allocated; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from ray.train.v2.api import config as ray_config
 
+    from raypipe.rayext.trainer import RunTrainer, check_elastic
     from raypipe.train.loop import train_loop
-    from raypipe.train.trainer import RunTrainer
 
     run, run_uri = loop["run"], loop["run_uri"]
 
@@ -147,7 +147,14 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         request_stop(run_uri)
         progress(logger, "stopping at the next line of progress, with a checkpoint; once more aborts")
 
-    allowed = (allocation.min_workers, allocation.workers)
+    workers: Any = allocation.workers
+    elastic: dict[str, Any] = {}  # Ray 2.54 knows none of it
+    if allocation.min_workers:
+        check_elastic()
+        workers, elastic = (
+            (allocation.min_workers, workers),
+            {"elastic_resize_monitor_interval_s": _RESIZE_EVERY_S},
+        )
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,
@@ -156,10 +163,10 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         take_signals=lambda: interrupts.hand_over(on_interrupt),
         train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
-            num_workers=allowed if allocation.min_workers else allocation.workers,
-            elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
+            num_workers=workers,
             use_gpu=allocation.gpu,
             resources_per_worker={"CPU": allocation.cpus_per_worker},  # and a GPU, with `use_gpu`
+            **elastic,
         ),
         run_config=ray_config.RunConfig(
             name=run.name,

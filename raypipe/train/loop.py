@@ -15,7 +15,6 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.v2._internal.execution import context as train_context
 from torch.nn.functional import cross_entropy
 
 from raypipe.config import RunConfig
@@ -37,8 +36,9 @@ logger = logging.getLogger(__name__)
 def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     """Runs on each Ray Train worker, with the arguments of `Trainer`; returns the run's figures."""
     # Ray Train would log every checkpoint and its metrics, between the lines of progress.
-    for name in ("ray.train", train_context.__file__):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("ray.train", *logging.Logger.manager.loggerDict):
+        if name.startswith("ray.train") or "/ray/train/" in name:  # some are named by their files
+            logging.getLogger(name).setLevel(logging.WARNING)
     trainer = Trainer(**config)
     for _ in trainer.epochs():
         pass

@@ -32,12 +32,12 @@ from rich.table import Table
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.plan.cursor import CURSOR_FILE
+from raypipe.rayext.trainer import RunTrainer
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import feed
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.trainer import RunTrainer
 from raypipe.transform.batch import HostBatch
 
 NUM_SAMPLES, SIDE = 320, 16

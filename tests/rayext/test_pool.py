@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.config import PoolConfig
-from raypipe.rayext.autoscaler import Decision, PoolSizer
+from raypipe.rayext import pool
+from raypipe.rayext.pool import Decision, PoolKeeper, PoolSizer
 
 RULES = PoolConfig(min_actors=1, max_actors=16, grow_after_s=5, shrink_after_s=60)
 BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
@@ -151,3 +154,113 @@ def test_no_history_leads_out_of_the_bounds(history: list[tuple], fewest: int, m
             grows = decision.size > running + pending
             assert decision.size != running + pending
             assert decision.size <= rules.max_actors if grows else decision.size >= rules.min_actors
+
+
+# Room for actors that wait for CPUs. That it mends a real stream, after a real node has gone, tests/faults shows.
+
+
+class Pool:
+    """As much of Ray Data's pool of actors as the keeper looks at.
+
+    Args:
+        states: of each actor, by its name: whether it is being restarted, and how many tasks it has.
+    """
+
+    def __init__(self, **states: tuple[bool, int]) -> None:
+        self._running_actors = {
+            name: SimpleNamespace(is_restarting=restarting, num_tasks_in_flight=tasks)
+            for name, (restarting, tasks) in states.items()
+        }
+
+    def per_actor_resource_usage(self) -> Any:
+        return SimpleNamespace(cpu=1.0)
+
+    def _release_running_actor(self, actor: str) -> None:
+        del self._running_actors[actor]
+
+
+class Keeper(PoolKeeper):
+    """The keeper of one pool, with what it tells the supervisor."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.notes: list[str] = []
+        supervisor = SimpleNamespace(note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text)))
+        self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
+        super().__init__(self.op, PoolConfig(stall_timeout_s=60.0), supervisor)
+        self.pool = pool
+
+    def left_after(self, seconds: float) -> list[str]:
+        """The actors that are left when it has looked, so long after it began."""
+        self._make_room(seconds)
+        return list(self.pool._running_actors)
+
+
+@pytest.fixture
+def free_cpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the cluster has free."""
+    free = {"CPU": 0.0}
+    monkeypatch.setattr(pool, "_free_cpus", lambda: free["CPU"])
+    return free
+
+
+def told(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, int, int, bool]) -> list[str]:
+    """What is said after looks at a pool.
+
+    Args:
+        looks: seconds, actors that run, actors that do not yet, and whether one is queued for CPUs.
+    """
+    for seconds, running, restarting, queued in looks:
+        monkeypatch.setattr(pool, "_waited_for", lambda queued=queued: {1.0} if queued else set())
+        info = SimpleNamespace(running=running, restarting=restarting, pending=0)
+        keeper.op.get_actor_info = lambda info=info: info
+        keeper._tell_of_none(seconds)
+    return keeper.notes
+
+
+def test_actors_that_are_all_lost_and_have_no_room_are_told_of_at_once_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [(second, 0, 2, True) for second in range(10, 30)]
+    assert told(Keeper(Pool()), monkeypatch, (9, 2, 0, False), *looks, (30, 1, 1, True)) == [
+        "no transform actor runs: 2 wait for 1 CPUs each; the run ends in 48 s (pool.stall_timeout_s). "
+        "Add CPU nodes, or stop other jobs (`ray job list`)",
+    ]
+
+
+def test_actors_that_only_start_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = [(second, 0, 2, False) for second in range(20)]
+    assert told(Keeper(Pool()), monkeypatch, *starting, (20, 0, 2, True), (21, 2, 0, False)) == []
+    assert told(Keeper(Pool()), monkeypatch, *[(second, 1, 3, True) for second in range(20)]) == []
+
+
+def test_idle_actors_make_room_for_as_many_as_are_waited_for(free_cpus: dict[str, float]) -> None:
+    keeper = Keeper(Pool(lost=(True, 2), busy=(False, 1), idle=(False, 0), spare=(False, 0)))
+    assert keeper.left_after(6) == ["lost", "busy", "spare"]
+    assert len(keeper.notes) == 1 and "1 transform actors that died with work in hand" in keeper.notes[0]
+    assert keeper.left_after(7) == ["lost", "busy", "spare"]  # the CPUs are given time to reach it
+    assert keeper.left_after(12) == ["lost", "busy"]
+
+
+def test_none_is_let_go_before_a_restart_has_had_its_time(free_cpus: dict[str, float]) -> None:
+    keeper = Keeper(Pool(lost=(True, 1), idle=(False, 0)))
+    assert keeper.left_after(4) == ["lost", "idle"]
+    assert keeper.left_after(6) == ["lost"]
+
+
+def test_none_is_let_go_where_there_are_cpus(free_cpus: dict[str, float]) -> None:
+    free_cpus["CPU"] = 1.0
+    keeper = Keeper(Pool(lost=(True, 1), idle=(False, 0)))
+    assert keeper.left_after(6) == ["lost", "idle"] and not keeper.notes
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        {"lost": (True, 0), "idle": (False, 0)},  # nobody waits for what had no work
+        {"lost": (True, 1), "busy": (False, 1)},  # work is not thrown away
+        {"busy": (False, 1), "idle": (False, 0)},
+    ],
+)
+def test_none_is_let_go_without_need(states: dict[str, tuple[bool, int]], free_cpus: dict[str, float]) -> None:
+    keeper = Keeper(Pool(**states))
+    assert keeper.left_after(6) == list(states) and not keeper.notes

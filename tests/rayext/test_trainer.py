@@ -7,7 +7,7 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 from ray.train.v2.api.config import ScalingConfig
 
 from raypipe.errors import ResourceError
-from raypipe.train.trainer import BoundedScalingPolicy, DivisorScalingPolicy, FixedPolicy
+from raypipe.rayext.trainer import BoundedScalingPolicy, DivisorScalingPolicy, FixedPolicy
 
 
 def decided(
@@ -56,7 +56,7 @@ def test_trainers_without_room_say_so_and_do_not_wait_for_ever(
     elastic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("raypipe.train.trainer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raypipe.rayext.trainer.time.monotonic", lambda: now[0])
     policy: BoundedScalingPolicy = FixedPolicy(ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}), 60)
     if elastic:
         policy = DivisorScalingPolicy(
@@ -71,7 +71,7 @@ def test_trainers_without_room_say_so_and_do_not_wait_for_ever(
         caplog.clear()
         now[0] = 100 + seconds
         policy.make_decision_for_non_running_worker_group()
-        return [record.getMessage() for record in caplog.records if record.name == "raypipe.train.trainer"]
+        return [record.getMessage() for record in caplog.records if record.name == "raypipe.rayext.trainer"]
 
     assert said_after(0) == []
     assert said_after(10) == [

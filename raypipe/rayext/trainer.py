@@ -9,21 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
-from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import (
-    ElasticScalingPolicy,
-    FixedScalingPolicy,
-    ScalingDecision,
-    ScalingPolicy,
-)
+import ray
+from ray.train.v2._internal.callbacks import datasets, placement_group_callback
+from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
-from raypipe.errors import ResourceError
+from raypipe.errors import ConfigError, ResourceError
 from raypipe.failures import is_final
 from raypipe.rayext.cluster import largest_divisor, started_here
 
@@ -33,7 +26,28 @@ logger = logging.getLogger(__name__)
 _TOLD_AFTER_S = 8.0
 
 
-class BoundedScalingPolicy(ScalingPolicy):
+_Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.FixedScalingPolicy)
+
+
+def check_elastic() -> None:
+    """Raise ConfigError where this Ray has no elastic training."""
+    if not hasattr(scaling_policy, "ElasticScalingPolicy"):
+        raise ConfigError(
+            f"elastic training (train.min_workers) needs Ray 2.55 or newer, this is Ray {ray.__version__}: "
+            "update Ray, or set train.min_workers=0"
+        )
+
+
+def _is_elastic(config: Any) -> bool:
+    return getattr(config, "elasticity_enabled", False)
+
+
+def train_alone(name: str) -> None:
+    """Let functions of `ray.train` work in this process, which is no worker of Ray Train's, as its only rank."""
+    train_fn_utils.set_train_fn_utils(train_fn_utils.LocalTrainFnUtils(name))
+
+
+class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
     """One of Ray Train's policies below, which says so, once, when trainers wait for room.
 
     A run whose trainers have had none for `timeout_s` ends.
@@ -45,7 +59,7 @@ class BoundedScalingPolicy(ScalingPolicy):
         self._since: float | None = None
         self._is_told = False
 
-    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+    def make_decision_for_non_running_worker_group(self) -> scaling_policy.ScalingDecision:
         self._since = self._since or time.monotonic()
         waited_s = time.monotonic() - self._since
         if waited_s > self._timeout_s:
@@ -55,14 +69,14 @@ class BoundedScalingPolicy(ScalingPolicy):
             logger.warning(self._told(f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"))
         return super().make_decision_for_non_running_worker_group()  # type: ignore[safe-super]
 
-    def make_decision_for_running_worker_group(self, *args: Any, **options: Any) -> ScalingDecision:
+    def make_decision_for_running_worker_group(self, *args: Any, **options: Any) -> scaling_policy.ScalingDecision:
         self._since, self._is_told = None, False
         return super().make_decision_for_running_worker_group(*args, **options)  # type: ignore[safe-super]
 
     def _told(self, what: str) -> str:
         """What is with the trainers, and what to do."""
         config: Any = self.scaling_config
-        workers = config.min_workers if config.elasticity_enabled else config.num_workers
+        workers = config.min_workers if _is_elastic(config) else config.num_workers
         each = " and ".join(f"{n:g} {kind}" for kind, n in config._resources_per_worker_not_none.items() if n)
         return (
             f"{workers} trainers of {each} each {what} (pool.stall_timeout_s). Add nodes, or stop other jobs "
@@ -70,28 +84,28 @@ class BoundedScalingPolicy(ScalingPolicy):
         )
 
 
-class FixedPolicy(BoundedScalingPolicy, FixedScalingPolicy):
+class FixedPolicy(BoundedScalingPolicy, scaling_policy.FixedScalingPolicy):
     """Always as many workers."""
 
 
-class DivisorScalingPolicy(BoundedScalingPolicy, ElasticScalingPolicy):
+class DivisorScalingPolicy(BoundedScalingPolicy, _Elastic):
     """Ray Train's elastic policy, which takes only numbers of workers that can share the M of a step evenly."""
 
     def __init__(self, scaling_config: ScalingConfig, timeout_s: float, per_step: int) -> None:
         super().__init__(scaling_config, timeout_s)
         self._per_step = per_step
 
-    def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
+    def _count_possible_workers(self, reserved_resources: Any) -> int:
         return largest_divisor(self._per_step, super()._count_possible_workers(reserved_resources))
 
 
-class OnlyDeathsPolicy(DefaultFailurePolicy):
+class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
     """Ray Train's failure policy, which tries again what died, and nothing else."""
 
-    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+    def make_decision(self, training_failed_error: TrainingFailedError) -> failure_handling.FailureDecision:
         error = training_failed_error
         if isinstance(error, WorkerGroupError) and is_final(error.worker_failures.values()):
-            return FailureDecision.RAISE
+            return failure_handling.FailureDecision.RAISE
         return super().make_decision(error)
 
 
@@ -115,7 +129,7 @@ class RunTrainer(TorchTrainer):
         config: Any = self.scaling_config  # of Ray Train's version 2, which its type does not say
         options["scaling_policy"] = (
             DivisorScalingPolicy(config, self._timeout_s, self._per_step)
-            if config.elasticity_enabled
+            if _is_elastic(config)
             else FixedPolicy(config, self._timeout_s)
         )
         options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config)  # type: ignore[arg-type]
@@ -125,7 +139,9 @@ class RunTrainer(TorchTrainer):
         # Each would start an actor. One hands out datasets, and a run has none of Ray Train's. One frees the
         # trainers' resources when this process has died: a local cluster dies with it, and has no dashboard, which
         # it would ask ten times a second.
-        needless = (DatasetsCallback, *([PlacementGroupCleanerCallback] if started_here() else []))
+        needless: tuple[Any, ...] = (datasets.DatasetsCallback,)
+        if started_here():
+            needless += (placement_group_callback.PlacementGroupCleanerCallback,)
         return [each for each in super()._create_default_callbacks() if not isinstance(each, needless)]
 
     def _register_sigint_handler(self, controller: Any) -> None:

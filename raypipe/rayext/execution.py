@@ -1,0 +1,234 @@
+"""raypipe's part in an execution of Ray Data: what is in flight, and what is done at each turn of its scheduler.
+
+    InFlightPolicy   bounds what is in flight, counted in blocks
+    Turns            keeps the pool (see `pool`), and shows metrics; asks for no nodes
+
+Ray Data has no public way to say either. It asks policies that a setting of its context names, and makes the
+autoscalers of its actors and of its cluster by two functions. These are replaced, for executions that have our
+Settings, in every process that reads them, since they are of this module.
+
+Left alone, Ray Data grows a pool, and the cluster, as long as they are busy: a pool that only fills the buffer is,
+and a cluster that is busy with it gets more nodes of every type (ray#45331).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from ray.data import DataContext, ExecutionResources
+from ray.data._internal.execution import streaming_executor
+from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
+from ray.data._internal.stats import _StatsManager
+
+from raypipe.config import PoolConfig
+from raypipe.logs import LogFormat, configure_logs
+from raypipe.metrics.prometheus import StreamMetrics
+from raypipe.rayext.cluster import is_local
+from raypipe.rayext.pool import PoolKeeper
+
+_KEY = "raypipe"
+_METRICS_PERIOD_S = 1.0
+_LOOK_PERIOD_S = 0.1  # as Ray Data's own
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an execution of ours is told.
+
+    Attributes:
+        pool: the sizes of its pool, and when it stands still.
+        fixed, per_actor: blocks that may be in flight, and as many more for each running actor.
+        reads: whether the reader's rows hold encoded samples, and not their places alone.
+        supervisor: handle of the stream's Supervisor.
+    """
+
+    pool: PoolConfig
+    fixed: int
+    per_actor: int
+    reads: bool
+    supervisor: Any
+    run: str = ""
+    log: LogFormat = "text"
+
+    def limit(self, actors: int) -> int:
+        """Blocks that may be in flight, for a number of running actors."""
+        return self.fixed + self.per_actor * max(1, actors)
+
+
+def context_of(settings: Settings, actors: int) -> DataContext:
+    """The context of an execution whose rows are blocks, which come out in order.
+
+    Args:
+        actors: that the pool begins with.
+    """
+    _quiet()
+    context = DataContext.get_current().copy()
+    context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.raise_original_map_exception = True
+    context.issue_detectors_config.detectors = []  # one warns of memory=0; PoolKeeper ends what hangs
+    context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
+    context.op_resource_reservation_enabled = False
+    context.set_config("backpressure_policies.enabled", [InFlightPolicy])
+    context.set_config(_KEY, settings)
+    # A look takes from the reader no more than it has buffered.
+    limit = settings.limit(actors)
+    context._max_num_blocks_in_streaming_gen_buffer = max(2, limit // 4) if settings.reads else limit
+    return context
+
+
+def _quiet() -> None:
+    """Keep Ray Data in this process from telling what nobody reads.
+
+    On a local cluster its actor of statistics collects them for the dashboard, and there is none. Every execution
+    waits for its start, for an identifier of a dataset, and sends it all figures of all operators once a second:
+    6 % of a core, beside 14 % in all for small images.
+    """
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that there are no bars
+    logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
+    if is_local():
+        manager: Any = _StatsManager
+        manager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid.uuid4().hex)
+        for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
+            setattr(manager, name, staticmethod(lambda *_, **__: None))
+
+
+class _Flow:
+    """The operators of an execution of ours, and how many blocks there are between them."""
+
+    def __init__(self, topology: Any) -> None:
+        (self.pool,) = (op for op in topology if op.get_autoscaling_actor_pools())
+        (self.reader,) = self.pool.input_dependencies
+        *_, (self._last, self._last_state) = topology.items()
+
+    @property
+    def made(self) -> int:
+        """Blocks that the pool has finished."""
+        return self.pool.metrics.num_task_outputs_generated
+
+    def waiting(self) -> int:
+        """Blocks that the pool has finished, and no rank has taken."""
+        left = self._last.metrics.block_outputs_taken - self._last_state.output_queue.num_blocks
+        return self.made - left
+
+    def queued(self) -> int:
+        """Blocks that the reader has named, and no actor has been given."""
+        return self.reader.metrics.num_task_outputs_generated - self.pool.metrics.num_tasks_submitted
+
+    def ranks_waiting(self) -> float:
+        """Share of the ranks for which no finished block is there."""
+        queue, ranks = self._last_state.output_queue, self._last.num_output_splits()
+        if ranks == 1:
+            return float(not queue.has_next())
+        return sum(not queue.has_next(rank) for rank in range(ranks)) / ranks
+
+
+class InFlightPolicy(BackpressurePolicy):
+    """Stops the pool from taking, and the reader from yielding, while enough is in flight.
+
+    Ray Data bounds bytes by shares of the object store. That lets a reader of tiny rows run ahead without end, and
+    lets a pool fill the store although the trainer is the bottleneck. Here what is in flight is what the
+    configuration says, at every stage, whatever the size of the object store.
+    """
+
+    def __init__(self, data_context: Any, topology: Any, resource_manager: Any) -> None:
+        super().__init__(data_context, topology, resource_manager)
+        self._settings: Settings = data_context.get_config(_KEY)
+        self._flow = _Flow(topology)
+        self._next_look = 0.0  # time.perf_counter()
+
+    def _limit(self) -> int:
+        (pool,) = self._flow.pool.get_autoscaling_actor_pools()
+        return self._settings.limit(pool.num_running_actors())
+
+    def can_add_input(self, op: Any) -> bool:
+        if op is self._flow.reader:
+            # Readers take turns: rows of a later one would fill the queue before those that come first.
+            return op.num_active_tasks() == 0
+        return op is not self._flow.pool or op.num_active_tasks() + self._flow.waiting() < self._limit()
+
+    def max_task_output_bytes_to_read(self, op: Any) -> int | None:
+        """Of the reader, as many rows as there is room for before the pool, by their mean size."""
+        if op is not self._flow.reader:
+            return None
+        self._pause()
+        room, made = self._limit() - self._flow.queued(), op.metrics.num_task_outputs_generated
+        if room > 0 and not self._settings.reads:  # places take next to nothing, and Ray misjudges their size
+            return None
+        mean_bytes = op.metrics.bytes_task_outputs_generated / made if made else 1
+        return math.floor(max(0, room) * mean_bytes)
+
+    def _pause(self) -> None:
+        """Let a period pass from look to look. A look waits for tasks that run, and returns at once where all have
+        finished: while the trainer is the bottleneck, Ray Data's loop would keep a whole core busy.
+        """
+        time.sleep(max(0.0, self._next_look - time.perf_counter()))
+        self._next_look = time.perf_counter() + _LOOK_PERIOD_S
+
+
+class Turns:
+    """An autoscaler of Ray Data's cluster, which it calls at each turn of its scheduler; asks for no nodes.
+
+    Actors that the cluster has no room for are pending; Ray's autoscaler adds nodes for them, and takes a node
+    away that has had none for its idle time-out.
+    """
+
+    def __init__(self, topology: Any, settings: Settings) -> None:
+        configure_logs(settings.log, run=settings.run)
+        self._flow, self._shown_at = _Flow(topology), 0.0
+        self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor)
+        self._metrics = StreamMetrics(settings.run)
+
+    def try_trigger_scaling(self) -> None:
+        """At each turn."""
+        now, flow = time.monotonic(), self._flow
+        self._keeper.keep(now, made=flow.made, queued=flow.queued(), ranks_waiting=flow.ranks_waiting)
+        if now - self._shown_at >= _METRICS_PERIOD_S:
+            self._shown_at, waiting = now, flow.waiting()
+            info = flow.pool.get_actor_info()
+            self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
+
+    def on_executor_shutdown(self) -> None:
+        """At the end."""
+        self._metrics.show(self._flow.made)
+
+    def get_total_resources(self) -> ExecutionResources:
+        """What the execution may use: whatever there is."""
+        return ExecutionResources.for_limits()
+
+
+class _NoAutoscaler:
+    """In place of Ray Data's own of the pool."""
+
+    def try_trigger_scaling(self) -> None:
+        """Nothing: Turns does."""
+
+
+_rays_actor_autoscaler = streaming_executor.create_actor_autoscaler
+_rays_cluster_autoscaler = streaming_executor.create_cluster_autoscaler
+
+
+def _settings_of(topology: Any) -> Settings | None:
+    return next(iter(topology)).data_context.get_config(_KEY)
+
+
+def _create_actor_autoscaler(topology: Any, *args: Any, **options: Any) -> Any:
+    return _NoAutoscaler() if _settings_of(topology) else _rays_actor_autoscaler(topology, *args, **options)
+
+
+def _create_cluster_autoscaler(topology: Any, *args: Any, **options: Any) -> Any:
+    settings = _settings_of(topology)
+    return Turns(topology, settings) if settings else _rays_cluster_autoscaler(topology, *args, **options)
+
+
+streaming_executor.create_actor_autoscaler = _create_actor_autoscaler
+streaming_executor.create_cluster_autoscaler = _create_cluster_autoscaler
+
+_quiet()  # in the actor that runs the execution, which imports this with the context

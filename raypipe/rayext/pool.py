@@ -1,0 +1,238 @@
+"""Keeps a running stream's pool: as large as its ranks need, of actors that run, and no longer than it moves.
+
+    the ranks wait, and the actors are busy        the pool grows by a factor
+    the ranks do not wait, and actors are idle     it shrinks to those that are busy, with some to spare
+
+A pool that has filled the buffer while the trainers are busy is not waited for, so it never grows, whatever CPU it
+uses; one that is waited for although its actors are idle (a slow reader, a straggler) would not be helped by more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
+
+from raypipe.config import PoolConfig
+from raypipe.errors import ResourceError
+from raypipe.rayext.cluster import resource_state
+
+_SIZE_PERIOD_S = 0.1
+_WATCH_PERIOD_S = 1.0
+
+# Share of the actors that must be at work for more of them to help.
+_BUSY = 0.8
+# The pool grows to so many times its size at once.
+_GROW_FACTOR = 2
+# Share of the time for which ranks may wait, and still be said not to.
+_CALM = 0.05
+# Actors that are left beside the busy ones when the pool shrinks. Busy ones are λ·t by Little's law; how many are
+# busy at once varies about that.
+_SPARE = 1.25
+
+# A restart takes a process's start, some seconds; one that has not begun after so long has no CPUs.
+_PATIENCE_S = 5.0
+# Actors are queued for a moment even where there is room.
+_QUEUE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A new size, and why."""
+
+    size: int
+    reason: str
+
+
+class PoolSizer:
+    """Decides on a pool's size within its bounds and at its pace; knows no clock but the seconds it is told."""
+
+    def __init__(self, rules: PoolConfig, now: float) -> None:
+        self._rules, self._at = rules, now
+        # Sums over two windows of time: seconds, and those times waiting, active and running.
+        self._growth, self._calm = np.zeros(4), np.zeros(4)
+
+    def observe(self, now: float, *, waiting: float, active: int, running: int, pending: int) -> Decision | None:
+        """What is seen at a moment, and held since the last one; returns a new size where there should be one.
+
+        Args:
+            waiting: share of the ranks for which no finished micro-batch is there, in [0, 1].
+            active, running, pending: actors at work, started, and not yet, for want of a node or of time.
+        """
+        seen = (now - self._at) * np.array([1, waiting, active, running])
+        self._at, self._growth, self._calm = now, self._growth + seen, self._calm + seen
+        rules, size = self._rules, running + pending
+        if self._growth[0] >= rules.grow_after_s:
+            seconds, waited, worked, ran = self._growth.tolist()
+            self._growth = np.zeros(4)
+            if waited > rules.grow_wait * seconds:
+                self._calm = np.zeros(4)
+                if not pending and worked > _BUSY * ran and size < rules.max_actors:
+                    return Decision(
+                        min(rules.max_actors, _GROW_FACTOR * size),
+                        f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, and "
+                        f"{worked / ran:.0%} of the actors were busy",
+                    )
+        if self._calm[0] >= rules.shrink_after_s:
+            seconds, waited, worked, _ = self._calm.tolist()
+            self._calm = np.zeros(4)
+            enough = max(rules.min_actors, math.ceil(worked / seconds * _SPARE))
+            if enough < size and waited <= _CALM * seconds:
+                return Decision(
+                    enough,
+                    f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, in which "
+                    f"{worked / seconds:.1f} actors were busy",
+                )
+        return None
+
+
+class PoolKeeper:
+    """Sizes the pool of an execution, makes room for actors that were lost, says when none runs, ends a stall.
+
+    Ray restarts an actor where its CPUs are to be had. If the cluster has shrunk there are none: the blocks that
+    the actor holds are never given to another, all that follow wait for them in order, and the stream stands still
+    although most actors are idle. So an idle actor is let go, and its CPUs go to one that is waited for.
+
+    Args:
+        op: Ray Data's operator of the pool.
+        rules: the pool's bounds and pace.
+        supervisor: handle of the Supervisor that is told.
+    """
+
+    def __init__(self, op: Any, rules: PoolConfig, supervisor: Any) -> None:
+        self._op, self._rules, self._supervisor = op, rules, supervisor
+        (self._pool,) = op.get_autoscaling_actor_pools()
+        self._cpus: float = self._pool.per_actor_resource_usage().cpu or 0.0
+        self._sizer: PoolSizer | None = None  # until the first block is there
+        self._target: int | None = None
+        self._sized_at = self._watched_at = -math.inf
+        self._since: float | None = None
+        # When the pool was last whole; when a block was last finished, and the how many-th; when an actor ran, or
+        # none was queued for CPUs.
+        self._whole_at = self._moved_at = self._queued_at = 0.0
+        self._made, self._told = 0, False
+
+    def keep(self, now: float, *, made: int, queued: int, ranks_waiting: Callable[[], float]) -> None:
+        """Look at the pool; called at each turn of Ray Data's scheduler.
+
+        Args:
+            now: seconds of a monotonic clock.
+            made: blocks that the pool has finished.
+            queued: blocks that no actor has been given yet.
+            ranks_waiting: gives the share of the ranks for which no finished block is there.
+
+        Raises:
+            ResourceError: the stream stands still.
+        """
+        if self._since is None:
+            self._since = self._whole_at = self._moved_at = self._queued_at = now
+        if now - self._sized_at >= _SIZE_PERIOD_S:
+            self._sized_at = now
+            self._size(now, made, ranks_waiting)
+        if now - self._watched_at >= _WATCH_PERIOD_S:
+            self._watched_at = now
+            self._make_room(now)
+            self._tell_of_none(now)
+            self._end_stall(now, made, queued)
+
+    def _size(self, now: float, made: int, ranks_waiting: Callable[[], float]) -> None:
+        pool = self._pool
+        if (missing := pool.min_size() - pool.current_size()) > 0:
+            pool.scale(ActorPoolScalingRequest.upscale(delta=missing, reason="the pool is below its minimum"))
+        if not made:  # the first actors are only starting
+            return
+        if self._sizer is None:
+            self._sizer = PoolSizer(self._rules, now)
+        running, pending = pool.num_running_actors(), pool.num_pending_actors()
+        decision = self._sizer.observe(
+            now, waiting=ranks_waiting(), active=pool.num_active_actors(), running=running, pending=pending
+        )
+        size = running + pending
+        if decision is not None:
+            self._target = decision.size
+            self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")
+            if decision.size > size:
+                pool.scale(ActorPoolScalingRequest.upscale(delta=decision.size - size, reason=decision.reason))
+        if self._target is not None and self._target < size:
+            self._shrink(size - self._target)
+
+    def _shrink(self, surplus: int) -> None:
+        """Let pending actors go, and then idle ones, those first that are alone on their node: it can then go too.
+
+        Actors that have work in hand are let go at a later turn.
+        """
+        while surplus and self._pool._try_remove_pending_actor():
+            surplus -= 1
+        states = self._pool._running_actors.items()
+        on_node = Counter(state.actor_location for _, state in states)
+        idle = [
+            (on_node[state.actor_location], state.actor_location, actor)
+            for actor, state in states
+            if not (state.num_tasks_in_flight or state.is_restarting)
+        ]
+        for _, _, actor in sorted(idle, key=lambda found: found[:2])[:surplus]:
+            self._pool._release_running_actor(actor)
+
+    def _make_room(self, now: float) -> None:
+        states = self._pool._running_actors.items()
+        waited_for = sum(1 for _, state in states if state.is_restarting and state.num_tasks_in_flight)
+        if not waited_for:
+            self._whole_at = now
+            return
+        idle = [actor for actor, state in states if not (state.is_restarting or state.num_tasks_in_flight)]
+        if not idle or now - self._whole_at < _PATIENCE_S:
+            return
+        if _free_cpus() < self._cpus:
+            for actor in idle[:waited_for]:
+                self._pool._release_running_actor(actor)
+            self._supervisor.note.remote(
+                f"there are no CPUs for {waited_for} transform actors that died with work in hand: "
+                "idle ones make room for them",
+                "no_room",
+            )
+            self._whole_at = now
+
+    def _tell_of_none(self, now: float) -> None:
+        info = self._op.get_actor_info()
+        waiting = info.pending + info.restarting
+        if info.running:
+            self._queued_at, self._told = now, False
+        elif not waiting or self._cpus not in _waited_for():  # they start
+            self._queued_at = now
+        elif not self._told and now - self._queued_at > _QUEUE_S:
+            self._told = True
+            left = max(0.0, self._rules.stall_timeout_s - (now - self._moved_at))
+            self._supervisor.note.remote(
+                f"no transform actor runs: {waiting} wait for {self._cpus:g} CPUs each; the run ends in "
+                f"{left:.0f} s (pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)",
+                "no_room",
+            )
+
+    def _end_stall(self, now: float, made: int, queued: int) -> None:
+        if made != self._made or not (self._op.num_active_tasks() or queued):
+            self._made, self._moved_at = made, now
+        elif now - self._moved_at > self._rules.stall_timeout_s:
+            info = self._op.get_actor_info()
+            raise ResourceError(
+                f"the stream stands still: no micro-batch was finished for {self._rules.stall_timeout_s:g} s "
+                f"(pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} are waited for "
+                f"after they died, {info.pending} have not started; the cluster has {_free_cpus():g} CPUs "
+                "free. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or see what the actors do "
+                "(ray stack)"
+            )
+
+
+def _free_cpus() -> float:
+    return ray.available_resources().get("CPU", 0.0)
+
+
+def _waited_for() -> set[float]:
+    """Of how many CPUs each there are actors that no node has room for."""
+    waiting = resource_state().pending_resource_requests
+    return {each.request.resources_bundle.get("CPU", 0.0) for each in waiting}

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.data
+from ray import cloudpickle
+from ray.data._internal.stats import _StatsManager
+
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import ResourceError
+from raypipe.rayext import execution
+from raypipe.rayext.cluster import LOCAL_CLUSTER
+from raypipe.rayext.execution import Settings, context_of
+from raypipe.streaming.pipeline import splits
+from raypipe.streaming.row import host_batches
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import start_supervisor
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_is_slow(
+    request: pytest.FixtureRequest,
+) -> None:
+    # A process and a cluster of its own, with an object store of 80 MiB. The short form has a slow trainer only.
+    num_cases = 4 if request.config.getoption("--soak") else 2
+    script = Path(__file__).parents[2] / "benchmarks" / "flow.py"
+    command = [sys.executable, str(script), f"--cases={num_cases}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(*found, sep="\n")
+    assert len(found) == num_cases and found[0]["streamed_mib"] >= 10 * found[0]["store_mib"]
+    for case in found:
+        assert case["micro_batches"] == case["expected"]
+        assert case["spilled_mib"] == 0
+        # What lies above the micro-batches in flight was let go, and waits for Ray to free it, once a second.
+        assert case["peak_mib"] <= case["store_mib"]
+        assert case["grown_mib"] < 150
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_other_executions_keep_rays_own_autoscalers_and_bounds() -> None:
+    dataset: Any = ray.data.range(1)
+    rows = iter(dataset.iter_batches(batch_size=None))
+    assert next(rows)["id"].tolist() == [0]
+    executor = dataset._current_executor
+    of = {type(each).__module__.partition(".")[0] for each in executor._backpressure_policies}
+    for autoscaler in (executor._cluster_autoscaler, executor._actor_autoscaler):
+        of.add(type(autoscaler).__module__.partition(".")[0])
+    assert of == {"ray"}
+    assert next(rows, None) is None
+
+
+def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: Path) -> None:
+    context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
+    (tmp_path / "context").write_bytes(cloudpickle.dumps(context))
+    code = (
+        "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'));"
+        "print(sys.modules['ray.data._internal.execution.streaming_executor'].create_actor_autoscaler.__module__)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "context")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["raypipe.rayext.execution"]
+
+
+@pytest.mark.cluster
+def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
+    all_cpus_held: None, stores: dict[str, Path]
+) -> None:
+    spec = StreamSpec.of(
+        stores["train"],
+        plan=PlanConfig(micro_batch=10),
+        transform=TransformConfig(train="small", size=8),
+        pool=PoolConfig(stall_timeout_s=5),
+    )
+    supervisor = start_supervisor(1)
+    with pytest.raises(ResourceError) as caught:
+        next(host_batches(splits(spec, spec.plan.start(), max_actors=1, supervisor=supervisor)[0]))
+    for part in ("the stream stands still", "for 5 s", "1 have not started", "0 CPUs free", "Add CPU nodes"):
+        assert part in str(caught.value)
+    ((kind, text),) = ray.get(supervisor.events.remote(0))
+    assert kind == "fault"
+    assert re.match(r"no transform actor runs: 1 wait for 1 CPUs each; the run ends in [0-4] s", text), text
+
+
+# A local cluster has no statistics
+
+METHODS = [name for name in vars(_StatsManager) if not name.startswith("_")]
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Ray's own methods, which are put back afterwards."""
+    methods = {name: vars(_StatsManager)[name] for name in METHODS}
+    for name, method in methods.items():
+        monkeypatch.setattr(_StatsManager, name, method)
+    return methods
+
+
+def test_in_a_local_cluster_nothing_asks_for_the_actor(
+    manager: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOCAL_CLUSTER, "1")
+    monkeypatch.setattr("ray.data._internal.stats.get_or_create_stats_actor", lambda: 1 / 0)
+    execution._quiet()
+    first, second = (_StatsManager.gen_dataset_id_from_stats_actor() for _ in range(2))
+    assert first != second and len(first) == 32
+    for name in set(METHODS) - {"gen_dataset_id_from_stats_actor"}:
+        getattr(_StatsManager, name)(1, 2, 3)
+
+
+def test_in_any_other_cluster_ray_keeps_its_statistics(
+    manager: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
+    monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
+    own = {name: vars(_StatsManager)[name] for name in METHODS}
+    execution._quiet()
+    assert {name: vars(_StatsManager)[name] for name in METHODS} == own

@@ -13,10 +13,12 @@ and a cluster that is busy with it gets more nodes of every type (ray#45331).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,7 @@ class Settings:
         fixed, per_actor: blocks that may be in flight, and as many more for each running actor.
         reads: whether the reader's rows hold encoded samples, and not their places alone.
         supervisor: handle of the stream's Supervisor.
+        ranks: that its rows are split over.
     """
 
     pool: PoolConfig
@@ -52,6 +55,7 @@ class Settings:
     per_actor: int
     reads: bool
     supervisor: Any
+    ranks: int = 1
     run: str = ""
     log: LogFormat = "text"
 
@@ -82,6 +86,17 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     limit = settings.limit(actors)
     context._max_num_blocks_in_streaming_gen_buffer = max(2, limit // 4) if settings.reads else limit
     return context
+
+
+@contextlib.contextmanager
+def datasets_with(settings: Settings, actors: int) -> Iterator[None]:
+    """Executions of datasets that are made in here are of these settings; see `context_of`."""
+    before = DataContext.get_current()
+    DataContext._set_current(context_of(settings, actors))  # DataContext.current() is of Ray 2.55
+    try:
+        yield
+    finally:
+        DataContext._set_current(before)
 
 
 def _quiet() -> None:
@@ -122,9 +137,9 @@ class _Flow:
         """Blocks that the reader has named, and no actor has been given."""
         return self.reader.metrics.num_task_outputs_generated - self.pool.metrics.num_tasks_submitted
 
-    def ranks_waiting(self) -> float:
+    def waiting_of(self, ranks: int) -> float:
         """Share of the ranks for which no finished block is there."""
-        queue, ranks = self._last_state.output_queue, self._last.num_output_splits()
+        queue = self._last_state.output_queue
         if ranks == 1:
             return float(not queue.has_next())
         return sum(not queue.has_next(rank) for rank in range(ranks)) / ranks
@@ -184,16 +199,19 @@ class Turns:
         configure_logs(settings.log, run=settings.run)
         self._flow, self._shown_at = _Flow(topology), 0.0
         self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor)
-        self._metrics = StreamMetrics(settings.run)
+        self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
 
     def try_trigger_scaling(self) -> None:
         """At each turn."""
         now, flow = time.monotonic(), self._flow
-        self._keeper.keep(now, made=flow.made, queued=flow.queued(), ranks_waiting=flow.ranks_waiting)
+        self._keeper.keep(now, made=flow.made, queued=flow.queued(), ranks_waiting=self._ranks_waiting)
         if now - self._shown_at >= _METRICS_PERIOD_S:
             self._shown_at, waiting = now, flow.waiting()
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
+
+    def _ranks_waiting(self) -> float:
+        return self._flow.waiting_of(self._ranks)
 
     def on_executor_shutdown(self) -> None:
         """At the end."""

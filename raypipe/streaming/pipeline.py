@@ -19,7 +19,7 @@ from raypipe.errors import ConfigError, ResourceError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
-from raypipe.rayext.execution import Settings, context_of
+from raypipe.rayext.execution import Settings, datasets_with
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
 from raypipe.streaming.source import MicroBatchSource
@@ -123,7 +123,7 @@ def dataset(
     spec.plan.check_workers(world_size)
     (pool, actors), ranks = _pool_of(spec.pool, share, max_actors), share.of(world_size)
     fixed, per_actor, largest = pool.blocks_for(ranks, actors)
-    settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, spec.run, spec.log)
+    settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, ranks, spec.run, spec.log)
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
     source = MicroBatchSource(
@@ -138,7 +138,7 @@ def dataset(
         largest=largest,
         max_bytes=min(MAX_BYTES, int(room)),
     )
-    with ray.data.DataContext.current(context_of(settings, actors)):
+    with datasets_with(settings, actors):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
         return rows.map_batches(
             TransformWorker,

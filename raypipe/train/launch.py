@@ -15,12 +15,21 @@ from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, progress
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, connect, preflight
-from raypipe.storage.filesystem import open_filesystem
+from raypipe.storage.files import read_json
+from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import find_newest
 from raypipe.train.learning import num_classes_of
-from raypipe.train.run_folder import as_plain, located, remove_stop, request_stop, stop_requested, store_config
+from raypipe.train.run_folder import (
+    FIGURES_FILE,
+    as_plain,
+    located,
+    remove_stop,
+    request_stop,
+    stop_requested,
+    store_config,
+)
 from raypipe.transform.jpeg import missing_extension
 
 logger = logging.getLogger(__name__)
@@ -155,6 +164,9 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
             (allocation.min_workers, workers),
             {"elastic_resize_monitor_interval_s": _RESIZE_EVERY_S},
         )
+    of_logs: dict[str, Any] = {}
+    if run.log == "json" and hasattr(ray_config, "LoggingConfig"):  # Ray Train's controller knows text alone
+        of_logs["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,
@@ -173,15 +185,14 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
             storage_path=f"{path}/ray",  # of its own: which checkpoints a run has, its folder says
             storage_filesystem=filesystem,
             failure_config=ray_config.FailureConfig(max_failures=run.train.max_failures),
-            # Ray Train's controller knows text alone.
-            logging_config=ray_config.LoggingConfig(log_level="WARNING" if run.log == "json" else "INFO"),
+            **of_logs,
         ),
     )
     try:
-        result: Any = trainer.fit()
+        trainer.fit()
     except Exception as error:
         raise cause_of(error) from error
-    return result.return_value  # of rank 0
+    return read_json(join(run_uri, FIGURES_FILE))
 
 
 class Interrupts:

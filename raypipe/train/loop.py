@@ -22,19 +22,21 @@ from raypipe.errors import RaypipeError
 from raypipe.logs import STAGES, progress
 from raypipe.metrics.timing import StageTimes, diagnose
 from raypipe.plan.schedule import MicroBatchId
+from raypipe.storage.files import write_json
+from raypipe.storage.filesystem import join
 from raypipe.storage.lease import is_held
 from raypipe.streaming.handover import feed
 from raypipe.streaming.rank_stream import Feed, SegmentFeed
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.learning import Learner, amp_dtype, learning_rate
-from raypipe.train.run_folder import RunLog, stop_requested
+from raypipe.train.run_folder import FIGURES_FILE, RunLog, stop_requested
 
 logger = logging.getLogger(__name__)
 
 
-def train_loop(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs on each Ray Train worker, with the arguments of `Trainer`; returns the run's figures."""
+def train_loop(config: dict[str, Any]) -> None:
+    """Runs on each Ray Train worker, with the arguments of `Trainer`; leaves the run's figures in its folder."""
     # Ray Train would log every checkpoint and its metrics, between the lines of progress.
     for name in ("ray.train", *logging.Logger.manager.loggerDict):
         if name.startswith("ray.train") or "/ray/train/" in name:  # some are named by their files
@@ -42,7 +44,8 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(**config)
     for _ in trainer.epochs():
         pass
-    return trainer.figures()
+    if trainer.feed.rank == 0:  # what a train function returns is for nobody before Ray 2.56
+        write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
 
 
 class Trainer:

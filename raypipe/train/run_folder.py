@@ -7,6 +7,7 @@ RUN/metrics.jsonl      one object per log interval ("train"), per validation ("v
 RUN/samples.jsonl      with train.log_samples: which samples each micro-batch had
 RUN/tensorboard/       the same as events
 RUN/stop               is made to end the run, with a checkpoint, at its next line of progress; the run removes it
+RUN/figures.json       sums over the training, the newest validation, and where it stands, once it has ended
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/report.html        all of it as one page, see `raypipe.pages.report`
 RUN/checkpoint_*/      see `raypipe.train.checkpoints`
@@ -53,6 +54,8 @@ from raypipe.storage.filesystem import (
 from raypipe.storage.lease import RunExistsError, check_owner, taken
 from raypipe.train.checkpoints import has_checkpoints
 from raypipe.transform.transform_steps import config_without_files
+
+FIGURES_FILE = "figures.json"
 
 logger = logging.getLogger(__name__)
 

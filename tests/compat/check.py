@@ -1,0 +1,202 @@
+"""What must hold on every release of Ray that raypipe runs with, on the one that is installed.
+
+    uv run --with ray==2.54.0 python tests/compat/check.py
+
+A stream for two ranks, whose pool has to grow and loses an actor, has the digests that this process makes without
+Ray. A training of two workers that loses a transform actor, and one that is stopped in mid-epoch and resumed, end
+with the same weights. The last line is JSON. `releases.py` asks many releases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
+
+import cv2
+import numpy as np
+import psutil
+import ray
+import torch
+
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.rayext.cluster import connect
+from raypipe.stores.destination import write_atomically
+from raypipe.streaming.digest import combine, digested, iterate_digests
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.pipeline import splits
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import start_supervisor
+from raypipe.train.launch import train
+from raypipe.train.run_folder import request_stop
+
+SIDE = 24
+
+
+def slow_crop(image: np.ndarray) -> np.ndarray:
+    """A transform for which ranks have to wait."""
+    time.sleep(0.005)
+    return np.ascontiguousarray(image[:SIDE, :SIDE])
+
+
+def make_store(folder: Path) -> str:
+    """240 images of noise on grey, in as many shades as classes."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for number in range(240):
+        pixels = (rng.integers(0, 80, (32, 36, 3)) + 50 * (number % 4)).astype(np.uint8)
+        samples.append({"image": cv2.imencode(".png", pixels)[1].tobytes(), "label": number % 4})
+    path = str(folder / "store.lmdb")
+    write_atomically(path, samples, ("a", "b", "c", "d"))
+    return path
+
+
+def kill_an_actor(moment: Callable[[], bool], killed: list[int]) -> threading.Thread:
+    """Kill a transform actor of this process's cluster, once its moment has come."""
+
+    def run() -> None:
+        while not killed:
+            time.sleep(0.05)
+            actors = [each for each in psutil.Process().children(recursive=True) if _is_actor(each)]
+            if actors and moment():
+                killed.append(actors[0].pid)
+                os.kill(actors[0].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def _is_actor(process: psutil.Process) -> bool:
+    try:
+        return "".join(process.cmdline()).startswith("ray::MapWorker")
+    except psutil.Error:
+        return False
+
+
+def check_stream(store: str) -> dict[str, Any]:
+    """Digest, a killed actor, growth."""
+    spec = StreamSpec.of(
+        store,
+        store,
+        plan=PlanConfig(epochs=4, micro_batch=8, per_step=2, seed=5),
+        transform=TransformConfig(),
+        train_transform=slow_crop,
+        val_transform=slow_crop,
+        pool=PoolConfig(min_actors=1, max_actors=2, grow_after_s=1, cpus_per_actor=0.5),
+    )
+    start = spec.plan.start()
+    expected = [each.digest for each in digested(inline_batches(spec, start, 0, 1))]
+    supervisor, found, killed = start_supervisor(3), list[bytes](), list[int]()
+    thread = kill_an_actor(lambda: len(found) > 20, killed)
+    iterators = splits(spec, start, max_actors=2, world_size=2, supervisor=supervisor)
+    # The pool has one CPU at first, and so one actor.
+    for each in iterate_digests(spec.plan, start, iterators):
+        found.append(each.digest)
+    thread.join(10)
+    events = [text for _, text in ray.get(supervisor.events.remote(0))]
+    assert found == expected, "the stream has other digests than this process"
+    assert killed, "no transform actor was killed"
+    grown = [text for text in events if "transform actors: the ranks waited" in text]
+    return {"digest": combine(found), "growth": grown[:1], "events": events}
+
+
+def steps_of(folder: Path) -> int:
+    """Training steps that a run has logged."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    except OSError:
+        return 0
+    return max((record["step"] for record in map(json.loads, lines) if record["kind"] == "train"), default=0)
+
+
+def weights_of(folder: Path) -> str:
+    """16 hex digits over the weights of the last checkpoint."""
+    newest = max(folder.glob("checkpoint_*/checkpoint.json")).parent
+    state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)["model"]
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(state):
+        digest.update(state[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_training(store: str, runs: Path) -> dict[str, Any]:
+    """Two workers; a killed actor; a stop in mid-epoch, and the resume."""
+    run = RunConfig(
+        store=StoreConfig(store, store),
+        plan=PlanConfig(epochs=3, micro_batch=6, per_step=4, seed=1),
+        transform=TransformConfig(train="small", val="resize", size=SIDE),
+        pool=PoolConfig(max_actors=1),
+        train=TrainConfig(model="small", workers=2, cpus_per_worker=0.5, log_every=1),
+        runs=str(runs),
+        name="killed",
+    )
+    killed: list[int] = []
+    thread = kill_an_actor(lambda: steps_of(runs / "killed") >= 3, killed)
+    first = train(run)
+    thread.join(10)
+
+    def stop() -> None:
+        while steps_of(runs / "stopped") < 5:
+            time.sleep(0.02)
+        request_stop((runs / "stopped").as_uri())
+
+    threading.Thread(target=stop, daemon=True).start()
+    stopped = train(dataclasses.replace(run, name="stopped"))
+    resumed = train(dataclasses.replace(run, name="stopped", resume=str(runs / "stopped")))
+    assert stopped["stopped"] and stopped["steps"] < first["steps"] == resumed["steps"], (stopped, first, resumed)
+    weights = weights_of(runs / "killed")
+    assert weights == weights_of(runs / "stopped"), "the resumed run has other weights"
+    return {"weights": weights, "killed": len(killed), "stopped_at": stopped["steps"], "steps": first["steps"]}
+
+
+def check_elastic(store: str, runs: Path) -> str:
+    """Whether elastic training runs here, or is refused by the release that has it."""
+    run = RunConfig(
+        store=StoreConfig(store, store),
+        plan=PlanConfig(epochs=1, micro_batch=6, per_step=2, seed=1),
+        transform=TransformConfig(train="small", val="resize", size=SIDE),
+        pool=PoolConfig(max_actors=1),
+        train=TrainConfig(model="small", workers=2, min_workers=1, cpus_per_worker=0.5),
+        runs=str(runs),
+        name="elastic",
+    )
+    try:
+        return f"{train(run)['steps']} steps"
+    except ConfigError as error:
+        assert "needs Ray 2.55" in str(error), error
+        return "refused"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["stream", "training", "elastic"])
+    only = parser.parse_args().only
+    found: dict[str, Any] = {"ray": ray.__version__}
+    with tempfile.TemporaryDirectory() as folder:
+        store, runs = make_store(Path(folder)), Path(folder) / "runs"
+        connect(num_cpus=2, object_store_bytes=200 << 20)
+        if only in (None, "stream"):
+            found |= check_stream(store)
+        if only in (None, "training"):
+            found |= check_training(store, runs)
+        if only in (None, "elastic"):
+            found["elastic"] = check_elastic(store, runs)
+        ray.shutdown()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -75,12 +75,13 @@ def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
 def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams: int = 1) -> None:
     """Raise ResourceError unless what is in flight fits the object store, where presets tell its size.
 
-    What actors on nodes that are yet to come have in flight is left out: they bring an object store each.
+    Nothing is, where there is no Ray. What actors on nodes that are yet to come have in flight is left out: they
+    bring an object store each.
 
     Args:
         num_streams: such streams that run at one time.
     """
-    if not all(is_preset(transform) for transform in spec.transforms.values()):
+    if spec.pool.engine == "inline" or not all(map(is_preset, spec.transforms.values())):
         return
     channels = 4 if spec.transform.mask_column else 3
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
@@ -248,6 +249,11 @@ def stream(
         raise ConfigError(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "
             "raypipe.feed, and raypipe.streaming.pipeline.splits, have one iterator per rank"
+        )
+    if spec.pool.engine == "inline":
+        raise ConfigError(
+            "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.feed makes the "
+            "stream in this process"
         )
     connect()
     max_actors = preflight(spec.pool).max_actors

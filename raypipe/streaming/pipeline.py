@@ -22,6 +22,7 @@ from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
+from raypipe.streaming.row import Ended
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
@@ -184,6 +185,11 @@ def splits(
     Raises:
         ConfigError: W does not divide M.
     """
+    spec.plan.check_workers(world_size)
+    spec.plan.check(cursor)
+    if not spec.plan.num_micro_batches(cursor):
+        nothing: Any = Ended()
+        return [nothing] * world_size
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     executions = largest_divisor(world_size, spec.pool.executions)
     if executions != spec.pool.executions:
@@ -199,8 +205,6 @@ def splits(
         rows = dataset(
             spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, share=share
         )
-        if not spec.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
-            rows = ray.data.from_items([])
         iterators.append(
             [rows.iterator()] if ranks == 1 and not apart else rows.streaming_split(ranks, equal=True)
         )

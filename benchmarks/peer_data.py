@@ -26,7 +26,8 @@ class Work:
 
     Attributes:
         folder: with one subfolder or file per format.
-        transform: "light" or "heavy".
+        transform: "light", "heavy" or "flip-crop".
+        size: side of the images that come out of it, pixels.
         workers: processes, actors or threads.
         batch: samples of a batch.
         epochs: passes.
@@ -34,6 +35,7 @@ class Work:
 
     folder: Path
     transform: str
+    size: int
     workers: int
     batch: int
     epochs: int
@@ -52,10 +54,27 @@ def read_samples(address: str, num: int) -> list[Sample]:
     store = open_store(address)
     rows = store.read(np.arange(min(num, len(store))))
     found = [Sample(image, int(label)) for image, label in zip(rows["image"], rows["label"], strict=True)]
-    return [found[i % len(found)] for i in range(num)]
+    return repeated(found, num)
 
 
-def photos(samples: list[Sample], num: int, seed: int = 0) -> list[Sample]:
+def repeated(samples: list[Sample], num: int) -> list[Sample]:
+    """So many samples: the same again and again."""
+    return [samples[i % len(samples)] for i in range(num)]
+
+
+def tiny(samples: list[Sample], side: int) -> list[Sample]:
+    """JPEGs of side x side pixels; those that are so are taken as they are, others are made smaller."""
+    found = []
+    for sample in samples:
+        image = sample.image
+        if simplejpeg.decode_jpeg_header(image)[:2] != (side, side):
+            small = cv2.resize(simplejpeg.decode_jpeg(image), (side, side), interpolation=cv2.INTER_AREA)
+            image = simplejpeg.encode_jpeg(small, 95, "RGB", "420")
+        found.append(Sample(image, sample.label))
+    return found
+
+
+def photos(samples: list[Sample], seed: int = 0) -> list[Sample]:
     """JPEGs of 4000 x 3000 pixels, 4:2:0, quality 90, of about 4 MB, as cameras make them.
 
     Images enlarged, with the noise of a sensor: without it they would compress to a tenth of a photo's size.
@@ -63,8 +82,7 @@ def photos(samples: list[Sample], num: int, seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     noise = rng.normal(0, 8, (3000, 4000, 3)).astype(np.int16)
     made = []
-    for number in range(num):
-        sample = samples[number % len(samples)]
+    for sample in samples:
         pixels = simplejpeg.decode_jpeg(sample.image)
         large = cv2.resize(pixels, (4000, 3000), interpolation=cv2.INTER_CUBIC)
         large = np.clip(large + np.roll(noise, int(rng.integers(4000)), axis=1), 0, 255).astype(np.uint8)
@@ -72,14 +90,18 @@ def photos(samples: list[Sample], num: int, seed: int = 0) -> list[Sample]:
     return made
 
 
-def write_all(folder: Path, samples: list[Sample]) -> dict[str, str]:
-    """Write what is not there yet; returns why a format could not be written, by its name."""
+def write_all(folder: Path, make: Callable[[], list[Sample]]) -> dict[str, str]:
+    """Write what is not there yet; returns why a format could not be written, by its name.
+
+    Args:
+        make: makes the images, if any format of them is missing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     failed = {}
-    for name, write in _WRITERS.items():
-        path = folder / name
-        if path.exists():
-            continue
+    missing = [name for name in _WRITERS if not (folder / name).exists()]
+    samples = make() if missing else []
+    for name in missing:
+        path, write = folder / name, _WRITERS[name]
         try:
             with Path(os.devnull).open("w") as null, contextlib.redirect_stdout(null):
                 write(path, samples)

@@ -1,9 +1,9 @@
 """Each loader, set up as its documentation advises, tuned as far as it lets one.
 
 A loader is a function of the Work. It imports what it needs, which is not timed, and returns a function that, when
-called, starts it and yields an iterator of batches for each epoch. A batch is (image uint8 (B, 224, 224, 3) or
-(B, 3, 224, 224), label (B,)). All shuffle; all use as many workers; all that let one choose decode with simplejpeg
-(libjpeg-turbo) and transform with Albumentations, by the same pipelines.
+called, starts it and yields an iterator of batches for each epoch. A batch is (image uint8 (B, size, size, 3) or
+(B, 3, size, size), label (B,)). All shuffle; all use as many workers; all that let one choose decode with
+simplejpeg (libjpeg-turbo) and transform with Albumentations, by the same pipelines.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from peer_data import Work
 Epochs = Iterator[Iterator[tuple[Any, Any]]]
 Start = Callable[[], Epochs]
 
-SIZE = 224
 _SHUFFLE = 1000  # samples of the buffer of those that shuffle by one
+_BLOCK_BYTES = 1 << 20  # Ray Data's own least size of a block
 
 
 class DecodeTransform:
-    """Encoded bytes → uint8 HWC, in every loader that takes a function of one's own. Pickles as its name."""
+    """Encoded bytes → uint8 HWC, in every loader that takes a function of one's own. Pickles as its settings."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, work: Work) -> None:
+        self._name, self._size = work.transform, work.size
 
-    def __getstate__(self) -> dict[str, str]:
-        return {"name": self.name}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_name": self._name, "_size": self._size}
 
     @cached_property
     def _pipeline(self) -> Any:
@@ -40,7 +40,7 @@ class DecodeTransform:
         from raypipe.transform.presets import build_transform
 
         cv2.setNumThreads(0)
-        return build_transform(self.name, SIZE)
+        return build_transform(self._name, self._size)
 
     def __call__(self, data: bytes) -> np.ndarray:
         import simplejpeg
@@ -60,8 +60,9 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
         connect()
         spec = StreamSpec.of(
             work.folder / "train.lmdb",
-            plan=PlanConfig(epochs=work.epochs, micro_batch=work.batch),
-            transform=TransformConfig(train=work.transform, size=SIZE, crop_decode=crop_decode),
+            # One epoch more than is consumed: what is measured is not helped by actors that have no more to do.
+            plan=PlanConfig(epochs=work.epochs + 1, micro_batch=work.batch),
+            transform=TransformConfig(train=work.transform, size=work.size, crop_decode=crop_decode),
             pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
         )
         (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
@@ -99,7 +100,7 @@ def ray_data(work: Work) -> Start:
     """As its guides for images and for training have it: read, shuffle files, map rows, iterate."""
     import ray
 
-    apply = DecodeTransform(work.transform)
+    apply = DecodeTransform(work)
 
     def row(row: dict[str, Any]) -> dict[str, Any]:
         return {"image": apply(row["image"]), "label": row["label"]}
@@ -115,8 +116,8 @@ def ray_data(work: Work) -> Start:
 class _Rows:
     """A stateful transform of a batch, for an actor pool."""
 
-    def __init__(self, name: str) -> None:
-        self._apply = DecodeTransform(name)
+    def __init__(self, work: Work) -> None:
+        self._apply = DecodeTransform(work)
         self._apply._pipeline  # noqa: B018  built while the actor starts
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -130,11 +131,11 @@ def ray_data_tuned(work: Work) -> Start:
     def start() -> Epochs:
         _ray_init()
         context = ray.data.DataContext.get_current()
-        context.target_max_block_size = work.batch * SIZE * SIZE * 3
+        context.target_max_block_size = max(_BLOCK_BYTES, work.batch * work.size**2 * 3)
         dataset = ray.data.read_parquet(str(work.folder / "parquet"), shuffle="files", num_cpus=0.1)
         dataset = dataset.map_batches(
             _Rows,
-            fn_constructor_args=(work.transform,),
+            fn_constructor_args=(work,),
             batch_size=work.batch,
             num_cpus=1,
             compute=ray.data.ActorPoolStrategy(size=work.workers),
@@ -150,18 +151,22 @@ def _files(folder: Path) -> tuple[list[str], list[int]]:
     return [path for path, _ in found], [label for _, label in found]
 
 
-class _FileDataset:
-    """Map-style, over the files of a folder."""
+class _StoreDataset:
+    """Map-style, over the file that raypipe reads; a batch is fetched at once."""
 
     def __init__(self, work: Work) -> None:
-        self._paths, self._labels = _files(work.folder / "folder")
-        self._apply = DecodeTransform(work.transform)
+        from raypipe.stores import open_store
+
+        self._store = open_store(work.folder / "train.lmdb")
+        self._apply = DecodeTransform(work)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._store)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self._apply(Path(self._paths[index]).read_bytes()), self._labels[index]
+    def __getitems__(self, indices: list[int]) -> list[tuple[np.ndarray, int]]:
+        rows = self._store.read(np.array(indices))
+        labels = rows["label"].tolist()
+        return [(self._apply(data), label) for data, label in zip(rows["image"], labels, strict=True)]
 
 
 def _collate(samples: list[tuple[np.ndarray, int]]) -> tuple[Any, Any]:
@@ -199,7 +204,7 @@ def torch_dataloader(work: Work) -> Start:
     from torch.utils.data import DataLoader
 
     def start() -> Epochs:
-        dataset: Any = _FileDataset(work)
+        dataset: Any = _StoreDataset(work)
         yield from _repeated(DataLoader(dataset, shuffle=True, **_loader_options(work)), work)
 
     return start
@@ -208,7 +213,7 @@ def torch_dataloader(work: Work) -> Start:
 def webdataset(work: Work) -> Start:
     import webdataset as wds
 
-    apply = DecodeTransform(work.transform)
+    apply = DecodeTransform(work)
 
     def start() -> Epochs:
         urls = sorted(map(str, (work.folder / "tar").iterdir()))
@@ -228,7 +233,7 @@ def webdataset(work: Work) -> Start:
 
 def _decoding(base: Any, work: Work) -> Any:
     """A subclass of a dataset of samples with `image` and `label`, which decodes and transforms."""
-    apply = DecodeTransform(work.transform)
+    apply = DecodeTransform(work)
 
     class Images(base):
         def __getitem__(self, at: Any) -> Any:
@@ -269,7 +274,7 @@ def hf_datasets(work: Work) -> Start:
     import datasets
     from torch.utils.data import DataLoader
 
-    apply = DecodeTransform(work.transform)
+    apply = DecodeTransform(work)
     datasets.disable_progress_bars()
     files = sorted(map(str, (work.folder / "parquet").iterdir()))
     # Its own copy in Arrow files is part of its set-up, as the other formats are.
@@ -302,10 +307,21 @@ def dali_cpu(work: Work) -> Start:
         data, label = fn.readers.file(
             files=paths, labels=labels, random_shuffle=True, initial_fill=_SHUFFLE, name="r"
         )
-        image = fn.decoders.image_random_crop(
-            data, device="cpu", output_type=types.RGB, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
-        )
-        image = fn.resize(image, size=(SIZE, SIZE), interp_type=types.INTERP_LINEAR, antialias=False)
+        size = (work.size, work.size)
+        if work.transform == "flip-crop":
+            image = fn.decoders.image(data, device="cpu", output_type=types.RGB)
+            # A crop of the image with 4 pixels of padding around it.
+            start = fn.random.uniform(values=list(range(-4, 5)), shape=(2,), dtype=types.INT32)
+            image = fn.slice(image, start=start, shape=size, axis_names="HW", out_of_bounds_policy="pad")
+        else:
+            image = fn.decoders.image_random_crop(
+                data,
+                device="cpu",
+                output_type=types.RGB,
+                random_area=[0.08, 1.0],
+                random_aspect_ratio=[3 / 4, 4 / 3],
+            )
+            image = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=False)
         image = fn.flip(image, horizontal=fn.random.coin_flip())
         if work.transform == "heavy":
             if fn.random.coin_flip(probability=0.2, dtype=types.BOOL):
@@ -332,7 +348,10 @@ def dali_cpu(work: Work) -> Start:
 
 
 def spdl(work: Work) -> Start:
-    """Threads, as it advises: decode and transform let go of the interpreter's lock for most of their time."""
+    """Threads, as it advises: decode and transform let go of the interpreter's lock for most of their time.
+
+    A batch for each call, since its event loop takes longer to make a call than some images take.
+    """
     import random
     import threading
 
@@ -341,13 +360,11 @@ def spdl(work: Work) -> Start:
     paths, labels = _files(work.folder / "folder")
     local = threading.local()
 
-    def one(index: int) -> tuple[np.ndarray, int]:
+    def batch(indices: list[int]) -> tuple[np.ndarray, np.ndarray]:
         if not hasattr(local, "apply"):
-            local.apply = DecodeTransform(work.transform)
-        return local.apply(Path(paths[index]).read_bytes()), labels[index]
-
-    def stacked(samples: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
-        return np.stack([pixels for pixels, _ in samples]), np.array([label for _, label in samples])
+            local.apply = DecodeTransform(work)
+        pixels = [local.apply(Path(paths[index]).read_bytes()) for index in indices]
+        return np.stack(pixels), np.array([labels[index] for index in indices])
 
     def start() -> Epochs:
         for _ in range(work.epochs):
@@ -355,9 +372,8 @@ def spdl(work: Work) -> Start:
             pipeline = (
                 PipelineBuilder()
                 .add_source(order)
-                .pipe(one, concurrency=work.workers)
                 .aggregate(work.batch, drop_last=True)
-                .pipe(stacked)
+                .pipe(batch, concurrency=work.workers)
                 .add_sink(2)
                 .build(num_threads=work.workers)
             )

@@ -19,22 +19,25 @@
 # ///
 """raypipe and its peers on the same files, with the same transform, cores and batch, one after the other.
 
-    uv run benchmarks/peers.py STORE [--repeats 3] [--picture docs/peers.png]
+    uv run benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture docs/peers.png]
+    uv run benchmarks/peers.py cifar10-train.parquet --cases tiny
 
 uv gives it an environment of its own, with the versions that the peers ask for: MosaicML Streaming wants an older
 numpy than the tests run with. FFCV needs the headers of OpenCV and libjpeg-turbo; add it by hand.
 
-Each run is a process of its own. The repeats are interleaved, ceiling first, since the machine's speed drifts.
+Each run is a process of its own. The repeats are interleaved, ceiling first, since the machine's speed drifts. A
+loader may hand out several batches at a time, so no figure takes the gap between two of them for the time of one.
 
     ceiling         decode and transform alone on every core, no loader at all (as `raypipe bench`), by decode mode
-    steady          images/s from a quarter of an epoch to its end, from the second epoch on; of a loader that
-                    hands out an epoch in less time than it stood still before it, images/s of both together
-    sustained       images/s from the first batch of the second epoch to the last: with the epochs' boundaries
+    steady          images/s from a quarter of an epoch to its end, by least squares, from the second epoch on; of
+                    a loader that hands out an epoch in less time than it stood still before it, images/s of both
+    sustained       images/s from the end of the first epoch to that of the last: with the epochs' boundaries
     first batch     from the call that starts the loader, its modules imported, to its first batch
-    boundary        the gap before an epoch's first batch, but the first, as a multiple of the ordinary gap; of
-                    ordinary gaps, one in ten is longer than "long gap", another such multiple
+    boundary        the gap before an epoch's first batch, but the first, as a multiple of the ordinary gap, which
+                    is the mean gap that a moment falls into; a tenth of the time is in gaps longer than "long
+                    gap", another such multiple
     memory          peak of the private pages of all processes, and shared memory
-    CPU             CPU seconds of all processes per 1,000 images, in the steady state of the second epoch on
+    CPU             CPU seconds of all processes per 1,000 images, over the time of "sustained"
 
 A loader that cannot run here is in the table with the reason. The case "largest" is benchmarks/largest.py: the
 start of raypipe over stores of any size. The last line is JSON.
@@ -43,6 +46,7 @@ start of raypipe over stores of any size. The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -57,13 +61,15 @@ from typing import Any
 import largest
 import numpy as np
 import peer_cost
-from peer_data import Work, photos, read_samples, write_all
-from peer_loaders import LOADERS, SIZE
+from peer_data import Sample, Work, photos, read_samples, repeated, tiny, write_all
+from peer_loaders import LOADERS
 from peer_report import draw, show, verdicts
 from rich.progress import Progress
 
 _TIMEOUT_S = 600.0
+_SIZE, _TINY_SIZE = 224, 32
 _PHOTO_BATCH = 32
+_CASES = {"heavy": "heavy", "light": "light", "tiny": "flip-crop", "photos": "light"}
 
 
 def consume(name: str, work: Work) -> dict[str, Any]:
@@ -71,12 +77,12 @@ def consume(name: str, work: Work) -> dict[str, Any]:
     start = LOADERS[name](work)
     started = time.perf_counter()
     epochs = []
-    for batches in start():
+    for batches in itertools.islice(start(), work.epochs):
         arrivals = []
         for image, label in batches:
             arrivals.append(time.perf_counter())
             shape = tuple(image.shape)
-            right = (work.batch, SIZE, SIZE, 3), (work.batch, 3, SIZE, SIZE)
+            right = (work.batch, work.size, work.size, 3), (work.batch, 3, work.size, work.size)
             if shape not in right or len(label) != work.batch or "uint8" not in str(image.dtype):
                 raise SystemExit(f"{name} gave {image.dtype} {shape}, {len(label)} labels")
         epochs.append(arrivals)
@@ -87,28 +93,31 @@ def figures(seen: dict[str, Any], cost: peer_cost.Cost, batch: int) -> dict[str,
     """What the arrivals of one run amount to."""
     epochs = seen["epochs"]
     later = epochs[1:]
-    gaps: list[float] = []
-    for arrivals in later:
-        gaps += np.diff(arrivals[len(arrivals) // 4 :]).tolist()
-    gap_s = statistics.mean(gaps)
-    start, end = later[0][0], later[-1][-1]
-    cpu_s = cost.cpu_between(start, end)
-    num = sum(map(len, later)) - 1
-    sustained = num * batch / (end - start)
-    boundaries = [after[0] - before[-1] for before, after in itertools.pairwise(epochs)]
+    settled = [np.array(arrivals[len(arrivals) // 4 :]) for arrivals in later]
+    gaps = np.sort(np.concatenate([np.diff(arrivals) for arrivals in settled]))
+    gap_s = float((gaps**2).sum() / gaps.sum())
+    long_gap_s = float(gaps[np.searchsorted(gaps.cumsum(), 0.9 * gaps.sum())])
+    start, end = epochs[0][-1], epochs[-1][-1]
+    num = sum(map(len, later)) * batch
+    boundary_s = statistics.median(after[0] - before[-1] for before, after in itertools.pairwise(epochs))
     # Plain Ray Data may make a whole epoch before its first batch: then nothing is steady but the whole.
-    at_once = boundaries[0] > (later[0][-1] - later[0][0])
-    steady = (len(later[0]) * batch / (boundaries[0] + later[0][-1] - later[0][0])) if at_once else 0.0
+    at_once = later[0][0] - epochs[0][-1] > later[0][-1] - later[0][0]
+    steady = len(later[0]) / (later[0][-1] - epochs[0][-1]) if at_once else statistics.mean(map(_pace, settled))
     return {
-        "steady": steady or batch / gap_s,
-        "sustained": sustained,
+        "steady": steady * batch,
+        "sustained": num / (end - start),
         "first_batch_s": epochs[0][0] - seen["started"],
-        "boundary_s": statistics.median(boundaries),
-        "boundary": statistics.median(boundaries) / gap_s,
-        "long_gap": float(np.quantile(gaps, 0.9)) / gap_s,
+        "boundary_s": boundary_s,
+        "boundary": boundary_s / gap_s,
+        "long_gap": long_gap_s / gap_s,
         "memory_mib": max(cost.memory, default=0) / 2**20,
-        "cpu_s_per_1000": cpu_s / (num * batch) * 1000,
+        "cpu_s_per_1000": cost.cpu_between(start, end) / num * 1000,
     }
+
+
+def _pace(arrivals: np.ndarray) -> float:
+    """Batches/s: the slope of their number over the time, which does not depend on how many come at a time."""
+    return float(np.polyfit(arrivals - arrivals[0], np.arange(len(arrivals)), 1)[0])
 
 
 def measure(name: str, work: Work) -> dict[str, float]:
@@ -130,24 +139,32 @@ def ceiling(work: Work, mode: Any, seconds: float) -> float:
     from raypipe.config import TransformConfig
     from raypipe.stores import open_store
 
-    config = TransformConfig(train=work.transform, size=SIZE, crop_decode=mode)
+    config = TransformConfig(train=work.transform, size=work.size, crop_decode=mode)
     return bench.ceiling(open_store(work.folder / "train.lmdb"), config, work.workers, seconds)["images_per_s"]
+
+
+def variants(work: Work, names: list[str]) -> tuple[list[str], list[str]]:
+    """Modes of `crop_decode` for the ceiling, and loaders: one of raypipe's where all modes are the same."""
+    if work.transform == "flip-crop":  # it has no crop to decode by itself
+        return ["exact"], [name for name in names if "crop_decode" not in name]
+    return ["off", "exact", "scaled"], names
 
 
 def measure_all(cases: dict[str, Work], names: list[str], repeats: int, seconds: float) -> dict[str, Any]:
     """Runs of each case: {case: {loader or "ceiling, MODE": {figure: [one of each repeat]} or {"error": why}}}."""
     results: dict[str, Any] = {case: {} for case in cases}
     with Progress() as progress:
-        task = progress.add_task("", total=repeats * len(cases) * (len(names) + 1))
+        task = progress.add_task("", total=repeats * sum(len(variants(w, names)[1]) + 1 for w in cases.values()))
         for _ in range(repeats):
             for case, work in cases.items():
                 rows = results[case]
+                modes, loaders = variants(work, names)
                 progress.update(task, description=f"{case}: ceiling")
-                for mode in ("off", "exact", "scaled"):
+                for mode in modes:
                     row = rows.setdefault(f"ceiling, {mode}", {"steady": []})
                     row["steady"].append(ceiling(work, mode, seconds))
                 progress.advance(task)
-                for name in names:
+                for name in loaders:
                     progress.update(task, description=f"{case}: {name}")
                     row = rows.setdefault(name, {})
                     if "error" not in row:
@@ -172,6 +189,35 @@ def medians(results: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _samples(options: argparse.Namespace, case: str) -> list[Sample]:
+    """The images of an epoch of a case."""
+    if case == "tiny":
+        return tiny(read_samples(options.tiny_store or options.store, options.tiny), _TINY_SIZE)
+    if case == "photos":
+        # 24 of them, again and again: none stays in a cache of the CPU's.
+        few = min(24, options.photos)
+        return repeated(photos(read_samples(options.store, few)), options.photos)
+    return read_samples(options.store, options.images)
+
+
+def write_cases(options: argparse.Namespace) -> dict[str, Work]:
+    """The cases that were asked for, their images in every format that can be written here."""
+    cases = {}
+    for case, transform in _CASES.items():
+        kind = case if case in ("tiny", "photos") else "images"
+        num = getattr(options, kind)
+        if case not in options.cases or not num:
+            continue
+        store = (case == "tiny" and options.tiny_store) or options.store
+        path = Path(options.folder) / f"{Path(store).stem}-{kind}-{num}"
+        for name, why in write_all(path, functools.partial(_samples, options, case)).items():
+            print(f"{name} of {kind} could not be written: {why}")
+        batch = _PHOTO_BATCH if case == "photos" else options.batch
+        size = _TINY_SIZE if case == "tiny" else _SIZE
+        cases[case] = Work(path, transform, size, options.workers, batch, options.epochs)
+    return cases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", nargs="?", help="JPEGs: a tar, a folder of classes, Parquet, LMDB")
@@ -179,13 +225,15 @@ def main() -> None:
         "--folder", default=str(Path(tempfile.gettempdir()) / "raypipe-peers"), help="for the formats"
     )
     parser.add_argument("--images", type=int, default=6000, help="of an epoch; the store's, again and again")
+    parser.add_argument("--tiny", type=int, default=50_000, help="images of 32 px of an epoch; 0 = without")
+    parser.add_argument("--tiny-store", help="of images of 32 px; without it STORE's are made so small")
     parser.add_argument("--photos", type=int, default=384, help="photos of 12 MP of an epoch; 0 = without")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each ceiling")
-    parser.add_argument("--cases", nargs="+", default=["heavy", "light", "photos", "largest"])
+    parser.add_argument("--cases", nargs="+", default=[*_CASES, "largest"], choices=[*_CASES, "largest"])
     parser.add_argument("--only", nargs="+", default=list(LOADERS), choices=list(LOADERS), metavar="LOADER")
     parser.add_argument("--picture", help="where to draw the figures")
     parser.add_argument("--output", help="where to write every repeat's figures, as JSON")
@@ -200,24 +248,7 @@ def main() -> None:
         return
     if not options.store:
         parser.error("the store is missing")
-    folder = Path(options.folder)
-    samples = read_samples(options.store, options.images)
-    unwritten = write_all(folder / f"images-{options.images}", samples)
-    common = (options.workers, options.batch, options.epochs)
-    cases = {
-        case: Work(folder / f"images-{options.images}", case, *common)
-        for case in options.cases
-        if case in ("heavy", "light")
-    }
-    if options.photos and "photos" in options.cases:
-        path = folder / f"photos-{options.photos}"
-        if not (path / "train.lmdb").exists():
-            # 24 of them, again and again: none stays in a cache of the CPU's.
-            few = photos(samples, min(24, options.photos))
-            write_all(path, [few[i % len(few)] for i in range(options.photos)])
-        cases["photos"] = Work(path, "light", options.workers, _PHOTO_BATCH, options.epochs)
-    for name, why in unwritten.items():
-        print(f"{name} could not be written: {why}")
+    cases = write_cases(options)
     results = measure_all(cases, options.only, options.repeats, options.seconds)
     starts = largest.measure(options.repeats) if "largest" in options.cases else {}
     if options.output:

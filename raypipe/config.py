@@ -214,8 +214,8 @@ class PoolConfig(_Section, prefix="pool."):
 
     @property
     def least_actors(self) -> int:
-        """Actors that all executions need to start."""
-        return self.executions * self.min_actors
+        """Actors that all executions need to start; inline there are none."""
+        return 0 if self.engine == "inline" else self.executions * self.min_actors
 
 
 @dataclass(frozen=True)

@@ -233,9 +233,7 @@ def test_the_notebook_is_small_and_shows_pictures() -> None:
 
 
 @pytest.mark.soak  # what it calls is called by the pages' programs too
-@pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("ray_cluster")
 def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,7 +53,7 @@ def plan_capacity(
         gbps_per_gpu_host: network of a GPU host, Gbit/s each way.
         max_nodes: CPU nodes that there may be; 0 = any number.
         store_mb_per_s: what the store can be read at, MB/s in all; 0 = not known.
-        execution_limit: micro-batches/s that one Ray Data execution passes on (docs/scale.md).
+        execution_limit: blocks/s that one Ray Data execution passes on (docs/scale.md).
     """
     measured = _report(report)
     actors_per_node = math.floor(cpus_per_node / cpus_per_actor + 1e-9)
@@ -67,7 +67,8 @@ def plan_capacity(
     actors = math.ceil(wanted)
     fixed, per_actor, _ = PoolConfig().blocks_for(gpus, actors)
     work_s = micro_batch * measured["actors"] / measured["stream_images_per_s"]
-    in_flight = (fixed + per_actor * actors) * fitting([work_s], [micro_batch_bytes], MAX_BYTES)
+    block = fitting([work_s], [micro_batch_bytes], MAX_BYTES)
+    in_flight = (fixed + per_actor * actors) * block
     store_bytes = (in_flight + per_s / micro_batch * _FREED_AFTER_S) * micro_batch_bytes
     if measured["read"] == "stage":
         store_bytes += _READ_AHEAD * in_flight * micro_batch * encoded_bytes
@@ -83,6 +84,8 @@ def plan_capacity(
     found: dict[str, Any] = {
         "images_per_s": per_s,
         "micro_batches_per_s": per_s / micro_batch,
+        "micro_batches_of_a_block": block,
+        "blocks_per_s": per_s / micro_batch / block,
         "actors": actors,
         "actors_per_gpu": wanted / gpus,
         "cpu_nodes": cpu_nodes,
@@ -98,12 +101,12 @@ def plan_capacity(
         "node_in_bytes_per_s": encoded_per_s / cpu_nodes,
         "store_read_bytes_per_s": encoded_per_s,
     }
-    passed = per_s / micro_batch / execution_limit
-    larger = math.ceil(micro_batch * passed) if passed > 1 else 2 * micro_batch
-    groups = math.floor(gpus / passed)
-    apart = f", or give every {groups} GPUs an execution of their own" if 1 <= groups < gpus else ""
+    passed = per_s / micro_batch / block / execution_limit
+    larger = math.ceil(block * passed) if passed > 1 else 2 * block
+    group = math.floor(gpus / passed)
+    apart = f"raise pool.executions, so that each serves at most {group} GPUs, or " if 1 <= group < gpus else ""
     advice = {
-        "execution": f"raise plan.micro_batch (to {larger:,}, say){apart}",
+        "execution": f"{apart}raise pool.block (to {larger:,}, say)",
         "gpu_host_network": "send fewer bytes (transform.size, transform.decode=gpu), or fewer GPUs to a host",
         "store": "ingest with --short-side, or spread the store over more disks",
         "cpu_nodes": "allow more, ingest with --short-side, or transform less on CPUs",

@@ -107,7 +107,7 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
     Args:
         times: summed over the ranks.
         world_size: W.
-        actors: transform actors that the pool has at most.
+        actors: transform actors that the pool has at most; 0 = the trainers make the stream themselves.
         device: type of the training device.
     """
     if not times.images or not times.step_s:
@@ -119,7 +119,7 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
     found = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
     if times.wait_fraction > _WAIT_IS_NOTHING:
-        found.append(_about_input(times, needed * world_size <= actors, name))
+        found.append(_about_input(times, needed * world_size, actors, name))
     elif shares["augment"] > shares["compute"]:
         found.append(
             "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
@@ -132,11 +132,12 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
         enough = max(1, math.ceil(needed * world_size))
         spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
         what = "CPU actor" if enough == 1 else "CPU actors"
-        found.append(f"{enough} {what} would be enough, {each}; the pool has up to {actors}{spare}.")
+        pool = f"the pool has up to {actors}{spare}" if actors else "there are none (pool.engine=inline)"
+        found.append(f"{enough} {what} would be enough, {each}; {pool}.")
     return found
 
 
-def _about_input(times: StageTimes, can_keep_up: bool, name: str) -> str:
+def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> str:
     busy_s = times.augment_s + times.compute_s
     if times.decode_s > busy_s:
         what = f"Decoding on the {name} limits the run"
@@ -147,7 +148,10 @@ def _about_input(times: StageTimes, can_keep_up: bool, name: str) -> str:
     elif times.transfer_s > busy_s:
         what = "The copy to the device limits the run"
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
-    elif times.work_s and can_keep_up:
+    elif not actors:
+        what = f"The {name} makes its micro-batches itself, which limits the run"
+        advice = "set pool.engine=ray, so that actors make them, or raise pool.threads"
+    elif times.work_s and needed <= actors:
         what = "The stream brings micro-batches late although its actors could make them in time"
         advice = "raise pool.in_flight"
     elif times.read_s > 0.5 * times.work_s:

@@ -180,7 +180,7 @@ class Allocation:
     Attributes:
         workers: W; where training is elastic, the most.
         gpu, cpus_per_worker: whether each has a GPU, and CPUs that Ray reserves for each.
-        max_actors: transform actors that the pool may grow to.
+        max_actors: transform actors that the pool may grow to; 0 = trainers make the stream themselves.
         min_workers: where training is elastic, the fewest; else 0.
         idle_gpus: that no job holds and the run has no use for, where W was derived from M.
     """
@@ -235,15 +235,15 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
         # Trainers of a machine with few CPUs share what the smallest pool leaves them.
         per_worker = min(1.0, math.floor(max(0.0, offer.cpus - pool_cpus) / needed_workers * 100) / 100) or 1.0
     needed = needed_workers * per_worker + pool_cpus
-    parts = (
-        f"{needed_workers} trainers x {per_worker:g} CPUs + {pool.least_actors} transform actors x "
-        f"{pool.cpus_per_actor:g} CPUs = {needed:g} CPUs"
-    )
+    actors = f" + {pool.least_actors} transform actors x {pool.cpus_per_actor:g} CPUs" if pool_cpus else ""
+    parts = f"{needed_workers} trainers x {per_worker:g} CPUs{actors} = {needed:g} CPUs"
     if needed > offer.cpus:
-        executions = "pool.executions, " if pool.executions > 1 else ""
+        settings = "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker"
+        if pool.executions > 1:
+            settings = f"pool.executions, {settings}"
         raise ResourceError(
-            f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower {executions}"
-            "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker, or add CPU nodes"
+            f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower "
+            f"{settings if actors else 'train.cpus_per_worker'}, or add CPU nodes"
         )
     for num, what, free, total, kind in (
         (needed, parts, offer.free_cpus, offer.cpus, "CPU"),
@@ -256,6 +256,8 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
             )
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
+    if pool.engine == "inline":
+        max_actors = 0
     min_workers = needed_workers if needed_workers < workers else 0
     idle_gpus = max(0, int(offer.free_gpus) - workers) if gpu and not (train and train.workers) else 0
     return Allocation(workers, gpu, per_worker, max_actors, min_workers, idle_gpus)

@@ -22,6 +22,7 @@ from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, datasets_with
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
+from raypipe.streaming.row import Ended
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
@@ -75,12 +76,13 @@ def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
 def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams: int = 1) -> None:
     """Raise ResourceError unless what is in flight fits the object store, where presets tell its size.
 
-    What actors on nodes that are yet to come have in flight is left out: they bring an object store each.
+    Nothing is, where there is no Ray. What actors on nodes that are yet to come have in flight is left out: they
+    bring an object store each.
 
     Args:
         num_streams: such streams that run at one time.
     """
-    if not all(is_preset(transform) for transform in spec.transforms.values()):
+    if spec.pool.engine == "inline" or not all(map(is_preset, spec.transforms.values())):
         return
     channels = 4 if spec.transform.mask_column else 3
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
@@ -183,6 +185,11 @@ def splits(
     Raises:
         ConfigError: W does not divide M.
     """
+    spec.plan.check_workers(world_size)
+    spec.plan.check(cursor)
+    if not spec.plan.num_micro_batches(cursor):
+        nothing: Any = Ended()
+        return [nothing] * world_size
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     executions = largest_divisor(world_size, spec.pool.executions)
     if executions != spec.pool.executions:
@@ -198,8 +205,6 @@ def splits(
         rows = dataset(
             spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, share=share
         )
-        if not spec.plan.num_micro_batches(cursor):  # nothing is left: no pool need start
-            rows = ray.data.from_items([])
         iterators.append(
             [rows.iterator()] if ranks == 1 and not apart else rows.streaming_split(ranks, equal=True)
         )
@@ -248,6 +253,11 @@ def stream(
         raise ConfigError(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "
             "raypipe.feed, and raypipe.streaming.pipeline.splits, have one iterator per rank"
+        )
+    if spec.pool.engine == "inline":
+        raise ConfigError(
+            "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.feed makes the "
+            "stream in this process"
         )
     connect()
     max_actors = preflight(spec.pool).max_actors

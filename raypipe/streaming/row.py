@@ -163,6 +163,14 @@ def _host_batch(at: MicroBatchId, arrays: Mapping[str, Any], num_bad: int) -> Ho
     )
 
 
+class Ended:
+    """A rank's split of a stream of which nothing is left; Ray Data would run an execution, and tell of it."""
+
+    def iter_batches(self, **options: Any) -> Iterator[dict[str, np.ndarray]]:
+        """Nothing."""
+        return iter(())
+
+
 def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
     """The rows of a stream's split as micro-batches in host memory, zero-copy and read-only.
 

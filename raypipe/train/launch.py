@@ -129,6 +129,11 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
             f"{plan.config.per_step} micro-batches of a step: set plan.per_step={all_gpus}, and plan.micro_batch "
             f"for the global batch that you want, or train.workers={allocation.workers} if this is meant"
         )
+    actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
+    if run.pool.executions > 1:
+        actors += f" in {run.pool.executions} executions"
+    if run.pool.engine == "inline":
+        actors = "in the trainers themselves (pool.engine=inline)"
     return (
         f"{yaml.safe_dump(as_plain(run), sort_keys=False)}\n"
         f"run        {run_uri}\n"
@@ -137,9 +142,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
         f"samples ({plan.num_train} train, {plan.num_val} val"
         f"{f'; {left_out} left out' if left_out else ''})\n"
         f"trainers   {trainers}\n"
-        f"transform  {run.pool.least_actors} to {allocation.max_actors} actors"
-        f"{f' in {run.pool.executions} executions' if run.pool.executions > 1 else ''}"
-        + (f"\nslower     {slower}" if slower else "")
+        f"transform  {actors}" + (f"\nslower     {slower}" if slower else "")
     )
 
 

@@ -25,7 +25,7 @@ CONTENT: dict[str, Any] = {
     "read": "actor",
 }
 TARGET = {"target_images_per_s": 1250.0, "gpus": 16, "headroom": 0.2}
-NODES = {"memory_gib_per_node": 100.0, "gbps_per_node": 40.0, "gbps_per_gpu_host": 24.0, "execution_limit": 400.0}
+NODES = {"memory_gib_per_node": 100.0, "gbps_per_node": 40.0, "gbps_per_gpu_host": 24.0, "execution_limit": 200.0}
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ def test_actors_nodes_memory_network_and_limits_by_hand(report: Path) -> None:
     assert found["node_out_bytes_per_s"] == pytest.approx(20_000 * 150_000 / 3)
     assert found["node_in_bytes_per_s"] == pytest.approx(20_000 * 100_000 / 3)
     assert found["store_read_bytes_per_s"] == pytest.approx(2e9)
-    used = {"cpu_nodes": 3 / 4, "execution": 200 / 400, "gpu_host_network": 1.5e9 / 3e9, "store": 2000 / 8000}
+    assert found["micro_batches_of_a_block"] == 2 and found["blocks_per_s"] == 100
+    used = {"cpu_nodes": 3 / 4, "execution": 100 / 200, "gpu_host_network": 1.5e9 / 3e9, "store": 2000 / 8000}
     assert found["limits"] == pytest.approx(used)
     assert list(found["limits"].values()) == sorted(used.values(), reverse=True)
     assert found["first_limit"] == "cpu_nodes"
@@ -128,20 +129,30 @@ def test_nodes_are_added_for_a_slow_network_and_for_small_object_stores(report: 
 
 
 def test_the_verdict_names_the_first_limit_where_it_is_hit_and_what_to_change(report: Path) -> None:
-    text = plan(report, execution_limit=250.0)["verdict"]
+    text = plan(report, execution_limit=125.0)["verdict"]
     assert text.startswith("Nothing is exceeded: the first limit, execution, is hit at 1,562 images/s per GPU")
-    assert "takes 80% of it" in text and "raise plan.micro_batch (to 200, say)" in text
+    assert "takes 80% of it" in text and "raise pool.block (to 4, say)" in text
 
 
-def test_a_target_beyond_one_execution_says_how_large_micro_batches_or_groups_of_gpus_must_be(
+def test_a_target_beyond_one_execution_says_how_many_gpus_it_may_serve_and_how_large_blocks_must_be(
     report: Path,
 ) -> None:
-    text = plan(report, execution_limit=60.0)["verdict"]
+    text = plan(report, execution_limit=30.0)["verdict"]
     assert text.startswith("Out of reach: the first limit, execution, is hit at 375 images/s per GPU")
-    assert "raise plan.micro_batch (to 334, say), or give every 4 GPUs an execution of their own" in text
-    enough = {"micro_batch": 334, "micro_batch_bytes": 334 * 150_000}
-    assert plan(report, enough, execution_limit=60.0)["micro_batches_per_s"] <= 60
-    assert plan(report, gpus=4, execution_limit=60.0)["limits"]["execution"] <= 1
+    assert "raise pool.executions, so that each serves at most 4 GPUs, or raise pool.block (to 7, say)" in text
+    assert plan(report, execution_limit=30.0)["micro_batches_per_s"] / 7 <= 30
+    assert plan(report, gpus=4, execution_limit=30.0)["limits"]["execution"] <= 1
+
+
+def test_one_execution_is_limited_by_blocks_so_the_size_of_micro_batches_that_share_one_does_not_matter(
+    report: Path,
+) -> None:
+    # 0.5 s of an actor, by 1 or 5 micro-batches
+    used = [
+        plan(report, {"micro_batch": size, "micro_batch_bytes": size * 150_000})["limits"]["execution"]
+        for size in (50, 250)
+    ]
+    assert used == pytest.approx([80 / 200] * 2)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +182,7 @@ def test_the_table_is_for_people_and_the_last_line_is_json(
     *shown, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     assert (found["actors"], found["cpu_nodes"], found["first_limit"]) == (16, 1, "execution")
-    assert found["limits"]["execution"] == pytest.approx(8000 / 100 / 60)
+    assert found["limits"]["execution"] == pytest.approx(8000 / 200 / 60)
     assert shown[-1] == found["verdict"] and "limit: execution" in "\n".join(shown)
 
 

@@ -45,6 +45,8 @@ STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader 
 PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=4, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
+# Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.
+BLOCKS = {"actor": 3, "all actors": 3, "node": 3}
 READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
 
 
@@ -90,7 +92,9 @@ def make_stores(folder: Path, num_samples: int, names: list[str]) -> dict[str, s
     return paths
 
 
-def spec_of(store: str, min_actors: int = 1) -> StreamSpec:
+def spec_of(store: str, kind: str = "") -> StreamSpec:
+    # A pool that has all CPUs when a node goes has none to be restarted on.
+    min_actors = 4 if kind == "node for good" else 1
     return StreamSpec.of(
         store,
         store,
@@ -98,7 +102,7 @@ def spec_of(store: str, min_actors: int = 1) -> StreamSpec:
         transform=TransformConfig(),
         train_transform=crop,
         val_transform=crop,
-        pool=PoolConfig(min_actors=min_actors, max_actors=4, stall_timeout_s=60),
+        pool=PoolConfig(min_actors=min_actors, max_actors=4, block=BLOCKS.get(kind, 0), stall_timeout_s=60),
     )
 
 
@@ -304,12 +308,10 @@ def run(
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as folder, cluster() as nodes:
         stores = make_stores(Path(folder), num_samples, names)
-        specs = {name: spec_of(path) for name, path in stores.items()}
-        undisturbed = {name: without_ray(spec) for name, spec in specs.items()}
+        undisturbed = {name: without_ray(spec_of(path)) for name, path in stores.items()}
         for kind in kinds:
             store = "parquet" if kind == "reader" else choose.choice(names)
-            # A pool that has all CPUs when a node goes has none to be restarted on.
-            spec = spec_of(stores[store], min_actors=4) if kind == "node for good" else specs[store]
+            spec = spec_of(stores[store], kind)
             expected = undisturbed[store]
             after = choose.randint(1, min(int(len(expected) * 0.7), len(expected) - READ_AHEAD))
             damage = damage_of(kind, nodes, choose)

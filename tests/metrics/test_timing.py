@@ -86,5 +86,11 @@ def test_each_limit_has_advice_of_its_own() -> None:
     assert "device augmentation limits" in text(StageTimes(images=100, augment_s=6.0, compute_s=4.0))
 
 
+def test_a_starving_run_without_actors_is_told_to_have_some() -> None:
+    found = text(StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=5.0), actors=0)
+    assert "The trainer makes its micro-batches itself" in found and "pool.engine=ray" in found
+    assert "1 CPU actor would be enough, for this trainer; there are none" in found
+
+
 def test_nothing_measured_says_so() -> None:
     assert diagnose(StageTimes(), world_size=1, actors=1) == ["Nothing was measured yet."]

@@ -17,7 +17,7 @@ def idle(cpus: float, gpus: float = 0) -> Resources:
 
 
 def share(
-    offer: Resources, train: TrainConfig | None = None, per_step: int = 1, **pool: float | int
+    offer: Resources, train: TrainConfig | None = None, per_step: int = 1, **pool: float | str
 ) -> Allocation:
     return allocate(offer, PoolConfig(**pool), train, per_step)  # type: ignore[arg-type]
 
@@ -50,6 +50,14 @@ def test_each_execution_has_its_smallest_pool() -> None:
         share(idle(16), trainers, 4, executions=3)
     with pytest.raises(ConfigError, match=r"pool\.max_actors.*pool\.min_actors \(1\) x pool\.executions \(4\)"):
         PoolConfig(executions=4, max_actors=3)
+
+
+def test_trainers_that_make_the_stream_themselves_need_no_cpus_for_actors() -> None:
+    assert share(idle(1), TrainConfig(), engine="inline") == Allocation(1, False, 1.0, max_actors=0)
+    alone = share(idle(4), TrainConfig(workers=4), 4, engine="inline", min_actors=3, max_actors=9, executions=2)
+    assert alone == Allocation(4, False, 1.0, max_actors=0)
+    with pytest.raises(ResourceError, match=r"1 trainers x 4 CPUs = 4 CPUs; .* Lower train\.cpus_per_worker,"):
+        share(idle(2), TrainConfig(cpus_per_worker=4), engine="inline")
 
 
 def test_one_cpu_is_too_few_and_the_message_names_what_to_lower() -> None:

@@ -102,7 +102,8 @@ def spec_of(
         plan=PlanConfig(epochs=1, micro_batch=8),
         train_transform=transform,
         transform=TransformConfig(**config),
-        pool=PoolConfig(max_attempts=max_attempts),
+        # Three micro-batches to a block: two further blocks are at the actor that dies.
+        pool=PoolConfig(max_attempts=max_attempts, block=3),
     )
 
 

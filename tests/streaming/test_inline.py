@@ -17,6 +17,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import feed
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.pipeline import stream
 from raypipe.streaming.spec import StreamSpec
 
 INLINE = PoolConfig(engine="inline")
@@ -82,6 +83,11 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
     )
     with pytest.raises(SampleError, match=r"train\.lmdb.* sample \d+ .*: the transform raised ValueError: no"):
         list(inline_batches(spec, spec.plan.start()))
+
+
+def test_a_dataset_of_ray_is_not_made_without_ray(stores: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"is a Dataset.*pool\.engine is 'inline': raypipe\.feed"):
+        stream(stores["train"], pool=INLINE)
 
 
 def test_no_cluster_is_started_and_nothing_of_ray_data_or_train_is_imported(stores: dict[str, Path]) -> None:

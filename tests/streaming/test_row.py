@@ -1,20 +1,29 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from raypipe.config import PlanConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import PADDING, MicroBatchId
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import (
     PLACE_SCHEMA,
     READ_SCHEMA,
+    Ended,
     Made,
     batches_of,
     block_of,
+    host_batches,
     made_row,
     reads_of,
     source_row,
 )
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch, MicroBatchResult, Room, read_samples
 from raypipe.transform.contents import pack
 from raypipe.transform.sample_transform import EncodedSample
@@ -97,3 +106,14 @@ def test_encoded_micro_batches_of_unlike_lengths_come_out_of_a_block_as_they_wen
     assert [contents(batch) for batch in found] == [contents(one.host_batch()) for one in all_made]
     assert found[1].encoded is not None and list(found[1].encoded) == ["data", "offsets", "crop", "flip", "ok"]
     assert bytes(found[1].encoded["data"]) == b"defghi" and found[1].encoded["offsets"].tolist() == [0, 1, 6]
+
+
+def test_of_a_stream_at_its_end_ranks_get_nothing_and_no_execution_is_needed(stores: dict[str, Path]) -> None:
+    spec = StreamSpec.of(stores["train"], plan=PlanConfig(epochs=1, micro_batch=4, per_step=2))
+    end = Cursor(1, 0, spec.plan.fingerprint)
+    for apart in (False, True):
+        found = splits(spec, end, max_actors=1, world_size=2, apart=apart)
+        assert [list(host_batches(iterator)) for iterator in found] == [[], []]
+        assert isinstance(found[0], Ended)  # it runs nothing that could be told of
+    with pytest.raises(ConfigError, match="3 workers cannot share"):
+        splits(spec, end, max_actors=1, world_size=3)

@@ -10,13 +10,22 @@ import yaml
 from full_disk import fill, make_room
 
 from raypipe.commands.cli import _finish, parse_run
-from raypipe.config import AugmentConfig, PlanConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import (
+    AugmentConfig,
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TrainConfig,
+    TransformConfig,
+)
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.launch import _leave_traces, describe, train
@@ -108,6 +117,14 @@ def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
         assert part in shown
     assert "trainers   2 x GPU\n" in shown
     assert "transform  1 to 5 actors" in shown
+
+
+def test_a_run_without_actors_says_who_makes_the_stream_and_asks_for_no_object_store() -> None:
+    run = dataclasses.replace(RUN, pool=PoolConfig(engine="inline", in_flight=10**9))
+    shown = describe(run, spec(store(("a",))), Allocation(2, False, 1.0, 0), "file:///runs/mine")
+    assert "transform  in the trainers themselves (pool.engine=inline)" in shown
+    # No cluster is asked.
+    check_memory(dataclasses.replace(spec(store(("a",))), pool=run.pool), 0, 2)
 
 
 def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:

@@ -1,4 +1,4 @@
-"""Runs check.py on releases of Ray, each in an environment that uv lays over the project's, and shows what came out.
+"""Runs check.py on releases of Ray, each in an environment that uv lays over the project's, and shows the results.
 
     python tests/compat/releases.py [2.54.0 2.57.0 …] [--output docs/ray.md]
 

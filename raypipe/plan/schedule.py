@@ -290,13 +290,19 @@ class Plan:
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING where a validation has run out of samples."""
-        size = self.config.micro_batch
-        first = (at.step * self.config.per_step + at.micro) * size
-        positions = np.arange(first, first + size)
-        if at.split == "train":
-            return self.train_order.indices(at.epoch, positions)
-        numbers = np.minimum(positions, self.num_val - 1)
-        return np.where(positions < self.num_val, self.kept["val"].indices(numbers), PADDING)
+        return self.block_indices([at])[0]
+
+    def block_indices(self, block: Sequence[MicroBatchId]) -> np.ndarray:
+        """The same of k micro-batches of a segment: int64 (k, B). For 16 it takes as long as for one."""
+        size, split, epoch = self.config.micro_batch, block[0].split, block[0].epoch
+        first = [(at.step * self.config.per_step + at.micro) * size for at in block]
+        positions = np.add.outer(first, np.arange(size)).ravel()
+        if split == "train":
+            found = self.train_order.indices(epoch, positions)
+        else:
+            numbers = np.minimum(positions, self.num_val - 1)
+            found = np.where(positions < self.num_val, self.kept["val"].indices(numbers), PADDING)
+        return found.reshape(len(block), size)
 
     def sample_keys(self, at: MicroBatchId, indices: np.ndarray) -> np.ndarray:
         """The key of each sample's CPU transform: uint64 (B, 2), a function of (seed, split, e, index).

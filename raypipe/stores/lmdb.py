@@ -146,13 +146,13 @@ class _Shards:
             file = shard.open()
             for position, key in zip(positions.tolist(), keys.tolist(), strict=True):
                 try:
-                    value = file.get(KEY.pack(key))
+                    parts = file.get_parts(KEY.pack(key), layout.head_bytes)
                 except StoreError:
                     continue  # a bad sample like any other: its place in the file is what is damaged
                 except OSError as error:
                     raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
-                if value is not None:
-                    rows[position] = layout.unpack(value, columns)
+                if parts is not None:
+                    rows[position] = layout.unpack_parts(*parts, columns)
         return {
             name: np.array([row.get(name, 0) for row in rows], self._types[name])
             if self._types[name] in ("int64", "float64")

@@ -107,6 +107,11 @@ class LMDBFile:
 
     def get(self, key: bytes) -> memoryview | None:
         """Return the value of a key, None where there is none."""
+        parts = self.get_parts(key, MAX_SAMPLE_BYTES)
+        return None if parts is None else parts[0]
+
+    def get_parts(self, key: bytes, head_bytes: int) -> tuple[memoryview, bytes] | None:
+        """Return the first bytes of a value, at most so many, and the rest, which nobody then needs to copy."""
         with self._explained(f" at key {key!r}"):
             if not self._depth:
                 return None
@@ -117,7 +122,7 @@ class LMDBFile:
             page, num_nodes = self._page(number, _LEAF)
             slot = bisect_left(range(num_nodes), key, key=lambda slot: _node(page, slot)[1])
             start, found = _node(page, min(slot, num_nodes - 1))
-            return self._value(page, start) if found == key else None
+            return self._parts(page, start, head_bytes) if found == key else None
 
     def entries(self) -> Iterator[tuple[bytes, memoryview | None]]:
         """Yield all keys, which ascend, each with its value; None where damage has made the value unreadable."""
@@ -132,7 +137,7 @@ class LMDBFile:
                         raise _DamageError(f"key {key[:64]!r} comes after {last[:64]!r}")
                     last = key
                     try:
-                        value = self._value(page, start)
+                        value: memoryview | None = self._parts(page, start, MAX_SAMPLE_BYTES)[0]
                     except _DamageError:
                         value = None
                     yield key, value
@@ -183,32 +188,35 @@ class LMDBFile:
             raise _DamageError(f"its pages have {page_bytes} bytes")
         return page_bytes, transaction, main_flags, depth, num_entries, root, last_page
 
-    def _value(self, page: bytes, start: int) -> memoryview:
-        """Return the value of the leaf's node at `start`, whose key lies within the page."""
+    def _parts(self, page: bytes, start: int, head_bytes: int) -> tuple[memoryview, bytes]:
+        """Return the value of the leaf's node at `start`, whose key lies within the page, in two."""
         num_bytes, flags, key_bytes = _NODE.unpack_from(page, start)
         start += _NODE_BYTES + key_bytes
         if flags == _LONG_VALUE:
             if start + _PAGE_NUMBER.size > len(page):
                 raise _DamageError(f"a page number at byte {start} of a page of {len(page)}")
-            return self._long_value(_PAGE_NUMBER.unpack_from(page, start)[0], num_bytes)
+            return self._long_parts(_PAGE_NUMBER.unpack_from(page, start)[0], num_bytes, head_bytes)
         if flags:
             raise _DamageError(f"its flags are {flags:#x}: a database within the database, or damage")
         if start + num_bytes > len(page):
             raise _DamageError(f"a value of {num_bytes} bytes at byte {start} of a page of {len(page)}")
-        return memoryview(page)[start : start + num_bytes]
+        value = memoryview(page)[start : start + num_bytes]
+        return value[:head_bytes], bytes(value[head_bytes:])
 
-    def _long_value(self, number: int, num_bytes: int) -> memoryview:
+    def _long_parts(self, number: int, num_bytes: int, head_bytes: int) -> tuple[memoryview, bytes]:
         if num_bytes > MAX_SAMPLE_BYTES:
             raise _DamageError(f"a value of {num_bytes} bytes, limit is {MAX_SAMPLE_BYTES}")
         size = _HEADER_BYTES + num_bytes
-        data = self._read(number, size)
+        head_size = min(size, _HEADER_BYTES + head_bytes)
+        data = self._read(number, head_size)
+        rest = self._read(number, size, head_size) if head_size < size else b""
         found, _, flags, num_pages = _OVERFLOW_HEADER.unpack_from(data)
         if found != number or flags != _OVERFLOW:
             raise _DamageError(f"page {number} holds a page {found} of flags {flags:#x}, and no long value")
         # It may have more pages than it needs: a value that is written over by a shorter one keeps them.
         if num_pages * self._page_bytes < size or number + num_pages > self._last_page + 1:
             raise _DamageError(f"a value of {num_bytes} bytes in {num_pages} pages from page {number}")
-        return memoryview(data)[_HEADER_BYTES:]
+        return memoryview(data)[_HEADER_BYTES:], rest
 
     def _branch(self, number: int) -> tuple[list[bytes], list[int]]:
         """Return n - 1 keys and n children of a branch page: child i has keys in [keys[i - 1], keys[i])."""
@@ -243,13 +251,13 @@ class LMDBFile:
             raise _DamageError(f"page {number} is empty")
         return page, (lower - _HEADER_BYTES) // _POINTER_BYTES
 
-    def _read(self, number: int, num_bytes: int) -> bytes:
-        """Return the first bytes of a page, and of those after it; never more than the file had."""
+    def _read(self, number: int, num_bytes: int, skip: int = 0) -> bytes:
+        """Return the first bytes of a page, and of those after it, but for some; never more than the file had."""
         start = number * self._page_bytes
         if not _NUM_METAS <= number <= self._last_page or start + num_bytes > self.num_bytes:
             raise _DamageError(f"page {number}, {num_bytes} bytes, in a file of {self.num_bytes}")
-        data = self._pread(num_bytes, start)
-        if len(data) < num_bytes:
+        data = self._pread(num_bytes - skip, start + skip)
+        if len(data) < num_bytes - skip:
             raise _DamageError(f"the file has become shorter than {start + num_bytes} bytes")
         return data
 

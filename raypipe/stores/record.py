@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores.base import as_text
+from raypipe.stores.base import MAX_SAMPLE_BYTES, as_text
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
@@ -57,6 +57,9 @@ class RecordLayout:
 
     Args:
         types: all columns, name → one of `COLUMN_TYPES`, in order.
+
+    Attributes:
+        head_bytes: of a record, where its one variable column begins, if that is binary; else more than it has.
     """
 
     def __init__(self, types: Mapping[str, str]) -> None:
@@ -65,6 +68,8 @@ class RecordLayout:
         self._fixed_names = [name for name, kind in types.items() if kind in _FIXED_CODES]
         self._variable_names = [name for name, kind in types.items() if kind not in _FIXED_CODES]
         self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
+        has_one = [types[name] for name in self._variable_names] == ["binary"]
+        self.head_bytes = self._fixed.size + _LENGTH.size if has_one else MAX_SAMPLE_BYTES
 
     def pack(self, sample: Mapping[str, Any]) -> bytes:
         """Return the record of a sample.
@@ -119,6 +124,18 @@ class RecordLayout:
                 content = bytes(value[start:end])
                 row[name] = content if self.types[name] == "binary" else as_text(content)
             start = end
+        return row
+
+    def unpack_parts(self, head: memoryview, rest: bytes, wanted: Collection[str]) -> dict[str, Any]:
+        """`unpack` of a record in two, the first `head_bytes` long: copies nothing where the rest is a column."""
+        if not rest:
+            return self.unpack(head, wanted)
+        (name,) = self._variable_names
+        if name in wanted and _LENGTH.unpack_from(head, self._fixed.size) != (len(rest),):  # damage
+            return self.unpack(memoryview(bytes(head) + rest), wanted)
+        row = self.unpack(head, wanted)
+        if name in wanted:
+            row[name] = rest
         return row
 
 

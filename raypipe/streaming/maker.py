@@ -88,6 +88,7 @@ class MicroBatchMaker:
         given: Read | None = None,
         attempt: Attempt = FIRST_ATTEMPT,
         room: Room | None = None,
+        indices: np.ndarray | None = None,
     ) -> Made:
         """Make one micro-batch; reads the store unless a reader has done so.
 
@@ -95,11 +96,12 @@ class MicroBatchMaker:
             given: what a reader has read.
             attempt: what is known of it.
             room: where its arrays are put; None = arrays of its own.
+            indices: its samples, where the plan has been asked for them.
         """
         started = time.perf_counter()
         self._log_place(at)
         self._attempt = attempt
-        indices = self.plan.indices(at)
+        indices = self.plan.indices(at) if indices is None else indices
         cache = self.caches.get(at.split)
         kept = cache.find(indices) if cache else {}
         samples: list[Sample | ReadSample]

@@ -33,6 +33,7 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
+from raypipe.transform.batch import reused_memory
 from raypipe.transform.decode import decode, image_size
 from raypipe.transform.jpeg import Box, Undecoded, cut, open_for_crop
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
@@ -41,6 +42,9 @@ from raypipe.transform.targets import IGNORE, NO_BOX, decode_boxes, decode_mask,
 Arrays = dict[str, np.ndarray]
 Take = Callable[[Callable[[int], Arrays]], Arrays]
 """Gives the arrays (B, …) to put a micro-batch in, from a function that makes those of k; see `batch.Room`."""
+Make = Callable[[int, np.ndarray | None], Any]
+"""(position in the micro-batch, place for the image, if it is known) → what `one` makes of the sample; None for
+padding, or a bad sample that is left out."""
 
 
 class TransformedSample(NamedTuple):
@@ -84,8 +88,11 @@ class Images:
         """Whether the transform draws from generators that all threads share."""
         return self._transform.draws_globally
 
-    def one(self, sample: EncodedSample | Decoded, key: Key) -> TransformedSample:
+    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> TransformedSample:
         """Decode and transform one sample.
+
+        Args:
+            out: uint8 (H, W, 3), where the image may be put.
 
         Raises:
             SampleError: it cannot be decoded, or the transform raised on it.
@@ -101,7 +108,7 @@ class Images:
             if "boxes" in self._targets:
                 targets["bboxes"] = decode_boxes(sample.boxes, size)
         try:
-            made = self._transform.with_targets(image, targets, key)
+            made = self._transform.with_targets(image, targets, key, out)
         except (SampleError, ConfigError, MemoryError):
             # The decoder's own; the user's set-up, or the machine's state: not the sample's fault.
             raise
@@ -142,18 +149,19 @@ class Images:
         jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
         return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.exif)
 
-    def pack(
-        self, samples: Iterable[TransformedSample | None], num_samples: int, take: Take
-    ) -> dict[str, np.ndarray]:
-        """The arrays of a micro-batch; None is padding, or a bad sample that is left out."""
-        arrays: dict[str, np.ndarray] = {}
+    def pack(self, make: Make, num_samples: int, take: Take) -> dict[str, np.ndarray]:
+        """The arrays of a micro-batch."""
+        arrays = take(partial(self._arrays, num_samples)) if self._size else {}
         missing = []
-        for position, sample in enumerate(samples):
+        for position in range(num_samples):
+            out = arrays["image"][position] if arrays else None
+            sample: TransformedSample | None = make(position, out)
             if sample is None:
                 missing.append(position)
                 continue
             arrays = arrays or take(partial(self._arrays, num_samples))
-            arrays["image"][position] = sample.image
+            if sample.image is not out:
+                arrays["image"][position] = sample.image
             if sample.mask is not None:
                 arrays["mask"][position] = sample.mask
             if sample.boxes is not None:
@@ -168,7 +176,7 @@ class Images:
             self._learn_size()
         assert self._size is not None
         shape = (count, num_samples)
-        arrays: dict[str, np.ndarray] = {"image": np.empty((*shape, *self._size, 3), np.uint8)}
+        arrays: dict[str, np.ndarray] = {"image": reused_memory((*shape, *self._size, 3))}
         if "mask" in self._targets:
             arrays["mask"] = np.full((*shape, *self._size), IGNORE, np.uint8)
         if "boxes" in self._targets:
@@ -236,7 +244,7 @@ class EncodedTransform:
         self._preset, self._size, self._exif = transform, config.size, config.exif
         self._keyed = KeyedGenerator()
 
-    def one(self, sample: EncodedSample | Decoded, key: Key) -> Cut:
+    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Cut:
         """What to cut from one encoded image; raises SampleError as `image_size` does."""
         assert isinstance(sample, EncodedSample)
         height, width = image_size(sample.image, exif=self._exif)
@@ -247,9 +255,9 @@ class EncodedTransform:
         box = center_box(height, width, self._size) if self._preset == "center" else (0, 0, height, width)
         return sample.image, box, False
 
-    def pack(self, cuts: Iterable[Cut | None], num_samples: int, take: Take) -> EncodedMicroBatch:
+    def pack(self, make: Make, num_samples: int, take: Take) -> EncodedMicroBatch:
         """As of `Images`, in arrays of its own: how many bytes there are shows last."""
-        return pack(cuts)
+        return pack(make(position, None) for position in range(num_samples))
 
 
 Content = Images | EncodedTransform

@@ -6,7 +6,7 @@ read_encoded            what it is given of a store
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -98,44 +98,58 @@ class MicroBatchTransform:
         label = np.array(columns["label"], np.int64)
         index = np.array(columns["index"], np.int64)
         result = MicroBatchResult({}, label, index, np.ones(len(index), np.float32))
-        samples = self._judged(result, zip(columns["image"], keys.tolist(), strict=True), read_substitute, attempt)
-        result.arrays = self.content.pack(samples, len(index), (room or Room()).take)
+        samples, key_of = columns["image"], keys.tolist()
+
+        def make(position: int, out: np.ndarray | None) -> Any:
+            return self._judged(
+                result, position, samples[position], key_of[position], out, read_substitute, attempt
+            )
+
+        result.arrays = self.content.pack(make, len(index), (room or Room()).take)
         return result
 
     def _judged(
         self,
         result: MicroBatchResult,
-        samples: Iterable[tuple[Any, Key]],
+        position: int,
+        sample: Sample | ReadSample,
+        key: Key,
+        out: np.ndarray | None,
         read_substitute: ReadSubstitute | None,
         attempt: Attempt,
-    ) -> Iterator[Any]:
-        """The content of each sample in turn, None for weight 0; the rest of the result is filled on the way."""
+    ) -> Any:
+        """The content of a sample, None for weight 0; the rest of its row in the result is filled."""
         label, index, weight = result.label, result.index, result.weight
-        for position, (sample, key) in enumerate(samples):
-            wanted = int(index[position])
-            if wanted < 0:
-                label[position], index[position], weight[position] = 0, -1, 0
-                yield None
-                continue
-            try:
-                made, label[position] = self._try(wanted, int(label[position]), sample, key, attempt)
-            except SampleError as error:
-                bad = f"{self._title(wanted)}: {error}"
-                if self._on_bad_sample == "raise":
-                    hint = "transform.on_bad_sample='substitute' would go on without it"
-                    raise SampleError(f"{bad} ({hint})") from error
-                substitute = None
-                if self._exact:
-                    made, label[position], weight[position] = None, 0, 0
-                else:
-                    made, label[position], substitute = self._substitute(position, bad, read_substitute, attempt)
-                    index[position] = substitute
-                record = {"store": self._store_address, "index": wanted, "name": self._sample_name(wanted)}
-                result.bad.append(record | {"substitute": substitute, "error": str(error)})
-            yield made
+        wanted = int(index[position])
+        if wanted < 0:
+            label[position], index[position], weight[position] = 0, -1, 0
+            return None
+        try:
+            made, label[position] = self._try(wanted, int(label[position]), sample, key, out, attempt)
+        except SampleError as error:
+            bad = f"{self._title(wanted)}: {error}"
+            if self._on_bad_sample == "raise":
+                hint = "transform.on_bad_sample='substitute' would go on without it"
+                raise SampleError(f"{bad} ({hint})") from error
+            substitute = None
+            if self._exact:
+                made, label[position], weight[position] = None, 0, 0
+            else:
+                stand_in = self._substitute(position, bad, out, read_substitute, attempt)
+                made, label[position], substitute = stand_in
+                index[position] = substitute
+            record = {"store": self._store_address, "index": wanted, "name": self._sample_name(wanted)}
+            result.bad.append(record | {"substitute": substitute, "error": str(error)})
+        return made
 
     def _try(
-        self, index: int, label: int, sample: Sample | ReadSample, key: Key, attempt: Attempt
+        self,
+        index: int,
+        label: int,
+        sample: Sample | ReadSample,
+        key: Key,
+        out: np.ndarray | None,
+        attempt: Attempt,
     ) -> tuple[Any, int]:
         if attempt.before_sample:
             attempt.before_sample(index)
@@ -146,19 +160,24 @@ class MicroBatchTransform:
         if self._cache is not None and isinstance(sample, EncodedSample):
             sample = self._cache.decoded(index, label, sample.image) or sample
         try:
-            return self.content.one(sample, key), label
+            return self.content.one(sample, key, out), label
         except ConfigError as error:
             raise ConfigError(f"{self._title(index)}: {error}") from error
 
     def _substitute(
-        self, position: int, bad: str, read_substitute: ReadSubstitute | None, attempt: Attempt
+        self,
+        position: int,
+        bad: str,
+        out: np.ndarray | None,
+        read_substitute: ReadSubstitute | None,
+        attempt: Attempt,
     ) -> tuple[Any, int, int]:
         if read_substitute is None:
             raise SampleError(f"{bad} (and there is nothing to read a substitute with)")
         for number in range(NUM_SUBSTITUTES):
             sample, label, index, key = read_substitute(position, number)
             try:
-                return *self._try(int(index), int(label), sample, key, attempt), int(index)
+                return *self._try(int(index), int(label), sample, key, out, attempt), int(index)
             except SampleError as error:
                 last = f"{self._title(int(index))}: {error}"
         raise SampleError(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}")

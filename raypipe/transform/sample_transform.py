@@ -24,6 +24,7 @@ import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
+from raypipe.transform.direct import direct_pipeline
 from raypipe.transform.jpeg import DecodeBox, Undecoded
 
 Key = tuple[int, int]
@@ -96,6 +97,7 @@ class SampleTransform:
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(*generators)
+        self._direct = direct_pipeline(self.transform)
         self._crop_first = _find_crop_first(self.transform, generators)
         self.crop_target = self._crop_first.target if self._crop_first else None
         self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
@@ -108,7 +110,7 @@ class SampleTransform:
         return self.with_targets(image, {}, key)["image"]
 
     def with_targets(
-        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
+        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key, out: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """Transform one image, and what goes with it.
 
@@ -117,10 +119,11 @@ class SampleTransform:
                 decoded, where there is a `crop_target`: the result is the same.
             targets: `mask` and `bboxes`, as Albumentations takes them.
             key: decides everything random.
+            out: uint8 (h, w, 3), where the image may be put.
 
         Returns:
-            `image`, uint8 of shape (h, w, 3), the same as without targets: maybe a view, or what was given. And
-            the targets.
+            `image`, uint8 of shape (h, w, 3), the same as without targets: maybe `out`, a view, or what was given.
+            And the targets.
 
         Raises:
             ConfigError: the transform returns anything else.
@@ -129,7 +132,15 @@ class SampleTransform:
         if self.transform is None:
             assert isinstance(image, np.ndarray)
             return {"image": image, **targets}
-        self._seed(int(key[0]), int(key[1]))
+        k0, k1 = int(key[0]), int(key[1])
+        if self._direct is not None and not targets:
+            if self._direct.rest:
+                self._seed(k0, k1)
+                return {"image": _checked(self._direct(image), self.kind)}
+            if self._direct.is_random:
+                self._random.seed(k0 << 64 | k1)  # all that the steps known there draw from
+            return {"image": self._direct(image, out)}
+        self._seed(k0, k1)
         if not isinstance(image, np.ndarray):
             assert self._crop_first is not None
             made = self._crop_first(*image, **targets)
@@ -204,7 +215,7 @@ def _checked(result: Any, kind: Kind) -> np.ndarray:
 
 
 class _AlbumentationsCropFirst:
-    """A Compose that begins with RandomResizedCrop.
+    """A Compose that begins with RandomResizedCrop, where `DirectPipeline` does not do: with masks and boxes.
 
     Args:
         pipeline: it is copied.

@@ -192,6 +192,15 @@ def test_a_validation_belongs_to_the_range_that_ends_with_its_epoch() -> None:
     assert list(plan.until(3).segments(plan.cursor_at(3))) == []
 
 
+@properties(20)
+def test_a_block_has_the_samples_of_its_micro_batches(plan: Plan) -> None:
+    for _, group in itertools.groupby(whole(plan), lambda at: (at.split, at.epoch)):
+        segment = list(group)
+        for block in (segment, segment[1::3], segment[-1:]):
+            if block:
+                assert plan.block_indices(block).tolist() == [plan.indices(at).tolist() for at in block]
+
+
 # Resume
 
 

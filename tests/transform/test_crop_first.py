@@ -70,6 +70,16 @@ def test_the_crop_alone_gives_what_the_whole_image_gives(name: str) -> None:
     assert len(sizes) > 12, "the crop hardly varies"
 
 
+@pytest.mark.parametrize("name", ["light", "heavy", "steps", "area", "cubic", "part of it"])
+def test_compose_is_given_the_crop_alone_where_it_is_not_done_without(name: str) -> None:
+    transform, by_compose = SampleTransform(PIPELINES[name]()), SampleTransform(PIPELINES[name]())
+    assert transform._direct is not None
+    by_compose._direct = None  # as with masks and boxes, and in other versions
+    for image in IMAGES:
+        for key in KEYS:
+            assert np.array_equal(by_crop(by_compose, image, key)[0], transform(image.copy(), key))
+
+
 @pytest.mark.parametrize("name", ["heavy", "torchvision"])
 def test_neither_history_nor_pickling_shows(name: str) -> None:
     transform = SampleTransform(PIPELINES[name]())

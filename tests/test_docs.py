@@ -117,7 +117,7 @@ def program(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **instead:
 
 
 @pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("one_cpu")
 def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +153,7 @@ def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("two_cpus")
 def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -169,7 +169,7 @@ def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("one_cpu")
 def test_the_program_of_docs_own_store_streams_audits_and_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +197,7 @@ def test_the_program_of_docs_formats_ingests_samples_and_a_dataset(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("two_cpus")
 def test_the_digests_of_docs_determinism_are_equal_and_differ_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,7 +248,7 @@ def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("two_cpus")
 def test_what_docs_moving_has_instead_of_other_loaders_runs(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -321,7 +321,7 @@ def test_docs_transforms_has_every_preset() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("one_cpu")
 def test_what_docs_targets_trains_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -340,5 +340,5 @@ def test_what_docs_targets_trains_learns(
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["samples"], found["bad"]) == (256, 0)
     for words in others:
-        cli.main([*words[1:], *(["--actors=1"] if words[1] == "digest" else [])])
+        cli.main([*words[1:], *(["--engine=inline"] if words[1] == "digest" else [])])
     assert Path("grid.png").stat().st_size > 10_000

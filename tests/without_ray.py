@@ -1,4 +1,4 @@
-"""What a stream holds, and what a run learns, made in this process: what a real one, on a cluster, must be equal to."""
+"""What a stream holds and a run learns, made in this process: what a real one, on a cluster, must be equal to."""
 
 from __future__ import annotations
 

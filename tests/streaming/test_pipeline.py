@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import cv2
 import numpy as np
 import pytest
 import without_ray
+from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
@@ -33,12 +35,19 @@ from conftest import CLASSES, picture, samples  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
 PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5)
 SMALL = TransformConfig(train="light", val="center", size=24)
 
 
 def spec_of(stores: dict[str, Path], train: str = "train", **changes: Any) -> StreamSpec:
     return StreamSpec.of(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
+
+
+def corner(image: np.ndarray) -> np.ndarray:
+    """A transform that needs no library: an actor is there 2 s earlier."""
+    return np.ascontiguousarray(image[:9, :9])
 
 
 def digests_of(spec: StreamSpec, cursor: Cursor, **options: int) -> list[bytes]:
@@ -79,7 +88,7 @@ def test_the_digest_is_the_same_for_any_pool_and_any_workers_and_after_a_resume(
     assert len(alone) == len(set(alone)) == spec.plan.num_micro_batches(spec.plan.start()) == 2 * (12 + 4)
     assert combine(digests(spec, actors=3)) == combine(alone)
     before = pool_actors()
-    resumed = digests(spec, actors=2, workers=2, from_step=8)
+    resumed = digests(spec, workers=2, from_step=8)
     assert combine(resumed) == combine(alone[-len(resumed) :]) and len(resumed) == (6 - 2) * 2 + 4
     assert wait_for_end(before) == {}
 
@@ -88,8 +97,9 @@ def test_the_digest_is_the_same_for_any_blocks_and_from_the_midst_of_one(
     stores: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     plan = PlanConfig(epochs=3, micro_batch=2, per_step=2, seed=5)
-    spec = spec_of(stores, plan=plan, transform=TransformConfig(train="resize", val="resize", size=8))
-    cases = [(3, 2, 3, 7), (0, 1, 1, 0)]
+    spec = spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
+    alone = without_ray.digests(spec)
+    cases = [(3, 2, 2, 7)]
     if request.config.getoption("--soak"):
         cases = [(k, w, a, s) for k in (1, 2, 3, 0) for w in (1, 2) for a in (1, 3) for s in (0, 7)]
     for block, workers, actors, from_step in cases:
@@ -97,11 +107,18 @@ def test_the_digest_is_the_same_for_any_blocks_and_from_the_midst_of_one(
         assert found == without_ray.digests(spec, from_step), (block, workers, actors, from_step)
     start = spec.plan.start()
     in_an_actor = splits(spec, start, max_actors=1, apart=True)
-    assert [one.digest for one in iterate_digests(spec.plan, start, in_an_actor)] == without_ray.digests(spec)
-    rows = stream(
-        stores["train"], stores["val"], plan=plan, transform=spec.transform, pool=PoolConfig(max_actors=1)
+    assert [one.digest for one in iterate_digests(spec.plan, start, in_an_actor)] == alone
+    made = stream(
+        stores["train"],
+        stores["val"],
+        plan=plan,
+        train_transform=corner,
+        val_transform=corner,
+        pool=PoolConfig(max_actors=1),
     )
-    sizes = [row["micro"].shape[1] for row in rows.iter_batches(batch_size=None)]
+    rows = list(made.iter_batches(batch_size=None))
+    assert [batch_digest(batch) for row in rows for batch in batches_of(row)] == alone
+    sizes = [row["micro"].shape[1] for row in rows]
     assert sizes[:16] == [1] * 16 and max(sizes) > 2, "they grow as soon as it is known what a micro-batch takes"
 
 
@@ -109,16 +126,14 @@ def test_each_rank_gets_the_same_from_any_number_of_executions(
     stores: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     plan = PlanConfig(epochs=1, micro_batch=6, per_step=4, seed=5)
-    spec = spec_of(
-        stores, plan=plan, train_transform=lambda image: image[:9, :9], val_transform=lambda image: image[:9, :9]
-    )
+    spec = spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
     alone = without_ray.digests(spec)
     cases = [(2, 2), (4, 0)] if request.config.getoption("--soak") else [(2, 2)]
     for executions, from_step in cases:
         pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
         # It fails where a rank gets what another should.
         shared = dataclasses.replace(spec, pool=pool)
-        found = digests_of(shared, spec.plan.cursor_at(from_step), max_actors=4, world_size=4)
+        found = digests_of(shared, spec.plan.cursor_at(from_step), max_actors=executions, world_size=4)
         assert found == alone[4 * from_step :]
     with pytest.raises(ConfigError, match=r"one execution: pool\.executions is 2"):
         stream(stores["train"], plan=plan, pool=PoolConfig(executions=2))

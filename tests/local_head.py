@@ -22,8 +22,8 @@ RAY_ON_THIS_MACHINE = {
     "RAY_worker_niceness": "0",
     # Under `uv run pytest` Ray would start each worker by `uv run`, which takes seconds of both cores.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # At its start Ray would start a worker for each core, and wait for them. Many actors of a run cannot use these:
-    # they have an environment of their own.
+    # At its start Ray would start a worker for each core, and wait for them. Many actors of a run cannot use them:
+    # these have an environment of their own.
     "RAY_prestart_worker_first_driver": "0",
     # It ends workers that are idle for a second, and each new one takes 2 s of a core for its imports.
     "RAY_num_workers_soft_limit": "12",

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raypipe.config import PlanConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 from raypipe.train.launch import Interrupts, train
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +109,7 @@ def test_a_signal_before_the_trainers_ends_the_run_without_them(
         store=StoreConfig(str(stores["train"])),
         plan=PlanConfig(micro_batch=10),
         transform=TransformConfig(size=12),
+        pool=PoolConfig(engine="inline"),
         train=TrainConfig(model="small", gpu="no"),
         runs=str(tmp_path),
         name="early",

@@ -76,6 +76,7 @@ class LocalHead:
             **ours,
             "RAY_TMPDIR": self._folder,
             **RAY_ON_THIS_MACHINE,
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # no cloud takes this machine away
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             **(environment or {}),

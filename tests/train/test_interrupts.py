@@ -99,9 +99,9 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
     assert not (tmp_path / "early" / "metrics.jsonl").exists()
 
 
+@pytest.mark.soak  # tests/train/test_loop.py has the first; both are one handler's, as the first test here shows
 @pytest.mark.cluster
-# Both are one handler's, as the first test shows.
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_trainers_ends_the_run_without_them(
     signum: int, ray_cluster: None, tmp_path: Path, stores: dict[str, Path]
 ) -> None:

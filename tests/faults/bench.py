@@ -94,7 +94,7 @@ def make_stores(folder: Path, num_samples: int, names: list[str]) -> dict[str, s
 
 def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
-    min_actors = 4 if kind == "node for good" else 1
+    min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
     return StreamSpec.of(
         store,
         store,
@@ -102,7 +102,7 @@ def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
         transform=TransformConfig(),
         train_transform=crop,
         val_transform=crop,
-        pool=PoolConfig(min_actors=min_actors, max_actors=max_actors, block=BLOCKS.get(kind, 0), stall_timeout_s=60),
+        pool=PoolConfig(min_actors=min_actors, max_actors=max_actors, block=block, stall_timeout_s=60),
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 import without_ray
 from ray import cloudpickle
 
-from raypipe.config import PlanConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
 from raypipe.storage.local_file import progress
@@ -101,11 +101,8 @@ def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStor
         plan=PlanConfig(epochs=1, micro_batch=8),
         train_transform=transform,
         transform=TransformConfig(**config),
-<<<<<<< HEAD
         # Three micro-batches to a block: two further blocks are at the actor that dies.
-        pool=PoolConfig(max_attempts=max_attempts, block=3),
-=======
->>>>>>> afc3f95 (Tests: a pool that dies for good is proven once; two trainers without a pool)
+        pool=PoolConfig(block=3),
     )
 
 

@@ -28,6 +28,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     import torch
     from ray.train.v2._internal.execution import train_fn_utils
 
+    from raypipe.rayext.trainer import train_alone
     from raypipe.streaming.spec import spec_of
     from raypipe.train.learning import num_classes_of
     from raypipe.train.loop import Trainer
@@ -35,7 +36,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
     inline = dataclasses.replace(run, pool=PoolConfig(engine="inline"))
     before, threads = train_fn_utils._train_fn_utils, torch.get_num_threads()
-    train_fn_utils._train_fn_utils = train_fn_utils.LocalTrainFnUtils("alone")
+    train_alone("alone")
     torch.set_num_threads(1)  # as Ray has it in a worker of one CPU
     try:
         with located(inline) as (inline, run_uri, lease):

@@ -80,6 +80,30 @@ def idle_cluster(ray_cluster: None) -> None:
         time.sleep(0.5)
 
 
+def _cpus_held(num: int) -> Iterator[None]:
+    """Another job holds CPUs of the shared cluster. Pools grow while they are waited for, and on a machine of two
+    cores each further actor only makes the wait longer.
+    """
+    from ray.util import placement_group, remove_placement_group
+
+    group = placement_group([{"CPU": num}])
+    assert group.wait(60)
+    yield
+    remove_placement_group(group)
+
+
+@pytest.fixture
+def one_cpu(ray_cluster: None) -> Iterator[None]:
+    """The shared cluster has one CPU to spare, for the one actor of a stream."""
+    yield from _cpus_held(3)
+
+
+@pytest.fixture
+def two_cpus(ray_cluster: None) -> Iterator[None]:
+    """The shared cluster has two CPUs to spare, for one trainer and the one actor of its stream."""
+    yield from _cpus_held(2)
+
+
 @pytest.fixture
 def all_cpus_held(idle_cluster: None) -> Iterator[None]:
     """Another job's actor holds every CPU of the cluster."""

@@ -22,6 +22,13 @@ RAY_ON_THIS_MACHINE = {
     "RAY_worker_niceness": "0",
     # Under `uv run pytest` Ray would start each worker by `uv run`, which takes seconds of both cores.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # At its start Ray would start a worker for each core, and wait for them. Many actors of a run cannot use them:
+    # these have an environment of their own.
+    "RAY_prestart_worker_first_driver": "0",
+    # It ends workers that are idle for a second, and each new one takes 2 s of a core for its imports.
+    "RAY_num_workers_soft_limit": "12",
+    # Else Ray Data has an actor for them, and others are told.
+    "RAY_USAGE_STATS_ENABLED": "0",
     # A trainer's report waits until Ray Train's controller has asked for it, which it does every 2 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
@@ -69,9 +76,9 @@ class LocalHead:
             **ours,
             "RAY_TMPDIR": self._folder,
             **RAY_ON_THIS_MACHINE,
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # no cloud takes this machine away
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
             **(environment or {}),
         }
         self._gcs_port = free_port()

@@ -9,7 +9,7 @@ from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, Train
 
 
 def small_run(
-    runs: Path, train_store: Path, val_store: Path, epochs: int, per_step: int, **train: Any
+    runs: Path | str, train_store: Path | str, val_store: Path | str, epochs: int, per_step: int, **train: Any
 ) -> RunConfig:
     """A run of the small model, in steps of `per_step` x 6 samples, that logs each.
 

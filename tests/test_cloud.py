@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,12 @@ from typing import Any
 import pyarrow.fs
 import pytest
 import torch
+import without_ray
 from s3_server import FaultyProxy, environment
+from small_runs import small_run
 
 from raypipe.commands.ingest import ingest
+from raypipe.config import RunConfig
 from raypipe.metrics.records import parse
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
@@ -26,43 +31,40 @@ from conftest import CLASSES, samples  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-# What it does stands in another process: Ray's processes have the environment of who started them.
+# What is done with the bucket stands in another process: Ray's processes have the environment of who started them.
+# The run is stopped under a stream of actors; it goes on with its trainer reading the bucket.
 RUNS = """
-import dataclasses, json, sys, threading, time
+import dataclasses, json, pickle, sys, threading, time
 import raypipe
 from raypipe.rayext.cluster import connect
-from raypipe.config import *
+from raypipe.config import PoolConfig
 from raypipe.train.checkpoints import has_checkpoints
 from raypipe.train.launch import train
-from raypipe.config import PlanConfig
 from raypipe.train.run_folder import request_stop
 
-local, remote, results = sys.argv[1:]
-
-def run(folder, name):
-    return RunConfig(
-        store=StoreConfig(f"{folder}/train.lmdb", f"{folder}/val.parquet", val_leave_out=f"{folder}/bad.json"),
-        plan=PlanConfig(epochs=2, micro_batch=6, per_step=2, seed=1),
-        transform=TransformConfig(train="small", val="resize", size=12),
-        pool=PoolConfig(max_actors=1),
-        train=TrainConfig(model="small", optimizer="adamw", lr=0.003, workers=1, cpus_per_worker=1.0, log_every=1,
-                          log_samples=True, checkpoint_every=5),
-        runs=f"{folder}/runs", name=name,
-    )
+with open(sys.argv[1], "rb") as file:
+    run = pickle.load(file)
+folder = f"{run.runs}/{run.name}"
 
 def stop():
-    while not has_checkpoints(f"{remote}/runs/mine"):
+    while not has_checkpoints(folder):
         time.sleep(0.1)
-    request_stop(f"{remote}/runs/mine")
+    request_stop(folder)
 
 connect(num_cpus=4, object_store_bytes=300 << 20)
-alone = train(run(local, "mine"))
 threading.Thread(target=stop).start()
-stopped = train(run(remote, "mine"))
-resumed = train(dataclasses.replace(run(remote, ""), resume=f"{remote}/runs/mine"))
-with open(results, "w") as file:
-    json.dump([alone, stopped, resumed], file)
+stopped = train(run)
+resumed = train(dataclasses.replace(run, name="", resume=folder, pool=PoolConfig(engine="inline")))
+with open(sys.argv[2], "w") as file:
+    json.dump([stopped, resumed], file)
 """
+
+
+def run_of(folder: str) -> RunConfig:
+    run = small_run(f"{folder}/runs", f"{folder}/train.lmdb", f"{folder}/val.parquet", 2, 2)
+    store = dataclasses.replace(run.store, val_leave_out=f"{folder}/bad.json")
+    train = dataclasses.replace(run.train, log_samples=True, checkpoint_every=5)
+    return dataclasses.replace(run, name="mine", store=store, train=train)
 
 
 @pytest.fixture
@@ -113,6 +115,8 @@ def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on
     places: tuple[str, str], s3_endpoint: str, tmp_path: Path
 ) -> None:
     local, remote = places
+    alone = without_ray.train(run_of(local))
+    (tmp_path / "run").write_bytes(pickle.dumps(run_of(remote)))
     # Only answers with a body can be cut or slow: one in five.
     rates = {"throttle": 0.03, "drop": 0.03, "cut": 0.08, "slow": 0.1}
     with FaultyProxy(s3_endpoint, seed=1, rates=rates) as proxy:
@@ -123,7 +127,7 @@ def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on
         }
         process_environment.pop("RAY_ADDRESS", None)
         done = subprocess.run(
-            [sys.executable, "-c", RUNS, local, remote, str(tmp_path / "results.json")],
+            [sys.executable, "-c", RUNS, str(tmp_path / "run"), str(tmp_path / "results.json")],
             capture_output=True,
             text=True,
             timeout=380,
@@ -132,7 +136,7 @@ def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on
         )
         faults, requests = dict(proxy.faults), sum(proxy.requests.values())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    alone, stopped, resumed = json.loads((tmp_path / "results.json").read_text())
+    stopped, resumed = json.loads((tmp_path / "results.json").read_text())
     assert faults.keys() == rates.keys() and requests > 100, (faults, requests)
     print(f"{requests} requests, faults: {faults}")
 

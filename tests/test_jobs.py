@@ -18,7 +18,9 @@ from local_head import LocalHead
 pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parent.parent
-DIGITS = ["--plan.epochs=3", "--train.log_every=5", "--train.checkpoint_every=5", "--name=digits"]
+# A second actor would come late, and take its CPU from the trainer on a machine of two cores.
+DIGITS = ["--plan.epochs=2", "--train.log_every=5", "--train.checkpoint_every=5", "--name=digits"]
+DIGITS += ["--pool.max_actors=1"]
 
 
 def run(*command: str, code: int = 0, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -44,8 +46,8 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.cluster
 def test_train_without_a_store_learns_the_digits(digits_run: dict[str, Any]) -> None:
-    assert digits_run["val_accuracy"] > 0.9  # of the whole run: ≥ 0.97
-    assert digits_run["steps"] == 3 * 11 and digits_run["run_dir"].endswith("/runs/digits")
+    assert digits_run["val_accuracy"] > 0.9
+    assert digits_run["steps"] == 2 * 11 and digits_run["run_dir"].endswith("/runs/digits")
     assert {"images_per_s", "wait_fraction"} <= digits_run.keys()
 
 
@@ -141,7 +143,7 @@ def test_a_submitted_run_resumes_what_a_crash_has_left_and_ends_with_the_weights
 ) -> None:
     folder = tmp_path / "runs" / "digits"
     shutil.copytree(digits_run["run_dir"], folder)
-    for checkpoint in sorted(folder.glob("checkpoint_*"))[3:]:
+    for checkpoint in sorted(folder.glob("checkpoint_*"))[4:]:
         shutil.rmtree(checkpoint)
     with LocalHead(3, {"RAYPIPE_CACHE": str(tmp_path)}) as head:
         done = resumed_by_a_job(head, folder)
@@ -163,7 +165,7 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
         while not metrics.exists() or '"step": 15' not in metrics.read_text():
             assert head.jobs("first")["status"] in ("PENDING", "RUNNING")
             time.sleep(0.5)
-        assert "epoch 1/3  step" in head.run("job", "logs", "first").stdout
+        assert "epoch 1/2  step" in head.run("job", "logs", "first").stdout
         assert "was stopped" in head.run("job", "stop", "first").stdout
         of_rays_own = {"AutoscalingCoordinator", "ActorLocationTracker", "datasets_stats_actor"}
         deadline = time.monotonic() + 30  # the cluster hears of their ends one by one
@@ -185,7 +187,7 @@ def resumed_by_a_job(head: LocalHead, folder: Path) -> subprocess.CompletedProce
 def assert_as_unbroken(done: subprocess.CompletedProcess[str], folder: Path, digits_run: dict[str, Any]) -> None:
     lines = done.stdout.splitlines()
     result = next(json.loads(line) for line in reversed(lines) if line.startswith('{"val_accuracy"'))
-    assert result["val_accuracy"] == digits_run["val_accuracy"] and result["steps"] == 33
+    assert result["val_accuracy"] == digits_run["val_accuracy"] and result["steps"] == 22
     assert f"not resumed from {HALF_WRITTEN}: it was cut off while it was written" in lines
     assert (folder / HALF_WRITTEN).exists()
     assert_equal_weights(folder, Path(digits_run["run_dir"]))

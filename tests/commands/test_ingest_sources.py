@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -52,37 +49,6 @@ def write_lmdb(path: Path, entries: dict[bytes, bytes]) -> Path:
         for key, value in entries.items():
             txn.put(key, value)
     return path
-
-
-OWN = """
-def sample(key: bytes, value: bytes) -> dict:
-    return {"image": value[1:], "label": value[0], "key": key.decode()}
-"""
-
-
-@pytest.mark.timeout(180)
-def test_lmdb_of_a_function_of_the_user_s_which_tasks_import(tmp_path: Path) -> None:
-    """In a process of its own, which starts a cluster that knows of the function's module."""
-    (tmp_path / "my_layout.py").write_text(OWN)
-    entries = {b"%02d" % i: bytes([i % 7]) + image for i, image in enumerate(IMAGES)}
-    src, dst = write_lmdb(tmp_path / "a.lmdb", entries), tmp_path / "b.lmdb"
-    command = [
-        sys.executable,
-        "-m",
-        "raypipe.commands.cli",
-        "ingest",
-        str(src),
-        str(dst),
-        "--layout",
-        "my_layout:sample",
-    ]
-    path = os.pathsep.join([str(tmp_path), str(Path(raypipe.__file__).parents[1])])
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([*command, "--shards=2"], capture_output=True, text=True, env=environment, timeout=150)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1])["samples"] == 30
-    expected = {"label": [i % 7 for i in range(30)], "key": [f"{i:02d}" for i in range(30)]}
-    assert contents(open_store(dst)) == {"image": IMAGES, **expected}
 
 
 def test_lmdb_of_images_and_of_pickles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

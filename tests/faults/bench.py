@@ -92,9 +92,9 @@ def make_stores(folder: Path, num_samples: int, names: list[str]) -> dict[str, s
     return paths
 
 
-def spec_of(store: str, kind: str = "") -> StreamSpec:
+def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
-    min_actors = 4 if kind == "node for good" else 1
+    min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
     return StreamSpec.of(
         store,
         store,
@@ -102,7 +102,7 @@ def spec_of(store: str, kind: str = "") -> StreamSpec:
         transform=TransformConfig(),
         train_transform=crop,
         val_transform=crop,
-        pool=PoolConfig(min_actors=min_actors, max_actors=4, block=BLOCKS.get(kind, 0), stall_timeout_s=60),
+        pool=PoolConfig(min_actors=min_actors, max_actors=max_actors, block=block, stall_timeout_s=60),
     )
 
 
@@ -143,7 +143,7 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
     """Places and digests, in the order of arrival; the longest wait; and the number of lines of the supervisor."""
     rows: list[tuple[str, bytes]] = []
     longest, mend_at = 0.0, float("inf")
-    stream = feed(spec, max_actors=4)
+    stream = feed(spec, max_actors=spec.pool.max_actors)
     faults: list[str] = []
     stop = stream.follow(lambda kind, text: faults.append(text) if kind == "fault" else None)
     hurting: list[Future[None]] = []
@@ -301,17 +301,22 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
 
 
 def run(
-    kinds: list[str], seed: int, num_samples: int, names: list[str], show: Callable[[Outcome], None]
+    kinds: list[str],
+    seed: int,
+    num_samples: int,
+    names: list[str],
+    max_actors: int,
+    show: Callable[[Outcome], None],
 ) -> list[Outcome]:
     """Run one scenario of each of `kinds`, on one cluster and stores of some of `STORES`."""
     choose = random.Random(seed)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as folder, cluster() as nodes:
         stores = make_stores(Path(folder), num_samples, names)
-        undisturbed = {name: without_ray(spec_of(path)) for name, path in stores.items()}
+        undisturbed = {name: without_ray(spec_of(path, max_actors)) for name, path in stores.items()}
         for kind in kinds:
             store = "parquet" if kind == "reader" else choose.choice(names)
-            spec = spec_of(stores[store], kind)
+            spec = spec_of(stores[store], max_actors, kind)
             expected = undisturbed[store]
             after = choose.randint(1, min(int(len(expected) * 0.7), len(expected) - READ_AHEAD))
             damage = damage_of(kind, nodes, choose)
@@ -358,6 +363,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; taken in turns")
     parser.add_argument("--samples", type=int, default=NUM_SAMPLES)
     parser.add_argument("--stores", default=",".join(STORES), help="comma-separated; the reader needs parquet")
+    parser.add_argument("--max-actors", type=int, default=4, help="of a pool; 4 for a node that is lost for good")
     parser.add_argument("--output", default="", help="file for the outcomes as JSON")
     args = parser.parse_args()
     chosen = args.kinds.split(",")
@@ -370,6 +376,7 @@ def main() -> None:
         args.seed,
         args.samples,
         args.stores.split(","),
+        args.max_actors,
         lambda outcome: print(f"{asdict(outcome)}", file=sys.stderr, flush=True),
     )
     Console(width=110).print(table(outcomes))

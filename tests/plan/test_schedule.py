@@ -204,7 +204,7 @@ def test_a_block_has_the_samples_of_its_micro_batches(plan: Plan) -> None:
 # Resume
 
 
-@properties(20)
+@properties(8)  # each of some thousand tails
 def test_resume_from_every_cursor_gives_exactly_the_tail(plan: Plan) -> None:
     stream = [(at, plan.indices(at).tolist()) for at in whole(plan)]
     again = pickle.loads(pickle.dumps(plan))  # the process that resumes has no history

@@ -259,14 +259,15 @@ class TestRanges:
             return json.loads(capsys.readouterr().out.splitlines()[-1])
 
         one, other = tmp_path / "one.json", tmp_path / "other.json"
-        found = run("--to-step", 7, "--output", one)
+        found = run("--to-step", 7, "--output", one, "--engine", "inline")
         assert found == {"digest": found["digest"], "samples": 140, "micro_batches": 14, "output": str(one)}
         written = json.loads(one.read_text())
         assert combine(bytes.fromhex(d) for d in written["micro_batches"].values()) == found["digest"]
         found = run("--from-step", 5, "--workers", 2, "--compare", one, "--output", other)
         assert found["equal"] and found["compared"] == 4 and found["micro_batches"] == 10
-        assert found["settings"] == {"workers": [1, 2], "from_step": [0, 5], "to_step": [7, 10]}
-        found = run("--to-step", 1, "--transform", "center", "--compare", one, code=1)
+        changed = {"workers": [1, 2], "actors": [0, 1], "from_step": [0, 5], "to_step": [7, 10]}
+        assert found["settings"] == changed
+        found = run("--to-step", 1, "--transform", "center", "--compare", one, "--engine", "inline", code=1)
         assert (found["equal"], found["compared"], found["different"]) == (False, 2, 2)
         assert found["first_different"] == "train-e0000-s000000-m000"
         assert found["settings"]["transform.train"] == ["light", "center"]
@@ -281,6 +282,7 @@ class TestRanges:
         cli_main(
             *("digest", store.address, "--val", store.address, "--micro-batch", 8, "--size", 16),
             *("--leave-out", tmp_path / "bad.json", "--val-leave-out", tmp_path / "bad.json"),
+            *("--engine", "inline"),
         )
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (found["samples"], found["micro_batches"]) == (48 + 48, 6 + 6)

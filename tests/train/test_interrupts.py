@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raypipe.config import PlanConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 from raypipe.train.launch import Interrupts, train
 
 ROOT = Path(__file__).parents[2]
@@ -99,9 +99,9 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
     assert not (tmp_path / "early" / "metrics.jsonl").exists()
 
 
+@pytest.mark.soak  # tests/train/test_loop.py has the first; both are one handler's, as the first test here shows
 @pytest.mark.cluster
-# Both are one handler's, as the first test shows.
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_trainers_ends_the_run_without_them(
     signum: int, ray_cluster: None, tmp_path: Path, stores: dict[str, Path]
 ) -> None:
@@ -109,6 +109,7 @@ def test_a_signal_before_the_trainers_ends_the_run_without_them(
         store=StoreConfig(str(stores["train"])),
         plan=PlanConfig(micro_batch=10),
         transform=TransformConfig(size=12),
+        pool=PoolConfig(engine="inline"),
         train=TrainConfig(model="small", gpu="no"),
         runs=str(tmp_path),
         name="early",

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 # a transform imports raypipe first.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
+# For executions in this process; `raypipe.rayext.cluster` says why.
+os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
 # Ray shows a line that several workers have written only once, with a remark at its end: JSON it would be no more.
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 

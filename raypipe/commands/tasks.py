@@ -102,7 +102,7 @@ def check_wanted(wanted: Path) -> None:
 
 def _wait_for_cpu(what: str, here: bool) -> None:
     """Raise ResourceError where other jobs keep all CPUs: Ray alone would wait for ever, and say nothing."""
-    from raypipe.rayext.cluster import free_cpus
+    from raypipe.rayext.limits import free_cpus
 
     deadline = time.monotonic() + _SETTLE_S
     nodes = {node["NodeID"] for node in _nodes(here)}

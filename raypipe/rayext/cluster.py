@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import node, ray_constants, worker
-from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray._private import node, ray_constants
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
@@ -134,18 +133,6 @@ def started_here() -> bool:
 def is_local() -> bool:
     """Whether the connected cluster is one that `connect` has started, in this process or in its driver."""
     return started_here() or LOCAL_CLUSTER in os.environ
-
-
-def resource_state() -> Any:
-    """What each node has free, and what waits for room: a ClusterResourceState of Ray's autoscaler."""
-    driver: Any = worker.global_worker
-    return get_cluster_resource_state(driver.gcs_client)
-
-
-def free_cpus() -> dict[str, float]:
-    """The CPUs that each node has free, by its identifier."""
-    nodes = resource_state().node_states
-    return {each.node_id.hex(): each.available_resources.get("CPU", 0.0) for each in nodes}
 
 
 @dataclass(frozen=True)

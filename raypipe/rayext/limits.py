@@ -1,4 +1,4 @@
-"""What the connected cluster may grow to: the most of each resource, as its autoscaler's configuration has it."""
+"""What the connected cluster has free, and what it may grow to, as its autoscaler or its configuration has it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import ray
 import yaml
+from ray._private import worker
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
 from raypipe.storage.files import read_text
 
@@ -17,6 +19,18 @@ logger = logging.getLogger(__name__)
 _OF_RAY_UP = "~/ray_bootstrap_config.yaml"
 _MAX_BYTES = 1 << 20
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def resource_state() -> Any:
+    """What each node has free, and what waits for room: a ClusterResourceState of Ray's autoscaler."""
+    driver: Any = worker.global_worker
+    return get_cluster_resource_state(driver.gcs_client)
+
+
+def free_cpus() -> dict[str, float]:
+    """The CPUs that each node has free, by its identifier."""
+    nodes = resource_state().node_states
+    return {each.node_id.hex(): each.available_resources.get("CPU", 0.0) for each in nodes}
 
 
 def limits_of(config: dict[str, Any]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 
 from raypipe.config import PoolConfig
 from raypipe.errors import ResourceError
-from raypipe.rayext.cluster import resource_state
+from raypipe.rayext.limits import resource_state
 
 _SIZE_PERIOD_S = 0.1
 _WATCH_PERIOD_S = 1.0

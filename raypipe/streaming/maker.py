@@ -25,9 +25,10 @@ from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.stores.base import Store, name_of, title_of
 from raypipe.streaming.row import Made
-from raypipe.transform.batch import HostBatch, Read, Room, read_encoded, read_samples
+from raypipe.transform.batch import HostBatch, Read, read_encoded, read_samples
 from raypipe.transform.contents import Content, EncodedTransform, Images
 from raypipe.transform.micro_batch import FIRST_ATTEMPT, Attempt, MicroBatchTransform, ReadSample, Sample
+from raypipe.transform.pixels import Room
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import EncodedSample, Key

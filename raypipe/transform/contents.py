@@ -33,9 +33,9 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.batch import reused_memory
 from raypipe.transform.decode import decode, image_size
-from raypipe.transform.jpeg import Box, Undecoded, cut, open_for_crop
+from raypipe.transform.jpeg import open_for_crop
+from raypipe.transform.pixels import Box, Undecoded, cut, reused_memory
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
 from raypipe.transform.targets import IGNORE, NO_BOX, decode_boxes, decode_mask, target_pipeline
 

@@ -26,7 +26,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from raypipe.transform.jpeg import Box, Undecoded, cut
+from raypipe.transform.pixels import Box, Undecoded, cut
 
 _VERSIONS = ("2.0.8",)  # of Albumentations, whose steps are called by parts
 

@@ -25,15 +25,7 @@ import simplejpeg
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.transform.image_header import jpeg_size, open_pillow
-
-Box = tuple[int, int, int, int]
-"""(top, left, height, width), pixels of an image, inside it."""
-
-DecodeBox = Callable[[Box], np.ndarray]
-"""A box → its pixels, uint8 RGB (h, w, 3), writable; they may come at a reduced scale."""
-
-Undecoded = tuple[tuple[int, int], DecodeBox]
-"""(height, width) of an image, pixels, and what decodes a box of it."""
+from raypipe.transform.pixels import Box, Undecoded, cut
 
 WHOLE = 8
 """Eighths: full scale."""
@@ -120,12 +112,6 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
         return part
     height, width, *_ = simplejpeg.decode_jpeg_header(data)
     return cut(decode_jpeg_at(data, _scaled(min(height, width), eighths) if eighths < WHOLE else 0), box)
-
-
-def cut(image: np.ndarray, box: Box) -> np.ndarray:
-    """The box of an image; a view."""
-    top, left, height, width = box
-    return image[top : top + height, left : left + width]
 
 
 def _scaled(side: int, eighths: int) -> int:

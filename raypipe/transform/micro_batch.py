@@ -14,8 +14,9 @@ import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import title_of
-from raypipe.transform.batch import MicroBatchResult, Room
+from raypipe.transform.batch import MicroBatchResult
 from raypipe.transform.contents import Content
+from raypipe.transform.pixels import Room
 from raypipe.transform.sample_cache import SampleCache
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
 

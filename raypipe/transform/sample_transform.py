@@ -25,7 +25,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.transform.direct import direct_pipeline
-from raypipe.transform.jpeg import DecodeBox, Undecoded
+from raypipe.transform.pixels import DecodeBox, Undecoded
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""

@@ -29,7 +29,7 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.rank_stream import Feed
 from raypipe.streaming.row import host_batches, made_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import Room
+from raypipe.transform.pixels import Room
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(

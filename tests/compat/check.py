@@ -45,9 +45,16 @@ from raypipe.train.run_folder import request_stop
 SIDE = 24
 
 
+class Holder:
+    """Holds CPUs."""
+
+    def ready(self) -> None:
+        """Returns once it does."""
+
+
 def slow_crop(image: np.ndarray) -> np.ndarray:
     """A transform for which ranks have to wait."""
-    time.sleep(0.005)
+    time.sleep(0.01)
     return np.ascontiguousarray(image[:SIDE, :SIDE])
 
 
@@ -100,17 +107,21 @@ def check_stream(store: str) -> dict[str, Any]:
     start = spec.plan.start()
     expected = [each.digest for each in digested(inline_batches(spec, start, 0, 1))]
     supervisor, found, killed = start_supervisor(3), list[bytes](), list[int]()
-    thread = kill_an_actor(lambda: len(found) > 20, killed)
+    thread = kill_an_actor(lambda: len(found) > 40, killed)
+    held = ray.remote(num_cpus=1.5)(Holder).remote()  # a pool begins with as many actors as there is room for
+    ray.get(held.ready.remote())
     iterators = splits(spec, start, max_actors=2, world_size=2, supervisor=supervisor)
-    # The pool has one CPU at first, and so one actor.
     for each in iterate_digests(spec.plan, start, iterators):
         found.append(each.digest)
+        if len(found) == 1:
+            ray.kill(held)
     thread.join(10)
     events = [text for _, text in ray.get(supervisor.events.remote(0))]
     assert found == expected, "the stream has other digests than this process"
     assert killed, "no transform actor was killed"
-    grown = [text for text in events if "transform actors: the ranks waited" in text]
-    return {"digest": combine(found), "growth": grown[:1], "events": events}
+    grown = [text for text in events if "1 → 2 transform actors" in text]
+    assert grown, f"the pool did not grow: {events}"
+    return {"digest": combine(found), "growth": grown[0]}
 
 
 def steps_of(folder: Path) -> int:

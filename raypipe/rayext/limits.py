@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 import yaml
-from ray._private import worker
+from ray._private import state, worker
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
 from raypipe.storage.files import read_text
@@ -29,8 +29,9 @@ def resource_state() -> Any:
 
 def free_cpus() -> dict[str, float]:
     """The CPUs that each node has free, by its identifier."""
-    nodes = resource_state().node_states
-    return {each.node_id.hex(): each.available_resources.get("CPU", 0.0) for each in nodes}
+    # The state above is some tenths of a second old.
+    free = state.available_resources_per_node()
+    return {node: found.get("CPU", 0.0) for node, found in free.items()}
 
 
 def limits_of(config: dict[str, Any]) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""What is special to Ray's inside, behind one door: pool size, back-pressure, placement."""
+"""What is special to Ray's inside, behind one door: executions and their pools, trainers, clusters."""

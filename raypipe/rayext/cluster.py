@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from packaging import version
 from ray._private import node, ray_constants
 
 from raypipe.config import PoolConfig, TrainConfig
@@ -251,6 +252,15 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     min_workers = needed_workers if needed_workers < workers else 0
     idle_gpus = max(0, int(offer.free_gpus) - workers) if gpu and not (train and train.workers) else 0
     return Allocation(workers, gpu, per_worker, max_actors, min_workers, idle_gpus)
+
+
+def check_elastic() -> None:
+    """Raise ConfigError where this Ray has no elastic training."""
+    if version.parse(ray.__version__) < version.parse("2.55"):
+        raise ConfigError(
+            f"elastic training (train.min_workers) needs Ray 2.55 or newer, this is Ray {ray.__version__}: "
+            "update Ray, or set train.min_workers=0"
+        )
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -198,20 +198,18 @@ class Turns:
     def __init__(self, topology: Any, settings: Settings) -> None:
         configure_logs(settings.log, run=settings.run)
         self._flow, self._shown_at = _Flow(topology), 0.0
-        self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor)
+        self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())
         self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
 
     def try_trigger_scaling(self) -> None:
         """At each turn."""
         now, flow = time.monotonic(), self._flow
-        self._keeper.keep(now, made=flow.made, queued=flow.queued(), ranks_waiting=self._ranks_waiting)
+        ranks_waiting = flow.waiting_of(self._ranks)
+        self._keeper.keep(now, made=flow.made, queued=flow.queued(), ranks_waiting=ranks_waiting)
         if now - self._shown_at >= _METRICS_PERIOD_S:
             self._shown_at, waiting = now, flow.waiting()
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
-
-    def _ranks_waiting(self) -> float:
-        return self._flow.waiting_of(self._ranks)
 
     def on_executor_shutdown(self) -> None:
         """At the end."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ from raypipe.config import PoolConfig
 from raypipe.errors import ResourceError
 from raypipe.rayext.limits import resource_state
 
-_SIZE_PERIOD_S = 0.1
 _WATCH_PERIOD_S = 1.0
 
 # Share of the actors that must be at work for more of them to help.
@@ -103,45 +101,39 @@ class PoolKeeper:
         op: Ray Data's operator of the pool.
         rules: the pool's bounds and pace.
         supervisor: handle of the Supervisor that is told.
+        now: seconds of a monotonic clock.
     """
 
-    def __init__(self, op: Any, rules: PoolConfig, supervisor: Any) -> None:
+    def __init__(self, op: Any, rules: PoolConfig, supervisor: Any, now: float) -> None:
         self._op, self._rules, self._supervisor = op, rules, supervisor
         (self._pool,) = op.get_autoscaling_actor_pools()
         self._cpus: float = self._pool.per_actor_resource_usage().cpu or 0.0
         self._sizer: PoolSizer | None = None  # until the first block is there
         self._target: int | None = None
-        self._sized_at = self._watched_at = -math.inf
-        self._since: float | None = None
-        # When the pool was last whole; when a block was last finished, and the how many-th; when an actor ran, or
-        # none was queued for CPUs.
-        self._whole_at = self._moved_at = self._queued_at = 0.0
+        # When it was last watched; when the pool was last whole; when a block was last finished, and the how
+        # many-th; when an actor ran, or none was queued for CPUs.
+        self._watched_at = self._whole_at = self._moved_at = self._queued_at = now
         self._made, self._told = 0, False
 
-    def keep(self, now: float, *, made: int, queued: int, ranks_waiting: Callable[[], float]) -> None:
-        """Look at the pool; called at each turn of Ray Data's scheduler.
+    def keep(self, now: float, *, made: int, queued: int, ranks_waiting: float) -> None:
+        """Look at the pool; called at each turn of Ray Data's scheduler, some ten times a second.
 
         Args:
-            now: seconds of a monotonic clock.
             made: blocks that the pool has finished.
             queued: blocks that no actor has been given yet.
-            ranks_waiting: gives the share of the ranks for which no finished block is there.
+            ranks_waiting: share of the ranks for which no finished block is there.
 
         Raises:
             ResourceError: the stream stands still.
         """
-        if self._since is None:
-            self._since = self._whole_at = self._moved_at = self._queued_at = now
-        if now - self._sized_at >= _SIZE_PERIOD_S:
-            self._sized_at = now
-            self._size(now, made, ranks_waiting)
+        self._size(now, made, ranks_waiting)
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._make_room(now)
             self._tell_of_none(now)
             self._end_stall(now, made, queued)
 
-    def _size(self, now: float, made: int, ranks_waiting: Callable[[], float]) -> None:
+    def _size(self, now: float, made: int, ranks_waiting: float) -> None:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
             pool.scale(ActorPoolScalingRequest.upscale(delta=missing, reason="the pool is below its minimum"))
@@ -151,7 +143,7 @@ class PoolKeeper:
             self._sizer = PoolSizer(self._rules, now)
         running, pending = pool.num_running_actors(), pool.num_pending_actors()
         decision = self._sizer.observe(
-            now, waiting=ranks_waiting(), active=pool.num_active_actors(), running=running, pending=pending
+            now, waiting=ranks_waiting, active=pool.num_active_actors(), running=running, pending=pending
         )
         size = running + pending
         if decision is not None:

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ray
 from ray.train.v2._internal.callbacks import datasets, placement_group_callback
 from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
-from raypipe.errors import ConfigError, ResourceError
+from raypipe.errors import ResourceError
 from raypipe.failures import is_final
 from raypipe.rayext.cluster import largest_divisor, started_here
 
@@ -25,17 +24,8 @@ logger = logging.getLogger(__name__)
 # Trainers that have room are there at once. Ray Train looks again for room after so long (cluster.py sets it).
 _TOLD_AFTER_S = 8.0
 
-
+# Ray 2.54 has none, which cluster.check_elastic says.
 _Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.FixedScalingPolicy)
-
-
-def check_elastic() -> None:
-    """Raise ConfigError where this Ray has no elastic training."""
-    if not hasattr(scaling_policy, "ElasticScalingPolicy"):
-        raise ConfigError(
-            f"elastic training (train.min_workers) needs Ray 2.55 or newer, this is Ray {ray.__version__}: "
-            "update Ray, or set train.min_workers=0"
-        )
 
 
 def _is_elastic(config: Any) -> bool:

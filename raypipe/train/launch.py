@@ -14,7 +14,7 @@ from raypipe.config import AugmentConfig, RunConfig
 from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, progress
 from raypipe.pages.report import write_report
-from raypipe.rayext.cluster import Allocation, connect, preflight
+from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.streaming.pipeline import check_memory
@@ -73,6 +73,8 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         interrupts.stand()
         allocation = preflight(run.pool, run.train, run.plan.per_step, interrupts.check)
         spec.plan.check_workers(allocation.workers)
+        if allocation.min_workers:
+            check_elastic()
         check_memory(spec, allocation.max_actors, allocation.workers)
         interrupts.check()
         # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
@@ -150,7 +152,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     """Train on the resources that were allocated; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from ray.train.v2.api import config as ray_config
 
-    from raypipe.rayext.trainer import RunTrainer, check_elastic
+    from raypipe.rayext.trainer import RunTrainer
     from raypipe.train.loop import train_loop
 
     run, run_uri = loop["run"], loop["run_uri"]
@@ -159,14 +161,10 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         request_stop(run_uri)
         progress(logger, "stopping at the next line of progress, with a checkpoint; once more aborts")
 
-    workers: Any = allocation.workers
-    elastic: dict[str, Any] = {}  # Ray 2.54 knows none of it
+    sizes: dict[str, Any] = {"num_workers": allocation.workers}
     if allocation.min_workers:
-        check_elastic()
-        workers, elastic = (
-            (allocation.min_workers, workers),
-            {"elastic_resize_monitor_interval_s": _RESIZE_EVERY_S},
-        )
+        allowed = (allocation.min_workers, allocation.workers)
+        sizes = {"num_workers": allowed, "elastic_resize_monitor_interval_s": _RESIZE_EVERY_S}
     of_logs: dict[str, Any] = {}
     if run.log == "json" and hasattr(ray_config, "LoggingConfig"):  # Ray Train's controller knows text alone
         of_logs["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
@@ -178,10 +176,9 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         take_signals=lambda: interrupts.hand_over(on_interrupt),
         train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
-            num_workers=workers,
+            **sizes,
             use_gpu=allocation.gpu,
             resources_per_worker={"CPU": allocation.cpus_per_worker},  # and a GPU, with `use_gpu`
-            **elastic,
         ),
         run_config=ray_config.RunConfig(
             name=run.name,

@@ -41,7 +41,7 @@ from raypipe.transform.targets import IGNORE, NO_BOX, decode_boxes, decode_mask,
 
 Arrays = dict[str, np.ndarray]
 Take = Callable[[Callable[[int], Arrays]], Arrays]
-"""Gives the arrays (B, …) to put a micro-batch in, from a function that makes those of k; see `batch.Room`."""
+"""Gives the arrays (B, …) to put a micro-batch in, from a function that makes those of k; see `pixels.Room`."""
 Make = Callable[[int, np.ndarray | None], Any]
 """(position in the micro-batch, place for the image, if it is known) → what `one` makes of the sample; None for
 padding, or a bad sample that is left out."""

@@ -32,6 +32,7 @@ import torch
 
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.metrics.records import read_records
 from raypipe.rayext.cluster import connect
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import combine, digested, iterate_digests
@@ -124,13 +125,24 @@ def check_stream(store: str) -> dict[str, Any]:
     return {"digest": combine(found), "growth": grown[0]}
 
 
+def run_of(store: str, runs: Path, name: str, plan: PlanConfig, **train: Any) -> RunConfig:
+    """A run of the small model on two workers."""
+    return RunConfig(
+        store=StoreConfig(store, store),
+        plan=plan,
+        transform=TransformConfig(train="small", val="resize", size=SIDE),
+        pool=PoolConfig(max_actors=1),
+        train=TrainConfig(model="small", workers=2, cpus_per_worker=0.5, **train),
+        runs=str(runs),
+        name=name,
+    )
+
+
 def steps_of(folder: Path) -> int:
     """Training steps that a run has logged."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
-    except OSError:
-        return 0
-    return max((record["step"] for record in map(json.loads, lines) if record["kind"] == "train"), default=0)
+    found = read_records(folder.as_uri())
+    records = found.kept if found else []
+    return max((record["step"] for record in records if record["kind"] == "train"), default=0)
 
 
 def weights_of(folder: Path) -> str:
@@ -145,15 +157,7 @@ def weights_of(folder: Path) -> str:
 
 def check_training(store: str, runs: Path) -> dict[str, Any]:
     """Two workers; a killed actor; a stop in mid-epoch, and the resume."""
-    run = RunConfig(
-        store=StoreConfig(store, store),
-        plan=PlanConfig(epochs=3, micro_batch=6, per_step=4, seed=1),
-        transform=TransformConfig(train="small", val="resize", size=SIDE),
-        pool=PoolConfig(max_actors=1),
-        train=TrainConfig(model="small", workers=2, cpus_per_worker=0.5, log_every=1),
-        runs=str(runs),
-        name="killed",
-    )
+    run = run_of(store, runs, "killed", PlanConfig(epochs=3, micro_batch=6, per_step=4, seed=1), log_every=1)
     killed: list[int] = []
     thread = kill_an_actor(lambda: steps_of(runs / "killed") >= 3, killed)
     first = train(run)
@@ -175,15 +179,7 @@ def check_training(store: str, runs: Path) -> dict[str, Any]:
 
 def check_elastic(store: str, runs: Path) -> str:
     """Whether elastic training runs here, or is refused by the release that has it."""
-    run = RunConfig(
-        store=StoreConfig(store, store),
-        plan=PlanConfig(epochs=1, micro_batch=6, per_step=2, seed=1),
-        transform=TransformConfig(train="small", val="resize", size=SIDE),
-        pool=PoolConfig(max_actors=1),
-        train=TrainConfig(model="small", workers=2, min_workers=1, cpus_per_worker=0.5),
-        runs=str(runs),
-        name="elastic",
-    )
+    run = run_of(store, runs, "elastic", PlanConfig(epochs=1, micro_batch=6, per_step=2, seed=1), min_workers=1)
     try:
         return f"{train(run)['steps']} steps"
     except ConfigError as error:

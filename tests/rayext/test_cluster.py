@@ -8,6 +8,7 @@ import yaml
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
+from raypipe.rayext import cluster
 from raypipe.rayext.cluster import Allocation, Resources, allocate, cluster_resources
 from raypipe.rayext.limits import limits_of
 
@@ -224,3 +225,12 @@ def test_a_run_counts_on_the_nodes_that_the_autoscaler_may_add(
     assert (now.cpus, now.gpus) == (4, 0)
     assert (later.cpus, later.gpus) == (8 * 32 + 2 * 28, 8)
     assert later.free_cpus == later.cpus - (now.cpus - now.free_cpus)
+
+
+def test_elastic_training_is_refused_by_a_ray_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for release in ("2.55.0", "2.60.0", "3.0.0.dev0"):
+        monkeypatch.setattr("ray.__version__", release)
+        cluster.check_elastic()
+    monkeypatch.setattr("ray.__version__", "2.54.1")
+    with pytest.raises(ConfigError, match=r"needs Ray 2\.55 or newer, this is Ray 2\.54\.1: update Ray, or set"):
+        cluster.check_elastic()

@@ -186,7 +186,7 @@ class Keeper(PoolKeeper):
         self.notes: list[str] = []
         supervisor = SimpleNamespace(note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text)))
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
-        super().__init__(self.op, PoolConfig(stall_timeout_s=60.0), supervisor)
+        super().__init__(self.op, PoolConfig(stall_timeout_s=60.0), supervisor, 0.0)
         self.pool = pool
 
     def left_after(self, seconds: float) -> list[str]:

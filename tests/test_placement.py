@@ -21,7 +21,8 @@ import ray
 from ray.cluster_utils import Cluster
 import raypipe
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+head = {"num_cpus": 0, "include_dashboard": False, "dashboard_agent_listen_port": 0}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 gpu = cluster.add_node(num_cpus=2, num_gpus=1, wait=False)
 cpu = cluster.add_node(num_cpus=2, labels={"raypipe": "transform"}, wait=False)
 cluster.wait_for_nodes()

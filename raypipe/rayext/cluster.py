@@ -83,7 +83,7 @@ def connect(
         # Under `uv run`, Ray would build the project's environment anew for its workers, which share this one.
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log == "json" else {})
-    with _inherited(environment), _without_idle_processes():
+    with _inherited(environment), _small_head():
         ray.init(
             num_cpus=num_cpus,
             object_store_memory=object_store_bytes,
@@ -110,20 +110,30 @@ def _inherited(environment: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_idle_processes() -> Iterator[None]:
-    """Ray, started in here, does without two processes of its head that a cluster of one machine has no use for.
+def _small_head() -> Iterator[None]:
+    """Ray, started in here, does without what a cluster of one machine has no use for, and waits less.
 
-    They are the server of the dashboard, which is started without a dashboard too, and ray.init waits 2 s for it;
-    and the monitor, which would add nodes.
+    The server of the dashboard is started without a dashboard too, and ray.init waits 2 s for it; the monitor would
+    add nodes. The agent's port is where a dashboard would find it: any port will do, where Ray tries for 3 s to
+    have one that each other Ray on this machine wants too.
     """
-    saved = {name: getattr(node.Node, name) for name in ("start_api_server", "start_monitor")}
+    node_type = node.Node
+    start_raylet = node_type.start_raylet
+
+    def start_with_any_port(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._ray_params.dashboard_agent_listen_port = 0
+        return start_raylet(self, *args, **kwargs)
+
+    ours = {name: lambda self, *_, **__: None for name in ("start_api_server", "start_monitor")}
+    ours["start_raylet"] = start_with_any_port
+    saved = {name: getattr(node_type, name) for name in ours}
     try:
-        for name in saved:
-            setattr(node.Node, name, lambda self, *_, **__: None)
+        for name, method in ours.items():
+            setattr(node_type, name, method)
         yield
     finally:
         for name, method in saved.items():
-            setattr(node.Node, name, method)
+            setattr(node_type, name, method)
 
 
 def started_here() -> bool:

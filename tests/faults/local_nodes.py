@@ -32,6 +32,7 @@ class Nodes:
             head_node_args={
                 "num_cpus": 0,
                 "include_dashboard": False,
+                "dashboard_agent_listen_port": 0,  # else each Ray of this machine tries for 3 s to have the same
                 "object_store_memory": 100 << 20,
                 "resources": {"head": 100},
             },

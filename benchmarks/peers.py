@@ -126,8 +126,10 @@ def measure(name: str, work: Work) -> dict[str, float]:
         result = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--one", name, "--result", str(result)]
         command += ["--work", json.dumps(asdict(work), default=str)]
-        # A cluster of its own, and one thread for each library: the cores are shared out by the loader.
+        # A cluster of its own, and one thread for each library: the cores are shared out by the loader. Under
+        # `uv run`, plain Ray Data's workers would build an environment of their own, without these modules.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_ALBUMENTATIONS_UPDATE": "1", "RAY_TMPDIR": folder}
+        env["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         env.pop("RAY_ADDRESS", None)
         _, cost = peer_cost.run(command, _TIMEOUT_S, env)
         return figures(json.loads(result.read_text()), cost, work.batch)

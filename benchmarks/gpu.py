@@ -126,12 +126,11 @@ def streamed(args: Any, device: torch.device, store: str, decode: Any = "cpu") -
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    feed = raypipe.feed(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)
-    with contextlib.closing(feed):  # the next one needs its CPUs
-        for segment in feed:
-            for step in segment:
-                for batch in step:
-                    yield batch.image, batch.target, batch.mixed
+    loader = raypipe.loader(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)
+    with contextlib.closing(loader):  # the next one needs its CPUs
+        for epoch in loader.epochs():
+            for batch in epoch.train:
+                yield batch.image, batch.target, batch.mixed
 
 
 def make_store(folder: Path, count: int) -> str:

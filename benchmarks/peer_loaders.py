@@ -51,8 +51,8 @@ class DecodeTransform:
 def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.rayext.cluster import connect
+    from raypipe.streaming.loader import Loader
     from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.rank_stream import Feed
     from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
 
@@ -66,8 +66,9 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
             pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
         )
         (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
-        for segment in Feed(spec, host_batches(iterator), spec.plan.start()):
-            yield ((batch.image, batch.target) for step in segment for batch in step)
+        loader = Loader(spec, lambda _: (host_batches(iterator), spec.plan.start(), None))
+        for epoch in loader.epochs():
+            yield ((batch.image, batch.target) for batch in epoch.train)
 
     return start
 

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from raypipe.plan.schedule import Plan as Plan
     from raypipe.rayext.cluster import connect as connect
     from raypipe.stores import open_store as open_store
-    from raypipe.streaming.handover import feed as feed
+    from raypipe.streaming.handover import loader as loader
     from raypipe.streaming.pipeline import stream as stream
+    from raypipe.streaming.plain import plain_loaders as plain_loaders
     from raypipe.streaming.source import read_lmdb as read_lmdb
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
@@ -49,8 +50,9 @@ _NAMES = {
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],
     "stores": ["open_store"],
-    "streaming.handover": ["feed"],
+    "streaming.handover": ["loader"],
     "streaming.pipeline": ["stream"],
+    "streaming.plain": ["plain_loaders"],
     "streaming.source": ["read_lmdb"],
     "streaming.spec": ["StreamSpec"],
 }

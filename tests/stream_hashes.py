@@ -134,11 +134,10 @@ spec = raypipe.StreamSpec.of(
     transform=raypipe.TransformConfig(size=24, **transform), pool=raypipe.PoolConfig(cpus_per_actor=0.5),
 )
 found = hashlib.blake2b(digest_size=16)
-for segment in raypipe.feed(spec, augment=raypipe.AugmentConfig(**augment) if augment else None):
-    for step in segment:
-        for batch in step:
-            for values in (batch.index, batch.label, batch.weight, batch.image):
-                found.update(np.asarray(values).tobytes())
+for epoch in raypipe.loader(spec, augment=raypipe.AugmentConfig(**augment) if augment else None).epochs():
+    for batch in [*epoch.train, *epoch.val]:
+        for values in (batch.index, batch.label, batch.weight, batch.image):
+            found.update(np.asarray(values).tobytes())
 print(found.hexdigest())
 """
 

@@ -19,6 +19,13 @@ def host_batches(spec: StreamSpec, from_step: int = 0) -> Iterator[HostBatch]:
     return (maker.batch(at) for at in spec.plan.micro_batches(spec.plan.cursor_at(from_step)))
 
 
+def every_batch(loader: Any) -> Iterator[Any]:
+    """Of all that a loader has left, training and validation in turn."""
+    for epoch in loader.epochs():
+        yield from epoch.train
+        yield from epoch.val
+
+
 def digests(spec: StreamSpec, from_step: int = 0) -> list[bytes]:
     return [batch_digest(batch) for batch in host_batches(spec, from_step)]
 

@@ -33,7 +33,8 @@ Used = TypeVar("Used")
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on the training device. From a ring it is valid until the next one is asked for.
+    """One micro-batch on the training device. From a ring it is valid until the next one is asked for, or longer
+    by as many as `keep` says.
 
     Attributes:
         at: its place in the run.
@@ -43,6 +44,7 @@ class Batch:
         weight: float32 (B,); 0 for padding and for samples that count for nothing.
         label: the target, on the host.
         index: int64 (B,), on the host; -1 for padding.
+        ends_step: whether it is this rank's last micro-batch of an optimizer step.
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that an actor spent on it, reading, and in all.
         mixed: the other half of the targets, where MixUp or CutMix was applied.
@@ -61,6 +63,7 @@ class Batch:
     label: np.ndarray
     index: np.ndarray
     num_bad: int
+    ends_step: bool = False
     read_s: float = 0.0
     work_s: float = 0.0
     mixed: Mixed | None = None
@@ -75,6 +78,7 @@ def on_device(
     device: torch.device,
     seed_of: Callable[[MicroBatchId], int],
     depth: int = 2,
+    keep: int = 0,
     ring: bool | None = None,
     on_copied: OnCopied | None = None,
 ) -> Iterator[Batch]:
@@ -84,7 +88,7 @@ def on_device(
         batches: micro-batches in host memory.
         device: CUDA or CPU.
         seed_of: the seed of the micro-batch at a place.
-        depth, on_copied: see `Ring`.
+        depth, keep, on_copied: see `Ring`.
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
 
     Raises:
@@ -102,7 +106,7 @@ def on_device(
         # NHWC in memory is channels_last as it stands.
         return _batch(host, seed_of, image=image.permute(0, 3, 1, 2), target=target, weight=weight, **targets)
 
-    through = Ring(batches, arrays, device, depth, on_copied)
+    through = Ring(batches, arrays, device, depth, keep, on_copied)
     if through.device.type == "cuda" or ring:
         return _each(through, batch)
     return (batch(host, [*map(view, arrays(host))]) for host in batches)
@@ -184,8 +188,8 @@ class Prefetched:
         for image, target in raypipe.prefetch(loader, device):
             ...
 
-    On CUDA a batch is valid until the next one is asked for: clone what is to be kept. Ask for batches under the
-    stream that works on them. On CPU the loader's batches come as they are.
+    On CUDA a batch is valid until the next one is asked for, or longer by as many as `keep` says. Ask for batches
+    under the stream that works on them. On CPU the loader's batches come as they are.
 
     It can be iterated as often as the loader, has its length, and ends its thread when it is left early.
 
@@ -199,6 +203,8 @@ class Prefetched:
             on the device, and all that is no tensor, pass through. Pinned tensors are not copied on the host.
         device: CUDA or CPU.
         depth: transfers in flight or done, beside the batch in use.
+        keep: batches that stay valid beside the newest, for a loop that looks ahead; each takes the device memory
+            of one, and the pinned memory too.
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
 
     Raises:
@@ -206,10 +212,15 @@ class Prefetched:
     """
 
     def __init__(
-        self, loader: Iterable[Any], device: torch.device | str, depth: int = 2, ring: bool | None = None
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str,
+        depth: int = 2,
+        keep: int = 0,
+        ring: bool | None = None,
     ) -> None:
         self._loader = loader
-        self._ring = Ring(loader, self._moved, device, depth)
+        self._ring = Ring(loader, self._moved, device, depth, keep)
         self._on_cuda = self._ring.device.type == "cuda"
         self._uses_ring = self._on_cuda or bool(ring)
 

@@ -4,7 +4,8 @@
 
 Each slot has two events. `copied`: its transfer is done, so compute may read the device side and the host
 may refill the host side. `consumed`: compute has passed its last use, so the copy stream may overwrite the
-device side. Of `depth` + 1 slots one is in use and `depth` are filled or being filled:
+device side. Of `depth` + 1 slots one is in use and `depth` are filled or being filled, and `keep` more hold what
+came before:
 
     thread      fill a free slot's host side once `copied`; on the copy stream: transfer once `consumed`
     consumer    on the compute stream: go on once `copied`, use; then record `consumed` and free the slot
@@ -84,9 +85,10 @@ def view(array: np.ndarray) -> torch.Tensor:
 class Ring(Generic[Item]):
     """Iterates over (item, its leaves on the device), `depth` transfers ahead of the consumer.
 
-    The tensors are valid until the next item is asked for; then their memory is used again. Ask for items under
-    the stream that works on them. The tensors have the leaves' shapes and dtypes and, where a leaf is dense, its
-    strides. Nothing is allocated after the first item of each signature (shapes, dtypes, strides).
+    The tensors are valid until the next item is asked for, or `keep` items longer; then their memory is used
+    again. Ask for items under the stream that works on them. The tensors have the leaves' shapes and dtypes and,
+    where a leaf is dense, its strides. Nothing is allocated after the first item of each signature (shapes,
+    dtypes, strides).
 
     The items are drawn in a thread, anew for each iteration. Closing the iterator ends the thread and closes the
     source's iterator, if that can be closed.
@@ -97,6 +99,7 @@ class Ring(Generic[Item]):
             pinned tensors are read by the transfer itself; all else is copied to pinned memory first.
         device: CUDA, or CPU.
         depth: transfers in flight or done, beside the item in use.
+        keep: items that stay valid beside the newest; each takes a slot, on the host and on the device.
         on_copied: called in the thread, for each item, with `metrics.mark`s of the copy stream before and after
             the transfer.
 
@@ -114,12 +117,14 @@ class Ring(Generic[Item]):
         leaves_of: Callable[[Item], Sequence[Leaf]],
         device: torch.device | str,
         depth: int = 2,
+        keep: int = 0,
         on_copied: OnCopied | None = None,
     ) -> None:
         if depth < 1:
             raise ConfigError(f"depth is {depth}: the ring needs at least 1 slot beside the one in use")
         self.device = numbered(device)
-        self._items, self._leaves_of, self._depth, self._on_copied = items, leaves_of, depth, on_copied
+        self._items, self._leaves_of, self._on_copied = items, leaves_of, on_copied
+        self._depth, self._keep = depth, keep
 
     def __iter__(self) -> Generator[tuple[Item, tuple[torch.Tensor, ...]], None, None]:
         # Here and not in the thread: a DataLoader draws its seed, from the global generator, as it is iterated.
@@ -130,6 +135,7 @@ class Ring(Generic[Item]):
         arguments = (source, filled, room, stopped)
         thread = threading.Thread(target=self._fill, args=arguments, daemon=True, name="raypipe-ring")
         del source, arguments  # the thread's alone
+        used: deque[tuple[_Slot, deque[_Slot]]] = deque()  # what is valid still, and where the slots go back to
         thread.start()
         try:
             while (entry := filled.get()) is not None:
@@ -140,8 +146,11 @@ class Ring(Generic[Item]):
                 hand_over(slot.copied, slot.tensors, self.device)
                 yield item, slot.tensors
                 del item, entry  # the last one's host memory is not held while this waits for the next
-                slot.consumed.record(backend.current_stream(self.device))
-                free.append(slot)
+                used.append((slot, free))
+                if len(used) > self._keep:
+                    slot, free = used.popleft()
+                    slot.consumed.record(backend.current_stream(self.device))
+                    free.append(slot)
         finally:
             entry = None  # an error's traceback holds this frame
             stopped.set()
@@ -152,7 +161,7 @@ class Ring(Generic[Item]):
         self, source: Iterator[Item], filled: SimpleQueue[Any], room: threading.Semaphore, stopped: threading.Event
     ) -> None:
         """Runs in a thread: items into slots, until the source ends or the consumer stops."""
-        slots = _Slots(self.device, self._depth + 1)
+        slots = _Slots(self.device, self._depth + self._keep + 1)
         try:
             torch.get_device_module(self.device).set_device(self.device)
             try:
@@ -162,7 +171,7 @@ class Ring(Generic[Item]):
                     room.acquire()
                     if stopped.is_set():
                         break
-                    # At most depth - 1 others are filled and one is in use: of depth + 1, one is free.
+                    # At most depth - 1 others are filled and keep + 1 in use: of depth + keep + 1, one is free.
                     slot = free.popleft()
                     slot.fill(leaves, self._on_copied)
                     filled.put((item, slot, free))

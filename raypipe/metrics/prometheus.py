@@ -51,7 +51,7 @@ _ALL = (
     Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
     Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
     Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
-    Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the building of a feed to its first batch."),
+    Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the start of a loader to its first batch."),
     Metric("raypipe_trainer_step", _RUN, "Training steps that are done, through all epochs."),
     Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
     Metric("raypipe_trainer_augment_strength", _RUN, "Strength of the augmentation, in [0, 1]."),
@@ -139,7 +139,7 @@ class TrainerMetrics(Recorder):
 
         Args:
             times: of each split, since the rank started.
-            first_batch_s: from the building of the feed to its first batch.
+            first_batch_s: from the start of the loader to its first batch.
             steps: since the rank started.
             of_run: what is the same for all ranks, as of `learnt`.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from raypipe.errors import CursorError
 
@@ -29,10 +30,17 @@ class Cursor:
         return json.dumps(asdict(self))
 
     @staticmethod
+    def of(fields: Any) -> Cursor:
+        """From the fields by name. Raises CursorError where they are no cursor's."""
+        try:
+            return Cursor(int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"]))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise CursorError(f"not a cursor: {str(fields)[:200]!r} ({error})") from None
+
+    @staticmethod
     def from_json(text: str) -> Cursor:
         """Raises CursorError when the text is not a cursor."""
         try:
-            fields = json.loads(text)
-            return Cursor(int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"]))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            return Cursor.of(json.loads(text))
+        except ValueError as error:
             raise CursorError(f"not a cursor: {text[:200]!r} ({error})") from None

@@ -113,9 +113,9 @@ def _inherited(environment: dict[str, str]) -> Iterator[None]:
 def _small_head() -> Iterator[None]:
     """Ray, started in here, does without what a cluster of one machine has no use for, and waits less.
 
-    The server of the dashboard is started without a dashboard too, and ray.init waits 2 s for it; the monitor would
-    add nodes. The agent's port is where a dashboard would find it: any port will do, where Ray tries for 3 s to
-    have one that each other Ray on this machine wants too.
+    The server of the dashboard is started without a dashboard too, and ray.init waits 2 s for it; the monitor
+    would add nodes. The agent's port is where a dashboard would find it: any port will do, where Ray tries for 3 s
+    to have one that each other Ray on this machine wants too.
     """
     node_type = node.Node
     start_raylet = node_type.start_raylet

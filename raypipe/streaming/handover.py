@@ -1,8 +1,4 @@
-"""The hand-over to Ray Train: this rank's share of the stream, segment by segment.
-
-    for segment in raypipe.feed(spec):     train 0, val 0, train 1, …
-        for step in segment:               one optimizer update
-            for batch in step:             this rank's micro-batches of the step: m mod W = rank
+"""The hand-over to Ray Train: one call in the train function gives this rank's loader.
 
 At every (re)start of the worker group rank 0 reads the cursor from the latest checkpoint, builds the
 stream from there, splits it over the W ranks of now, and hands the iterators round.
@@ -11,7 +7,6 @@ stream from there, splits it over the W ranks of now, and hands the iterators ro
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +16,16 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
-from raypipe.transform.batch import HostBatch
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
 
-def feed(
+def loader(
     spec: StreamSpec,
     *,
     max_actors: int | None = None,
@@ -40,8 +34,10 @@ def feed(
     augment: AugmentConfig | None = None,
     dtype: torch.dtype = torch.float32,
     depth: int = 2,
-) -> Feed:
-    """This rank's share of the stream. Call it once, on every rank, inside the train function.
+    keep: int = 0,
+) -> Loader:
+    """This rank's loader. Call it once, on every rank, inside the train function, and first of all: the pool
+    starts while the model is built.
 
     Outside of Ray Train it is the whole stream, for one process.
 
@@ -49,11 +45,13 @@ def feed(
         spec: the stream.
         max_actors: transform actors that the pool may grow to; None = what the cluster has to spare now.
         device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
-        cursor: where to start; None = `cursor.json` of the latest checkpoint, or the beginning.
-        augment: what to do with whole micro-batches on the device; training segments are augmented, mixed and
-            normalised, validation is normalised only. None = batches stay uint8.
+        cursor: where to start; None = where the latest checkpoint says, see `Loader.save`, or the beginning.
+        augment: what to do with whole micro-batches on the device; training is augmented, mixed and normalised,
+            validation is normalised only. None = batches stay uint8.
         dtype: of the images that `augment` makes.
         depth: transfers ahead of the consumer, on CUDA.
+        keep: batches that stay valid beside the newest, for a loop that looks ahead. On CUDA each takes the memory
+            of one more batch there, and as much pinned memory; on CPU a batch is valid as long as it is held.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
@@ -66,28 +64,28 @@ def feed(
         rank, world_size = context.get_world_rank(), context.get_world_size()
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
-    supervisor: Any = None
-    source: Iterator[HostBatch]
-    if spec.pool.engine == "inline":
-        start = cursor or _start(spec, in_train)
-        spec.plan.check(start)
-        source = inline_batches(spec, start, rank, world_size)
-    else:
+
+    def open_at(place: Cursor | None) -> Source:
+        if spec.pool.engine == "inline":
+            start = place or _start(spec, in_train)
+            spec.plan.check(start)
+            return inline_batches(spec, start, rank, world_size), start, None
         iterators, start, supervisor = _handed_round(
-            spec, cursor, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
+            spec, place, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
-        source = host_batches(iterators[rank])
-    return Feed(
+        return host_batches(iterators[rank]), start, supervisor
+
+    return Loader(
         spec,
-        source,
-        start,
+        open_at,
         rank,
         world_size,
         device,
+        cursor=cursor,
         augment=augment,
         dtype=dtype,
         depth=depth,
-        supervisor=supervisor,
+        keep=keep,
     )
 
 

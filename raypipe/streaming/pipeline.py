@@ -252,11 +252,11 @@ def stream(
     if spec.pool.executions > 1:
         raise ConfigError(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "
-            "raypipe.feed, and raypipe.streaming.pipeline.splits, have one iterator per rank"
+            "raypipe.loader, and raypipe.streaming.pipeline.splits, have one iterator per rank"
         )
     if spec.pool.engine == "inline":
         raise ConfigError(
-            "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.feed makes the "
+            "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.loader makes the "
             "stream in this process"
         )
     connect()

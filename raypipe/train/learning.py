@@ -284,7 +284,7 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     if run.transform.target_columns:
         raise ConfigError(
             "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
-            "leave them out, or write a loop of your own around raypipe.feed, as docs/targets.md does"
+            "leave them out, or write a loop of your own around raypipe.loader, as docs/targets.md does"
         )
     classes = spec.stores["train"].classes
     if run.train.num_classes:

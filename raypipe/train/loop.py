@@ -21,12 +21,12 @@ from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
 from raypipe.logs import STAGES, progress
 from raypipe.metrics.timing import StageTimes, diagnose
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.schedule import MicroBatchId, Segment
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join
 from raypipe.storage.lease import is_held
-from raypipe.streaming.handover import feed
-from raypipe.streaming.rank_stream import Feed, SegmentFeed
+from raypipe.streaming.handover import loader
+from raypipe.streaming.loader import Loader, Pass
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.learning import Learner, amp_dtype, learning_rate
@@ -44,7 +44,7 @@ def train_loop(config: dict[str, Any]) -> None:
     trainer = Trainer(**config)
     for _ in trainer.epochs():
         pass
-    if trainer.feed.rank == 0:  # what a train function returns is for nobody before Ray 2.56
+    if trainer.loader.rank == 0:  # what a train function returns is for nobody before Ray 2.56
         write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
 
 
@@ -83,7 +83,7 @@ class Trainer:
         self._checkpoint = found.name if found else ""
         self.device = torch.device(device) if device else ray.train.torch.get_device()
         # First of all the stream: its pool starts while the model is built.
-        self.feed: Feed = feed(
+        self.loader: Loader = loader(
             spec,
             max_actors=max_actors,
             device=self.device,
@@ -91,7 +91,7 @@ class Trainer:
             augment=run.augment,
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
         )
-        self.world_size = self.feed.world_size
+        self.world_size = self.loader.world_size
         self.learner = Learner(run, num_classes, self.device, self.world_size)
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
         if found:
@@ -100,28 +100,26 @@ class Trainer:
             self.learner.load(state)
             self.metrics = state["metrics"]
         self.log: RunLog | None = None
-        if self.feed.rank == 0:
-            at = self.feed.cursor
+        if self.loader.rank == 0:
+            at = self.loader.cursor
             validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
-            self.log = RunLog(run_uri, self.feed.global_step, self.world_size, validates)
+            self.log = RunLog(run_uri, self.loader.global_step, self.world_size, validates)
         # Not at lines of progress, of which there is none before the first micro-batch, or when it does not come.
-        self._stop_following = self.feed.follow(self._log_event) if self.log else None
+        self._stop_following = self.loader.follow(self._log_event) if self.log else None
 
     def epochs(self) -> Iterator[None]:
         """Train what is left; stands still after each epoch and its validation."""
         try:
-            for segment in self.feed:
-                if segment.split == "train":
-                    self._train(segment)
-                else:
-                    self._validate(segment)
+            for epoch in self.loader.epochs():
+                if len(epoch.train):
+                    self._train(epoch.train)
+                if len(epoch.val) and not self.stopping:
+                    self._validate(epoch.val)
+                self._report()
                 if self.stopping:
-                    self._report()
                     break
-                if segment.split == "val" or not self.plan.has_val(segment.epoch):
-                    self._report()
-                    self._diagnose(segment)
-                    yield
+                self._diagnose(epoch.number)
+                yield
         except Exception:
             with contextlib.suppress(Exception):  # what has failed is not to be hidden by what follows from it
                 self.close()
@@ -130,13 +128,17 @@ class Trainer:
 
     def figures(self) -> dict[str, Any]:
         """What a run comes to, so far: sums over its training, the newest validation, and where it stands."""
-        at = {"steps": self.feed.global_step, "first_batch_s": self.feed.first_batch_s, "stopped": self.stopping}
+        at = {
+            "steps": self.loader.global_step,
+            "first_batch_s": self.loader.first_batch_s,
+            "stopped": self.stopping,
+        }
         return {**self.metrics, **at}
 
     def close(self) -> None:
         """End the stream and the log where they stand."""
         try:
-            self.feed.close()
+            self.loader.close()
         finally:
             if self.log and self._stop_following:
                 self._stop_following()
@@ -149,30 +151,35 @@ class Trainer:
             dist.all_reduce(sums)
         return sums
 
-    def _train(self, segment: SegmentFeed) -> None:
-        config, plan = self.run.train, self.plan
+    def _train(self, batches: Pass) -> None:
+        config, plan, segment = self.run.train, self.plan, batches.segment
+        assert segment
         total = plan.config.epochs * plan.steps_per_epoch
         warmup = round(config.warmup_epochs * plan.steps_per_epoch)
-        meter = _Meter(self.feed.times())
-        for step in segment:
-            first = not meter.times.images
-            lr = learning_rate(self.feed.global_step, total, warmup, config.lr)
-            self.learner.begin_step(lr)
-            seen = []
-            for number, batch in enumerate(step):
-                if first and number == 0:
+        meter, begins_step, lr = _Meter(self.loader.times()), True, 0.0
+        seen: list[tuple[MicroBatchId, list[int]]] = []
+        for batch in batches:
+            if begins_step:
+                first = not meter.times.images
+                if first:
                     meter.since = time.perf_counter()  # the run's start-up is reported apart
-                seen.append((batch.at, batch.index.tolist()))
-                meter.losses.append(self.learner.backward(batch, last=number + 1 == len(step)))
-            self.learner.end_step(self.feed.global_step)
+                lr, seen = learning_rate(plan.global_step(batch.at), total, warmup, config.lr), []
+                self.learner.begin_step(lr)
+            begins_step = batch.ends_step
+            seen.append((batch.at, batch.index.tolist()))
+            meter.losses.append(self.learner.backward(batch, last=batch.ends_step))
+            if not batch.ends_step:
+                continue
+            done, step = self.loader.global_step, batch.at.step + 1
+            self.learner.end_step(done)
             if config.log_samples:
                 self._log_samples(seen)
-            end = step.number + 1 == segment.num_steps
-            checkpoint = config.checkpoint_every and self.feed.global_step % config.checkpoint_every == 0
+            end = step == segment.num_steps
+            checkpoint = config.checkpoint_every and done % config.checkpoint_every == 0
             # And the first: a stop may have been asked for while it waited for its first batch.
-            if self.feed.global_step % config.log_every == 0 or end or checkpoint or first:
-                self._log_train(segment, step.number + 1, lr, meter)
-                meter = _Meter(self.feed.times())
+            if done % config.log_every == 0 or end or checkpoint or first:
+                self._log_train(segment, step, lr, meter)
+                meter = _Meter(self.loader.times())
             if self.stopping:
                 return
             if checkpoint and not end:
@@ -185,20 +192,20 @@ class Trainer:
             dist.all_gather_object(ranks, seen)
         if self.log:
             rows = sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro)
-            self.log.write_samples(rows, self.feed.global_step)
+            self.log.write_samples(rows, self.loader.global_step)
 
     def _record(self, kind: str, line: str, **values: Any) -> None:
         """On rank 0: values to the run's record, and a line of progress unless it is empty."""
         if self.log:
-            self.log.write(kind, self.feed.global_step, **values)
+            self.log.write(kind, self.loader.global_step, **values)
             values.pop("text", None)
             if line:
-                progress(logger, line, step=self.feed.global_step, kind=kind, **values)
+                progress(logger, line, step=self.loader.global_step, kind=kind, **values)
 
     def _log_event(self, kind: str, text: str) -> None:
         self._record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
 
-    def _log_train(self, segment: SegmentFeed, step: int, lr: float, meter: _Meter) -> None:
+    def _log_train(self, segment: Segment, step: int, lr: float, meter: _Meter) -> None:
         asked = self.log is not None and stop_requested(self.run_uri)
         sums = torch.tensor([0.0, asked], device=self.device)
         for term in meter.losses:
@@ -207,12 +214,12 @@ class Trainer:
         self.stopping = stops > 0
         loss /= len(meter.losses) * self.world_size
         # After the sums, for which the host has waited.
-        times, seconds = self.feed.times() - meter.times, time.perf_counter() - meter.since
+        times, seconds = self.loader.times() - meter.times, time.perf_counter() - meter.since
         images, wait = times.images * self.world_size, times.wait_s / seconds
         self.metrics["images"] += images
         self.metrics["train_s"] += seconds
         self.metrics["wait_s"] += times.wait_s
-        self.feed.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
+        self.loader.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         self._record(
             "train",
             f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  step {step}/{segment.num_steps}  "
@@ -223,43 +230,43 @@ class Trainer:
             images_per_s=images / seconds,
             wait_fraction=wait,
             **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
-            strength=self.feed.strength(segment.epoch, step - 1),
-            num_bad=self.feed.num_bad,
-            num_fallback=self.feed.num_fallback,
+            strength=self.loader.strength(segment.epoch, step - 1),
+            num_bad=self.loader.num_bad,
+            num_fallback=self.loader.num_fallback,
         )
 
     @torch.no_grad()
-    def _validate(self, segment: SegmentFeed) -> None:
+    def _validate(self, batches: Pass) -> None:
         """Exact: every sample counts once, padding and unreadable samples have weight 0."""
+        assert batches.segment
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for step in segment:
-            for batch in step:
-                logits = self.learner.evaluate(batch)
-                losses = cross_entropy(logits, batch.target, reduction="none")
-                correct = (logits.argmax(1) == batch.target).float()
-                # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
-                real = batch.weight > 0
-                sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
+        for batch in batches:
+            logits = self.learner.evaluate(batch)
+            losses = cross_entropy(logits, batch.target, reduction="none")
+            correct = (logits.argmax(1) == batch.target).float()
+            # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
+            real = batch.weight > 0
+            sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
         loss, accuracy, count = self._summed(sums).tolist()
         loss, accuracy = loss / max(count, 1.0), accuracy / max(count, 1.0)
-        values = {"accuracy": accuracy, "loss": loss, "samples": int(count)}
+        values, epoch = {"accuracy": accuracy, "loss": loss, "samples": int(count)}, batches.segment.epoch
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
-        self.feed.exported.learnt(validation_accuracy=accuracy, validation_loss=loss)
+        self.loader.exported.learnt(validation_accuracy=accuracy, validation_loss=loss)
         self._record(
             "val",
-            f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  validation accuracy {accuracy:.4f} "
+            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation accuracy {accuracy:.4f} "
             f"({int(count)} samples)",
-            epoch=segment.epoch,
+            epoch=epoch,
             **values,
         )
 
-    def _diagnose(self, segment: SegmentFeed) -> None:
+    def _diagnose(self, epoch: int) -> None:
         """At the end of an epoch: where the time of the run went; all ranks meet here."""
-        sums = torch.tensor(dataclasses.astuple(self.feed.times()), dtype=torch.float64, device=self.device)
+        sums = torch.tensor(dataclasses.astuple(self.loader.times()), dtype=torch.float64, device=self.device)
         images, *seconds = self._summed(sums).tolist()
         times = StageTimes(int(images), *seconds)
         sentences = diagnose(times, world_size=self.world_size, actors=self.max_actors, device=self.device.type)
-        shown = "\n".join(sentences) if segment.epoch + 1 == self.plan.config.epochs else ""
+        shown = "\n".join(sentences) if epoch + 1 == self.plan.config.epochs else ""
         self._record("diagnosis", shown, **dataclasses.asdict(times), text=" ".join(sentences))
 
     def _report(self) -> None:
@@ -270,7 +277,7 @@ class Trainer:
             self._check_lease()
             file = io.BytesIO()
             torch.save({**self.learner.state(), "metrics": self.metrics}, file)
-            at, state = self.feed.cursor, file.getbuffer()
+            at, state = self.loader.cursor, file.getbuffer()
             self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
         ray.train.report(metrics)
 
@@ -288,7 +295,7 @@ class _Meter:
     """Loss and time since the last line of progress. Losses stay on the device, so nothing waits for it.
 
     Attributes:
-        times: of the feed, when it began.
+        times: of the loader, when it began.
         since: seconds of time.perf_counter.
         losses: of this rank's micro-batches.
     """

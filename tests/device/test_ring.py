@@ -74,6 +74,17 @@ def test_what_is_in_use_stays_as_it_is_until_the_next_is_asked_for(depth: int, p
     assert num == 30
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_what_is_to_be_kept_stays_as_it_is_for_so_many_items_longer(depth: int, keep: int) -> None:
+    held: list[tuple[torch.Tensor, ...]] = []
+    for number, (_, tensors) in enumerate(ring_of(map(leaves, range(20)), depth, keep=keep)):
+        held = [*held, tensors][-keep - 1 :]
+        time.sleep(0.002)  # the source goes on as far as it can
+        for before, kept in enumerate(reversed(held)):
+            assert_same(kept, leaves(number - before))
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_source_far_ahead_fills_depth_slots_and_waits_with_one_item_in_hand(depth: int) -> None:
     drawn = []

@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,11 +31,11 @@ from rich.table import Table
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
-from raypipe.plan.cursor import CURSOR_FILE
 from raypipe.rayext.trainer import RunTrainer
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
-from raypipe.streaming.handover import feed
+from raypipe.streaming.handover import loader
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch
@@ -139,30 +139,34 @@ class Damage:
 _background = ThreadPoolExecutor(1)
 
 
+def every_batch(loader: Loader) -> Iterator[Batch]:
+    for epoch in loader.epochs():
+        yield from epoch.train
+        yield from epoch.val
+
+
 def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
     """Places and digests, in the order of arrival; the longest wait; and the number of lines of the supervisor."""
     rows: list[tuple[str, bytes]] = []
     longest, mend_at = 0.0, float("inf")
-    stream = feed(spec, max_actors=spec.pool.max_actors)
+    stream = loader(spec, max_actors=spec.pool.max_actors)
     faults: list[str] = []
     stop = stream.follow(lambda kind, text: faults.append(text) if kind == "fault" else None)
     hurting: list[Future[None]] = []
-    for segment in stream:
-        for step in segment:
-            asked = time.monotonic()
-            for batch in step:
-                if rows:
-                    longest = max(longest, time.monotonic() - asked)
-                rows.append((str(batch.at), digest_of(batch)))
-                if len(rows) == after:
-                    hurting.append(_background.submit(damage.hurt))
-                    if damage.mend:
-                        mend_at = time.monotonic() + damage.mend_after_s
-                if damage.mend and time.monotonic() > mend_at:
-                    damage.mend()  # here, since nodes can be started in the main thread only
-                    mend_at = float("inf")
-                time.sleep(CONSUME_S)
-                asked = time.monotonic()
+    asked = time.monotonic()
+    for batch in every_batch(stream):
+        if rows:
+            longest = max(longest, time.monotonic() - asked)
+        rows.append((str(batch.at), digest_of(batch)))
+        if len(rows) == after:
+            hurting.append(_background.submit(damage.hurt))
+            if damage.mend:
+                mend_at = time.monotonic() + damage.mend_after_s
+        if damage.mend and time.monotonic() > mend_at:
+            damage.mend()  # here, since nodes can be started in the main thread only
+            mend_at = float("inf")
+        time.sleep(CONSUME_S)
+        asked = time.monotonic()
     for each in hurting:
         each.result()  # it found what to kill
     stop()
@@ -171,31 +175,25 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
 
 def train_fn(config: dict[str, Any]) -> None:
     """A trainer without a model: what it learns is the list of what it saw, and that is its checkpoint's."""
-    stream = feed(config["spec"], max_actors=2)
+    stream = loader(config["spec"], max_actors=2)
     folder = Path(config["folder"])
     if stream.rank == 0:
         with (folder / "sizes").open("a") as file:
             file.write(f"{stream.world_size}\n")
-    rows, done = [], stream.cursor
+    rows = []
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as path:
             seen = json.loads((Path(path) / "seen.json").read_text())
         rows = [row for row in seen if int(row[0][-3:]) % stream.world_size == stream.rank]
     steps = 0
-    for segment in stream:
-        for step in segment:
-            for batch in step:
-                rows.append((str(batch.at), digest_of(batch).hex()))
-                with (folder / f"times-{stream.rank}").open("a") as file:
-                    file.write(f"{time.monotonic()}\n")
-                time.sleep(config["consume_s"])
-            steps += 1
-            if segment.split == "train" and steps % CHECKPOINT_EVERY == 0:
-                report(stream, rows)
-        if segment.split == "val":
-            done = stream.cursor
-    assert stream.cursor.epoch >= done.epoch
-    stream.cursor = type(done)(PLAN.epochs, 0, stream.plan.fingerprint)
+    for batch in every_batch(stream):
+        rows.append((str(batch.at), digest_of(batch).hex()))
+        with (folder / f"times-{stream.rank}").open("a") as file:
+            file.write(f"{time.monotonic()}\n")
+        time.sleep(config["consume_s"])
+        steps += batch.ends_step
+        if batch.ends_step and batch.at.split == "train" and steps % CHECKPOINT_EVERY == 0:
+            report(stream, rows)
     report(stream, rows)
 
 
@@ -206,7 +204,7 @@ def report(stream: Any, rows: list[Any]) -> None:
         checkpoint = None
         if stream.rank == 0:
             (Path(path) / "seen.json").write_text(json.dumps([row for rank in gathered for row in rank]))
-            (Path(path) / CURSOR_FILE).write_text(stream.cursor.to_json())
+            stream.save(path)
             checkpoint = ray.train.Checkpoint.from_directory(path)
         ray.train.report({}, checkpoint=checkpoint)
 

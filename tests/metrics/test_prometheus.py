@@ -14,6 +14,7 @@ from typing import Any
 import promql_parser
 import pytest
 import ray
+import without_ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
@@ -21,8 +22,8 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import METRICS
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.handover import feed
-from raypipe.streaming.rank_stream import Feed
+from raypipe.streaming.handover import loader
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 
@@ -83,26 +84,25 @@ def spec(ray_cluster: None) -> StreamSpec:
 
 
 @pytest.fixture(scope="module")
-def stopped(spec: StreamSpec) -> Iterator[tuple[Feed, Any, Scrape]]:
+def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
     """A stream whose consumer stands still after its first micro-batch, and what is exported then."""
-    stream = feed(spec, max_actors=1, augment=AugmentConfig())
+    stream = loader(spec, max_actors=1, augment=AugmentConfig())
     stream.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
-    segments = iter(stream)
-    step = next(iter(next(segments)))
-    next(iter(step))
+    batches = without_ray.every_batch(stream)
+    next(batches)
     scrape = eventually(lambda s: s.value("raypipe_stream_waiting") == s.value("raypipe_stream_in_flight") == 6)
-    yield stream, segments, scrape
+    yield stream, batches, scrape
     stream.close()
     configure_logs("text")  # this process was the stream's rank
 
 
 @pytest.fixture(scope="module")
-def ended(stopped: tuple[Feed, Any, Scrape], spec: StreamSpec) -> Scrape:
+def ended(stopped: tuple[Loader, Any, Scrape], spec: StreamSpec) -> Scrape:
     """What is exported after the end of the stream, and after some faults of its run."""
-    _, segments, _ = stopped
+    _, batches, _ = stopped
     supervisor = start_supervisor(1, RUN, "json")
     ray.get([supervisor.note.remote("one died", "actor_died") for _ in range(2)])
-    for _ in segments:
+    for _ in batches:
         pass
     total = spec.plan.num_micro_batches(spec.plan.start())
     return eventually(
@@ -115,7 +115,7 @@ def ended(stopped: tuple[Feed, Any, Scrape], spec: StreamSpec) -> Scrape:
 
 
 @pytest.mark.cluster
-def test_gauges_tell_where_a_stream_stands(stopped: tuple[Feed, Any, Scrape]) -> None:
+def test_gauges_tell_where_a_stream_stands(stopped: tuple[Loader, Any, Scrape]) -> None:
     _, _, scrape = stopped
     assert scrape.value("raypipe_stream_in_flight") == scrape.value("raypipe_stream_waiting") == 6
     states = {s: scrape.value("raypipe_stream_actors", state=s) for s in ("running", "restarting", "pending")}
@@ -145,7 +145,7 @@ def test_counters_tell_what_has_happened(ended: Scrape, spec: StreamSpec) -> Non
 
 @pytest.mark.cluster
 def test_seconds_are_those_that_the_rank_itself_has_measured(
-    ended: Scrape, stopped: tuple[Feed, Any, Scrape]
+    ended: Scrape, stopped: tuple[Loader, Any, Scrape]
 ) -> None:
     times = stopped[0].times("train")
     for stage in ("wait", "augment", "compute"):
@@ -159,10 +159,10 @@ def test_seconds_are_those_that_the_rank_itself_has_measured(
 
 @pytest.mark.cluster
 def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
-    ended: Scrape, stopped: tuple[Feed, Any, Scrape]
+    ended: Scrape, stopped: tuple[Loader, Any, Scrape]
 ) -> None:
     seen = {**stopped[2].samples, **ended.samples}
-    # A plain feed validates nothing, and copies nothing to another device. (Other runs of this cluster may.)
+    # A plain loader validates nothing, and copies nothing to another device. (Other runs of this cluster may.)
     missing = {name for name in METRICS if ended.value(name) is None and stopped[2].value(name) is None}
     assert missing == {
         "raypipe_validation_loss",

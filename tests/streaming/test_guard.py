@@ -20,7 +20,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
 from raypipe.storage.local_file import progress
 from raypipe.stores.base import Columns, MemoryStore
-from raypipe.streaming.handover import feed
+from raypipe.streaming.handover import loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch
 
@@ -113,10 +113,10 @@ def row_of(batch: Batch | HostBatch) -> tuple[Any, ...]:
 
 def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:
     """The stream's rows, and the faults that were mended."""
-    stream = feed(spec, max_actors=1)
+    stream = loader(spec, max_actors=1)
     events: list[tuple[str, str]] = []
     stop = stream.follow(lambda *event: events.append(event))
-    found = [row_of(batch) for segment in stream for step in segment for batch in step]
+    found = [row_of(batch) for batch in without_ray.every_batch(stream)]
     stop()
     return found, [text for kind, text in events if kind == "fault"]
 
@@ -145,10 +145,10 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
         train_transform=crop,
         transform=TransformConfig(time_limit_s=1.0),
     )
-    stream = feed(spec, max_actors=1)
+    stream = loader(spec, max_actors=1)
     kinds: list[str] = []
     stop = stream.follow(lambda kind, text: kinds.append(kind))
-    assert sum(batch.num_bad for s in stream for step in s for batch in step) == 0
+    assert sum(batch.num_bad for batch in without_ray.every_batch(stream)) == 0
     stop()
     assert "fault" not in kinds
 

@@ -15,7 +15,7 @@ import without_ray
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.streaming.digest import batch_digest
-from raypipe.streaming.handover import feed
+from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.pipeline import stream
 from raypipe.streaming.spec import StreamSpec
@@ -58,8 +58,7 @@ def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(stores:
     spec = StreamSpec.of(
         stores["train"], plan=PlanConfig(epochs=1, micro_batch=4), train_transform=transform, pool=INLINE
     )
-    segment = next(iter(feed(spec)))
-    (batch,) = next(iter(segment))
+    batch = next(next(loader(spec).epochs()).train)
     assert batch.image.shape == (4, 3, 8, 8) and seen == [threading.main_thread()] * 4
 
 
@@ -86,7 +85,7 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
 
 
 def test_a_dataset_of_ray_is_not_made_without_ray(stores: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"is a Dataset.*pool\.engine is 'inline': raypipe\.feed"):
+    with pytest.raises(ConfigError, match=r"is a Dataset.*pool\.engine is 'inline': raypipe\.loader"):
         stream(stores["train"], pool=INLINE)
 
 
@@ -94,13 +93,12 @@ def test_no_cluster_is_started_and_nothing_of_ray_data_or_train_is_imported(stor
     program = f"""
 import sys, raypipe
 spec = raypipe.StreamSpec.of({str(stores["train"])!r}, pool=raypipe.PoolConfig(engine="inline"))
-for segment in raypipe.feed(spec):
-    for step in segment:
-        for batch in step:
-            assert batch.image.shape == (64, 3, 224, 224)
-            import ray
-            assert not ray.is_initialized() and not {{"ray.data", "ray.train"}} & set(sys.modules)
-            sys.exit(7)
+for epoch in raypipe.loader(spec).epochs():
+    for batch in epoch.train:
+        assert batch.image.shape == (64, 3, 224, 224)
+        import ray
+        assert not ray.is_initialized() and not {{"ray.data", "ray.train"}} & set(sys.modules)
+        sys.exit(7)
 """
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=100)
     assert done.returncode == 7

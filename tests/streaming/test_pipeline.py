@@ -24,9 +24,8 @@ from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import batch_digest, iterate_digests
-from raypipe.streaming.handover import feed
+from raypipe.streaming.handover import loader
 from raypipe.streaming.pipeline import dataset, splits, stream
-from raypipe.streaming.rank_stream import Feed
 from raypipe.streaming.row import batches_of, host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch
@@ -172,7 +171,7 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
     in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
     assert digests_of(in_actors, spec.plan.start(), max_actors=1, world_size=2) == alone
     # Of Parquet a task of its own reads.
-    seen = [batch for segment in feed(spec, max_actors=1) for step in segment for batch in step]
+    seen = list(without_ray.every_batch(loader(spec, max_actors=1)))
     assert [batch_digest(in_host_memory(batch)) for batch in seen] == alone
     train, val = ([batch for batch in seen if batch.at.split == split] for split in ("train", "val"))
     for batch in train:
@@ -199,23 +198,6 @@ def test_every_training_sample_comes_at_most_once_and_every_validation_sample_on
         assert len(seen["train", epoch]) == len(set(seen["train", epoch])) == 96
         assert seen["val", epoch] == list(range(22))
     assert seen["train", 0] != seen["train", 1]
-
-
-def test_the_feed_gives_segments_steps_and_cursors_even_when_some_are_left_out(stores: dict[str, Path]) -> None:
-    spec = spec_of(stores, pool=PoolConfig(engine="inline"))
-    steps, cursors = [], []
-    whole: Feed = feed(spec)
-    for segment in whole:
-        for step in segment:
-            first = next(iter(step))  # the second micro-batch of each step is left over
-            steps.append((segment.split, segment.epoch, step.number, first.at.micro, len(step)))
-            if segment.split == "val" and step.number == 0:
-                break
-        cursors.append((whole.cursor.epoch, whole.cursor.step))
-    assert [s for s in steps if s[0] == "train"] == [("train", e, s, 0, 2) for e in (0, 1) for s in range(6)]
-    assert cursors == [(0, 6), (0, 6), (1, 6), (1, 6)]
-    assert (whole.cursor.epoch, whole.cursor.step) == (2, 0)
-    assert list(feed(spec_of(stores), max_actors=1, cursor=whole.cursor)) == []
 
 
 def test_stream_is_a_plain_dataset_of_blocks_of_micro_batches(stores: dict[str, Path]) -> None:

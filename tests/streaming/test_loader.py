@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
@@ -16,17 +17,21 @@ import numpy as np
 import pytest
 import torch
 from conftest import CLASSES, samples
+from without_ray import every_batch
 
-from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, StrengthConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, CursorError, RaypipeError, SampleError
+from raypipe.plan.cursor import Cursor
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.blocks import cut
+from raypipe.streaming.handover import loader
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.rank_stream import Feed
 from raypipe.streaming.row import host_batches, made_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.pixels import Room
@@ -58,6 +63,18 @@ class InProcess:
                 yield made_row(all_made, room)
 
 
+def loader_of(source: InProcess, **options: Any) -> Loader:
+    spec, rows = source.spec, cast(Any, source)
+    return Loader(
+        spec,
+        lambda _: (host_batches(rows), spec.plan.start(), None),
+        source.rank,
+        source.world_size,
+        CPU,
+        **options,
+    )
+
+
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch=6, per_step=4)
@@ -75,14 +92,8 @@ def delivered(
     """Batches by their place, of all ranks."""
     found = {}
     for rank in range(world_size):
-        source: Any = InProcess(spec, rank, world_size)
-        feed = Feed(
-            spec, host_batches(source), spec.plan.start(), rank, world_size, CPU, augment=augment, **options
-        )
-        for segment in feed:
-            for step in segment:
-                for batch in step:
-                    found[str(batch.at)] = batch
+        one = loader_of(InProcess(spec, rank, world_size), augment=augment, **options)
+        found |= {str(batch.at): batch for batch in every_batch(one)}
     return found
 
 
@@ -160,12 +171,10 @@ def test_the_device_decodes_the_same_whatever_the_workers(encoded_spec: StreamSp
 
 
 def test_decoding_on_the_device_is_a_stage_of_its_own(encoded_spec: StreamSpec) -> None:
-    source: Any = InProcess(encoded_spec, 0, 1)
-    feed = Feed(encoded_spec, host_batches(source), encoded_spec.plan.start(), device=CPU)
-    for segment in feed:
-        for step in segment:
-            list(step)
-    assert feed.times().decode_s > 0 and feed.times().transfer_s == 0
+    one = loader_of(InProcess(encoded_spec, 0, 1))
+    for _ in every_batch(one):
+        pass
+    assert one.times().decode_s > 0 and one.times().transfer_s == 0
 
 
 def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
@@ -219,27 +228,112 @@ def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, An
 
 
 def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
-    source: Any = InProcess(spec, 0, 1)
-    feed = Feed(spec, host_batches(source), spec.plan.start(), device=CPU, augment=AUGMENT)
-    for segment in feed:
-        for step in segment:
-            for _ in step:
-                pass
-    train, val = feed.times("train"), feed.times("val")
+    one = loader_of(InProcess(spec, 0, 1), augment=AUGMENT)
+    for _ in every_batch(one):
+        pass
+    train, val = one.times("train"), one.times("val")
     assert train.images == 2 * spec.plan.steps_per_epoch * 24 and val.images == 2 * 22
     for times in (train, val):
         seconds = dataclasses.asdict(times)
         assert all(seconds[name] > 0 for name in ("wait_s", "augment_s", "compute_s", "read_s", "work_s"))
-        # The rows were made while the feed waited, the very first one apart.
+        # The rows were made while the loader waited, the very first one apart.
         assert times.read_s < times.work_s
     assert train.augment_s > val.augment_s
-    assert feed.first_batch_s > 0
+    assert one.first_batch_s > 0
 
 
-def consumed(feed: Feed, steps: int) -> list[str]:
-    """Take so many training steps; returns the micro-batches' places."""
-    taken = zip(range(steps), next(iter(feed)), strict=False)
-    return [str(batch.at) for _, step in taken for batch in step]
+# Epochs, steps, and where a run stands
+
+
+@pytest.fixture(scope="module")
+def inline(spec: StreamSpec) -> StreamSpec:
+    return dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
+
+
+def test_an_epoch_has_its_training_then_its_validation_and_tells_where_steps_end(inline: StreamSpec) -> None:
+    one, places, cursors = loader(inline), [], []
+    for epoch in one.epochs():
+        assert (len(epoch.train), len(epoch.val)) == (4 * 4, 4)
+        for batch in chain(epoch.train, epoch.val):
+            places.append(batch.at)
+            assert batch.ends_step == (batch.at.micro == 3) and batch.at.epoch == epoch.number
+            cursors.append((one.cursor.epoch, one.cursor.step))
+    assert places == list(inline.plan.micro_batches(inline.plan.start()))
+    # A step counts once its last micro-batch is handed out, a validation likewise.
+    first = [(0, step) for step in range(4) for _ in range(4)]
+    expected = [*first[1:], (0, 4), *[(0, 4)] * 3, (1, 0)]
+    assert cursors == [*expected, *[(epoch + 1, step) for epoch, step in expected]]
+
+
+def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(inline: StreamSpec) -> None:
+    one, seen = loader(inline), []
+    for epoch in one.epochs():
+        seen.append(next(epoch.train).at)
+        seen.append(next(epoch.val).at)
+        with pytest.raises(
+            RaypipeError, match=r"the rest of epoch \d's train batches was skipped .* end of an epoch"
+        ):
+            next(epoch.train)
+    assert [(at.split, at.epoch, at.step) for at in seen] == [
+        (split, epoch, 0) for epoch in range(2) for split in ("train", "val")
+    ]
+    assert one.state_dict() == {"epoch": 2, "step": 0, "fingerprint": inline.plan.fingerprint}
+    assert [*every_batch(loader(inline, cursor=one.cursor))] == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: StreamSpec, world_size: int) -> None:
+    plan, states = inline.plan, []
+    whole = loader(inline)
+    for batch in every_batch(whole):
+        if batch.ends_step:
+            states.append(json.loads(json.dumps(whole.state_dict())))
+    for state in states:
+        left = set(plan.micro_batches(Cursor.of(state)))
+        for rank in range(world_size):
+            rest = ranked(inline, rank, world_size)
+            rest.load_state_dict(state)
+            places = [batch.at for batch in every_batch(rest)]
+            assert places == sorted(places, key=places.index) and len(places) == len(left) / (world_size - rank)
+            left -= set(places)
+        assert not left
+
+
+def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
+    def open_at(cursor: Cursor | None) -> Any:
+        start = cursor or spec.plan.start()
+        return inline_batches(spec, start, rank, world_size), start, None
+
+    return Loader(spec, open_at, rank, world_size)
+
+
+def test_a_loader_that_was_iterated_can_be_set_back(inline: StreamSpec) -> None:
+    one = loader(inline)
+    start = one.state_dict()
+    first = [(batch.at, batch.index.tolist()) for batch in every_batch(one)]
+    one.load_state_dict(start)
+    assert [(batch.at, batch.index.tolist()) for batch in every_batch(one)] == first
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"epoch": 0, "step": 1, "fingerprint": "0" * 16}, "made under plan 0000"),
+        ({"epoch": 0}, "not a cursor"),
+        ([], "not a cursor"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(inline: StreamSpec, state: Any, message: str) -> None:
+    one = loader(inline)
+    with pytest.raises(CursorError, match=message):
+        one.load_state_dict(state)
+    assert next(every_batch(one)).at.step == 0
+
+
+def test_what_a_loader_saves_in_a_checkpoint_is_its_cursor(inline: StreamSpec, tmp_path: Path) -> None:
+    one = loader(inline, cursor=inline.plan.cursor_at(3))
+    one.save(str(tmp_path))
+    assert Cursor.from_json((tmp_path / "cursor.json").read_text()) == inline.plan.cursor_at(3)
 
 
 class Threaded(InProcess):
@@ -264,10 +358,10 @@ class Threaded(InProcess):
             stopped.set()
 
 
-def test_a_feed_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> None:
+def test_a_loader_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> None:
     source = Threaded(spec, 0, 1)
-    feed = Feed(spec, host_batches(cast(Any, source)), spec.plan.start(), 0, 1, CPU)
-    consumed(feed, 2)
+    one = loader_of(source)
+    next(every_batch(one))
     assert source.thread.is_alive()
-    feed.close()
+    one.close()
     assert not source.thread.is_alive()

@@ -1,4 +1,4 @@
-"""One rank's share of the stream: rows → micro-batches on the device, augmented, in segments and steps.
+"""One rank's loader: rows → micro-batches on the device, augmented, epoch by epoch.
 
 It holds the stream to the plan: every micro-batch is the one that the plan has at its place, or the run ends.
 """
@@ -10,8 +10,9 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,23 +25,39 @@ from raypipe.errors import RaypipeError, SampleError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.timing import StageClock, StageTimes, mark
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.schedule import MicroBatchId, Segment, Split
+from raypipe.storage.files import write_text
+from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
 
+Source = tuple[Iterator[HostBatch], Cursor, Any]
+"""A rank's micro-batches in host memory; the place of the first of them; and the supervisor's handle, or None."""
 
-class Feed:
-    """This rank's share of the stream. Iterate it once, over segments.
+
+class Loader:
+    """This rank's share of the stream: all that is left of the run, once, in the order of the plan.
+
+        for epoch in loader.epochs():
+            for batch in epoch.train:
+                ...                       # forward and backward of one micro-batch
+                if batch.ends_step:
+                    ...                   # the optimizer's turn; from now on state_dict() counts this step
+            for batch in epoch.val:
+                ...
+
+    `raypipe.loader` makes one. What a loop leaves over of an epoch's training or validation is skipped when it
+    goes on to the next.
 
     Attributes:
         plan: the run's plan.
         rank, world_size: of this process.
-        cursor: the place after the last step that was consumed whole; put it in the checkpoint.
-        first_batch_s: seconds from the building of the feed to its first batch; 0 before it.
+        cursor: the place after the last step that was handed out whole.
+        first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
         num_bad, num_fallback: bad samples seen by this rank; and those that the host had to decode for its device.
         exported: what this rank exports as metrics; a training loop may add what it has learnt.
     """
@@ -48,17 +65,23 @@ class Feed:
     def __init__(
         self,
         spec: StreamSpec,
-        source: Iterator[HostBatch],
-        start: Cursor,
+        open_at: Callable[[Cursor | None], Source],
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
         *,
+        cursor: Cursor | None = None,
         augment: AugmentConfig | None = None,
         dtype: torch.dtype = torch.float32,
         depth: int = 2,
-        supervisor: Any = None,
+        keep: int = 0,
     ) -> None:
+        """
+        Args:
+            open_at: starts the stream at a place; None = where the checkpoint says.
+            cursor: that place.
+            device, augment, dtype, depth, keep: see `raypipe.loader`.
+        """
         configure_logs(spec.log, run=spec.run, rank=rank)
         self.exported = TrainerMetrics(spec.run, rank)
         self.plan = spec.plan
@@ -66,54 +89,87 @@ class Feed:
         targets = bool(spec.transform.target_columns)
         self.augment = DeviceAugment(augment, self.device, dtype, targets) if augment else None
         self.rank, self.world_size = rank, world_size
-        self.cursor = start
-        self.first_batch_s = 0.0
         self.num_bad = self.num_fallback = 0
-        self._spec, self._start, self._supervisor = spec, start, supervisor
-        self._created = time.perf_counter()
+        self._spec, self._open_at, self._depth, self._keep = spec, open_at, depth, keep
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
         self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self._source: Any = source
-        seed_of = self.plan.micro_batch_seed
-        self._batches: Any  # an iterator of Batch
         # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.register(_close, weakref.ref(self))
-        if spec.transform.decode == "gpu":
-            decoder = DeviceDecoder(spec.transform.size, self.device, spec.transform.exif)
+        self._open(cursor)
+
+    def _open(self, cursor: Cursor | None) -> None:
+        """Start the stream at a place."""
+        self._created, self.first_batch_s = time.perf_counter(), 0.0
+        self._source: Any
+        self._source, self.cursor, self._supervisor = self._open_at(cursor)
+        self._start, self._epochs = self.cursor, self._each_epoch()
+        self._batches: Any  # an iterator of Batch
+        seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
+        if transform.decode == "gpu":
+            decoder = DeviceDecoder(transform.size, self.device, transform.exif)
             decoded = functools.partial(self._clocks["train"].add, "decode")
-            self._batches = decoded_on_device(self._source, decoder, seed_of, depth, decoded)
+            self._batches = decoded_on_device(self._source, decoder, seed_of, self._depth, decoded)
         else:
             copied = functools.partial(self._clocks["train"].add, "transfer")
-            self._batches = on_device(self._source, self.device, seed_of, depth, on_copied=copied)
+            self._batches = on_device(
+                self._source, self.device, seed_of, self._depth, self._keep, on_copied=copied
+            )
 
-    def close(self) -> None:
-        """End the stream where it stands. A feed that is iterated to its end, or is dropped, needs no closing."""
-        for generator in (self._batches, self._source):
-            with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
-                generator.close()
+    def epochs(self) -> Iterator[Epoch]:
+        """The epochs that are left, each once; of the first, what is left of it."""
+        return self._epochs
 
-    def __iter__(self) -> Iterator[SegmentFeed]:
-        for segment in self.plan.segments(self._start):
-            steps = self._steps(segment)
-            yield SegmentFeed(**vars(segment), steps=steps)
-            for _ in steps:  # what the consumer left over
-                pass
-            self._export()
-            if segment.split == "val":
-                self.cursor = Cursor(segment.epoch + 1, 0, self.plan.fingerprint)
+    def _each_epoch(self) -> Iterator[Epoch]:
+        for number, segments in groupby(self.plan.segments(self._start), lambda segment: segment.epoch):
+            parts: dict[Split, Segment] = {segment.split: segment for segment in segments}
+            train = Pass(self, parts.get("train"))
+            val = Pass(self, parts.get("val"), after=train)
+            yield Epoch(number, train, val)
+            val.skip()
         # The stream's own end must be seen, or its execution would be left running.
         assert next(self._batches, None) is None, "the stream is longer than the plan"
 
-    def _steps(self, segment: Segment) -> Iterator[Step]:
-        for number in range(segment.first_step, segment.num_steps):
-            step = Step(segment.split, segment.epoch, number, self)
-            yield step
-            for _ in step:
-                pass
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, after the last step that was handed out whole; plain numbers and text."""
+        return asdict(self.cursor)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, of any number of workers. All ranks call it, and iterate anew.
+
+        A loader in a train function goes on from Ray Train's checkpoint by itself.
+
+        Raises:
+            CursorError: the state is none, or of another plan.
+        """
+        cursor = Cursor.of(state)
+        self.plan.check(cursor)
+        if cursor != self._start or self.first_batch_s:
+            self.close()
+            self._open(cursor)
+
+    def save(self, folder: str) -> None:
+        """Write where the run stands into a checkpoint's folder: a later `raypipe.loader` goes on from there."""
+        write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of this rank in an optimizer step, M / W: divide the loss by it."""
+        return self.plan.config.per_step // self.world_size
+
+    @property
+    def global_step(self) -> int:
+        """Training steps that are done, through all epochs, as the cursor has it."""
+        return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step
+
+    def close(self) -> None:
+        """End the stream where it stands. One that is iterated to its end, or is dropped, needs no closing."""
+        for generator in (self._batches, self._source):
+            with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
+                generator.close()
 
     def times(self, split: Split = "train") -> StageTimes:
         """What this rank has measured in segments of one split, the wait for the very first batch left out.
@@ -147,10 +203,19 @@ class Feed:
             return 0.0
         return self.augment.config.strength.at(self.plan.progress(epoch, step))
 
-    @property
-    def global_step(self) -> int:
-        """Training steps that are done, through all epochs, as the cursor has it."""
-        return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step
+    def _deliver(self, segment: Segment) -> Iterator[Batch]:
+        """This rank's micro-batches of a segment."""
+        split, epoch, per_step = segment.split, segment.epoch, self.plan.config.per_step
+        for step in range(segment.first_step, segment.num_steps):
+            for micro in range(self.rank, per_step, self.world_size):
+                batch = self._next(MicroBatchId(split, epoch, step, micro))
+                ends_step = micro + self.world_size >= per_step
+                if ends_step and split == "train":
+                    self.cursor = Cursor(epoch, step + 1, self.plan.fingerprint)
+                elif ends_step and step + 1 == segment.num_steps:
+                    self.cursor = Cursor(epoch + 1, 0, self.plan.fingerprint)
+                yield replace(batch, ends_step=ends_step)
+        self._export()
 
     def _next(self, expected: MicroBatchId) -> Batch:
         asked = mark(self.device)
@@ -215,42 +280,62 @@ class Feed:
         return replace(batch, image=image, mixed=mixed)
 
 
-def _close(reference: weakref.ref[Feed]) -> None:
-    feed = reference()
-    if feed is not None:
-        feed.close()
+def _close(reference: weakref.ref[Loader]) -> None:
+    loader = reference()
+    if loader is not None:
+        loader.close()
+
+
+class Pass(Iterator[Batch]):
+    """This rank's micro-batches of an epoch's training, or of its validation: each once, in order.
+
+    What is left of it after a resume, and none where there is nothing.
+
+    Attributes:
+        segment: its place in the plan; None = there is nothing.
+        begun: whether any was asked for.
+    """
+
+    def __init__(self, loader: Loader, segment: Segment | None, after: Pass | None = None) -> None:
+        self.segment = segment
+        self._len = (segment.num_steps - segment.first_step) * loader.accumulation if segment else 0
+        self._batches = loader._deliver(segment) if segment else iter(())
+        self._after, self._skipped, self.begun = after, False, False
+
+    def __len__(self) -> int:
+        """Micro-batches that it has, or had when it began."""
+        return self._len
+
+    def __next__(self) -> Batch:
+        self.begun = True
+        if self._after:
+            self._after.skip()
+        if self._skipped:
+            assert self.segment
+            raise RaypipeError(
+                f"the rest of epoch {self.segment.epoch}'s {self.segment.split} batches was skipped when what "
+                "comes after them was asked for: a stream has one order, so validate at the end of an epoch"
+            )
+        return next(self._batches)
+
+    def skip(self) -> None:
+        """Leave out what was not taken, here and before it."""
+        if self._after:
+            self._after.skip()
+        for _ in self._batches:
+            self._skipped = True
 
 
 @dataclass(frozen=True)
-class SegmentFeed(Segment):
-    """This rank's share of one segment. Iterates over its steps, and goes on where it was left."""
-
-    steps: Iterator[Step] = field(repr=False)
-
-    def __iter__(self) -> Iterator[Step]:
-        return self.steps
-
-
-class Step:
-    """This rank's M/W micro-batches of one step, in order; an iterable that delivers each once.
+class Epoch:
+    """What is left of one epoch.
 
     Attributes:
-        split, epoch, number: the step's place.
+        number: from 0.
+        train: its training.
+        val: the validation after it; empty where the plan has none.
     """
 
-    def __init__(self, split: Split, epoch: int, number: int, feed: Feed) -> None:
-        self.split, self.epoch, self.number = split, epoch, number
-        self._micros = range(feed.rank, feed.plan.config.per_step, feed.world_size)
-        self._batches = self._iterate(feed)
-
-    def __len__(self) -> int:
-        return len(self._micros)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._batches
-
-    def _iterate(self, feed: Feed) -> Iterator[Batch]:
-        for micro in self._micros:
-            yield feed._next(MicroBatchId(self.split, self.epoch, self.number, micro))
-        if self.split == "train":
-            feed.cursor = Cursor(self.epoch, self.number + 1, feed.plan.fingerprint)
+    number: int
+    train: Pass
+    val: Pass

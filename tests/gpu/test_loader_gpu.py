@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import ray
 import torch
+from without_ray import every_batch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.streaming.handover import feed
+from raypipe.streaming.handover import loader
 from raypipe.streaming.spec import StreamSpec
 
 pytestmark = [
@@ -39,13 +40,11 @@ def spec_of(stores: dict[str, Path], decode: Any = "cpu", actors: int = 1) -> St
 def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
     """Place → what its micro-batch holds, of all that this rank has."""
     found = {}
-    for segment in feed(spec, **options):
-        for step in segment:
-            for batch in step:
-                parts = (batch.image, batch.target, batch.weight)
-                content = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
-                found[str(batch.at)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
-                assert options.get("device", "cpu") == "cpu" or batch.image.is_cuda
+    for batch in every_batch(loader(spec, **options)):
+        parts = (batch.image, batch.target, batch.weight)
+        content = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
+        found[str(batch.at)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
+        assert options.get("device", "cpu") == "cpu" or batch.image.is_cuda
     assert found
     return found
 
@@ -121,12 +120,9 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
     )
     on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}
     for device, kept in on.items():
-        for segment in feed(spec, device=device, max_actors=1):
-            for step in segment:
-                for batch in step:
-                    assert batch.mask is not None and batch.boxes is not None
-                    assert batch.mask.device.type == batch.boxes.device.type == device
-                    kept.append(tuple(part.clone().cpu() for part in (batch.image, batch.mask, batch.boxes)))
+        for batch in every_batch(loader(spec, device=device, max_actors=1)):
+            assert batch.mask.device.type == batch.boxes.device.type == device
+            kept.append(tuple(part.clone().cpu() for part in (batch.image, batch.mask, batch.boxes)))
     assert len(on["cuda"]) == 4
     for found, expected in zip(on["cuda"], on["cpu"], strict=True):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

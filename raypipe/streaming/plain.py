@@ -1,0 +1,123 @@
+"""A loader's training or its validation as a plain loader, for loops that others wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from raypipe.device.prefetcher import Batch
+from raypipe.errors import ConfigError
+from raypipe.plan.schedule import Split
+from raypipe.streaming.loader import Epoch, Loader, Pass
+
+Form = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
+"""What a plain loader yields: `{"image", "target", "weight"}`, `(image, target)`, the Batch, or what a function
+makes of it."""
+
+NOT_COUNTED = -100
+"""The target of rows that do not count: padding, and samples that cannot be used. `cross_entropy` of torch leaves
+it out by default, and so do the models of Transformers."""
+
+
+def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, PlainLoader]:
+    """The loader's training, and its validation, each as a loader that a loop iterates once for each epoch.
+
+    Args:
+        form: what they yield, see `Form`.
+
+    Raises:
+        ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets. Iterating raises it where
+            the loop's order is not the plan's: it names the setting.
+    """
+    config = loader.augment.config if loader.augment else None
+    if config and (config.mixup_alpha or config.cutmix_alpha) and form in ("dict", "tuple"):
+        raise ConfigError(
+            f"MixUp and CutMix make two targets of one, and {form!r} has room for one: give a function, such as "
+            "lambda batch: (batch.image, soft_targets(batch.target, batch.mixed, num_classes))"
+        )
+    turns = _Turns(loader)
+    return PlainLoader(turns, "train", form), PlainLoader(turns, "val", form)
+
+
+class _Turns:
+    """Where the two are in the one stream that they share."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._epochs: Iterator[Epoch] | None = None
+        self._epoch: Epoch | None = None
+
+    def next(self, split: Split) -> Pass:
+        """The next training, or the validation of the epoch that is being trained."""
+        if self._epochs is not self.loader.epochs():  # it was told to go on elsewhere
+            self._epochs, self._epoch = self.loader.epochs(), None
+        config = self.loader.plan.config
+        if split == "train":
+            while self._epoch is None or self._epoch.train.begun or not len(self._epoch.train):
+                self._next_epoch()
+            return self._epoch.train
+        epoch = self._epoch or self._next_epoch()
+        if len(epoch.train) and not epoch.train.begun:
+            raise ConfigError(
+                f"a validation was asked for before epoch {epoch.number} was trained: a stream has one order; "
+                "leave out what validates first (Lightning: num_sanity_val_steps=0)"
+            )
+        if not len(epoch.val) or epoch.val.begun:
+            raise ConfigError(
+                f"the plan has no further validation after epoch {epoch.number}: plan.val_every is "
+                f"{config.val_every}; let the loop validate as often"
+            )
+        return epoch.val
+
+    def _next_epoch(self) -> Epoch:
+        assert self._epochs
+        self._epoch = next(self._epochs, None)
+        if self._epoch is None:
+            epochs = self.loader.plan.config.epochs
+            raise ConfigError(f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs")
+        return self._epoch
+
+
+class PlainLoader:
+    """Each iteration is the next epoch's training, or the validation after it, as far as they are left.
+
+    Both loaders of a run share its one stream, so their iterations take turns as the plan has it: validate at the
+    end of an epoch.
+
+    Attributes:
+        batch_size: B, of this rank's micro-batches; several make up an optimizer step, see `Loader.accumulation`.
+    """
+
+    def __init__(self, turns: _Turns, split: Split, form: Form) -> None:
+        self.batch_size = turns.loader.plan.config.micro_batch
+        self._turns, self._loader, self._split, self._form = turns, turns.loader, split, form
+
+    def __len__(self) -> int:
+        """This rank's micro-batches of a whole epoch."""
+        plan = self._loader.plan
+        steps = plan.steps_per_epoch if self._split == "train" else plan.val_steps
+        return steps * self._loader.accumulation
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: loops of others make iterators that they never ask.
+        yield from map(self._formed, self._turns.next(self._split))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Loader.state_dict`: it is one place for both loaders of a run."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Loader.load_state_dict`; one of the two loaders is enough."""
+        self._loader.load_state_dict(state)
+
+    def _formed(self, batch: Batch) -> Any:
+        if callable(self._form):
+            return self._form(batch)
+        if self._form == "batch":
+            return batch
+        target = torch.where(batch.weight > 0, batch.target, NOT_COUNTED)
+        if self._form == "tuple":
+            return batch.image, target
+        return {"image": batch.image, "target": target, "weight": batch.weight}

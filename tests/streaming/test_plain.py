@@ -1,0 +1,131 @@
+"""Training and validation as plain loaders, over a stream that is made in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.device.mixing import soft_targets
+from raypipe.errors import ConfigError, RaypipeError
+from raypipe.plan.cursor import Cursor
+from raypipe.streaming.handover import loader
+from raypipe.streaming.plain import PlainLoader, plain_loaders
+from raypipe.streaming.spec import StreamSpec
+
+
+@pytest.fixture(scope="module")
+def spec(stores: dict[str, Path]) -> StreamSpec:
+    return StreamSpec.of(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(epochs=3, micro_batch=6, per_step=4),
+        transform=TransformConfig(train="small", val="resize", size=12),
+        pool=PoolConfig(engine="inline"),
+    )
+
+
+def test_each_iteration_is_the_next_epoch_and_the_validation_after_it(spec: StreamSpec) -> None:
+    train, val = plain_loaders(loader(spec), "batch")
+    assert (len(train), len(val), train.batch_size, val.batch_size) == (16, 4, 6, 6)
+    seen = []
+    for _ in range(3):
+        iter(train)  # that is never asked for a batch
+        seen += [batch.at for batch in train]
+        seen += [batch.at for batch in val]
+    assert seen == list(spec.plan.micro_batches(spec.plan.start()))
+
+
+def validation_of(spec: StreamSpec, form: Any) -> PlainLoader:
+    """Of the first epoch, which is all that is left of it."""
+    return plain_loaders(loader(spec, cursor=pending(spec)), form)[1]
+
+
+def pending(spec: StreamSpec) -> Cursor:
+    return dataclasses.replace(spec.plan.start(), step=spec.plan.steps_per_epoch)
+
+
+def test_tuples_and_dicts_have_targets_that_losses_leave_out_where_a_row_does_not_count(spec: StreamSpec) -> None:
+    tuples, dicts, batches = (validation_of(spec, form) for form in ("tuple", "dict", "batch"))
+    num = 0
+    for (image, target), named, batch in zip(tuples, dicts, batches, strict=True):
+        assert torch.equal(image, batch.image) and torch.equal(named["image"], batch.image)
+        assert torch.equal(target, named["target"]) and torch.equal(named["weight"], batch.weight)
+        counts = batch.weight > 0
+        assert torch.equal(target[counts], batch.target[counts]) and (target[~counts] == -100).all()
+        losses = cross_entropy(torch.randn(len(target), 10), target, reduction="none")
+        assert not losses[~counts].any()
+        num += int(counts.sum())
+    assert num == spec.plan.num_val
+
+
+def test_a_state_that_either_of_them_saves_goes_on_in_both(spec: StreamSpec) -> None:
+    train, val = plain_loaders(loader(spec), "batch")
+    seen = iter(train)
+    for _ in range(8):
+        next(seen)
+    state = val.state_dict()
+    rest = [batch.at for batch in seen]
+    train, val = plain_loaders(loader(spec), "batch")
+    next(iter(train))
+    val.load_state_dict(state)
+    assert train.state_dict() == state
+    assert [batch.at for batch in train] == rest and len(list(val)) == 4
+
+
+def test_a_resume_with_the_validation_still_to_come_has_it_and_may_leave_it_out(spec: StreamSpec) -> None:
+    val = validation_of(spec, "batch")
+    assert {batch.at.epoch for batch in val} == {0}
+    train, _ = plain_loaders(loader(spec, cursor=pending(spec)), "batch")
+    assert {batch.at.epoch for batch in train} == {1}
+
+
+def ask(spec: StreamSpec, *turns: str) -> None:
+    train, val = plain_loaders(loader(spec), "batch")
+    by_name = {"train": train, "val": val}
+    for turn in turns:
+        for _ in by_name[turn]:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        (("val",), "before epoch 0 was trained.*num_sanity_val_steps=0"),
+        (("train", "val", "val"), r"no further validation after epoch 0: plan\.val_every is 1"),
+        (("train",) * 4, r"more than the 3 epochs of the plan: set plan\.epochs"),
+    ],
+)
+def test_a_loop_whose_order_is_not_the_plans_is_told_the_setting(
+    spec: StreamSpec, turns: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ask(spec, *turns)
+
+
+def test_a_validation_in_the_midst_of_an_epoch_does_not_end_it_in_silence(spec: StreamSpec) -> None:
+    train, val = plain_loaders(loader(spec), "batch")
+    seen = iter(train)
+    next(seen)
+    next(iter(val))
+    with pytest.raises(RaypipeError, match="epoch 0's train batches was skipped"):
+        next(seen)
+
+
+def test_mixed_targets_need_a_function(spec: StreamSpec) -> None:
+    mixing = AugmentConfig(mixup_alpha=0.4)
+    with pytest.raises(ConfigError, match="MixUp and CutMix make two targets of one, and 'dict' has room for one"):
+        plain_loaders(loader(spec, augment=mixing))
+
+    def form(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.image, soft_targets(batch.target, batch.mixed, 10)
+
+    train, _ = plain_loaders(loader(spec, augment=mixing), form)
+    image, target = next(iter(train))
+    assert image.dtype == torch.float32 and target.shape == (6, 10)
+    assert torch.allclose(target.sum(1), torch.ones(6))

@@ -76,10 +76,10 @@ def case(
 
     spec = StreamSpec.of(
         BitmapStore(micro_batches * MICRO_BATCH, store_s),
-        plan=PlanConfig(epochs=1, micro_batch=MICRO_BATCH),
+        plan=PlanConfig(epochs=1, micro_batch_size=MICRO_BATCH),
         transform=TransformConfig(),
         train_transform=transform,
-        pool=PoolConfig(read="stage", in_flight=8),
+        pool=PoolConfig(read="stage", max_in_flight=8),
     )
     before = psutil.Process().memory_info().rss
     count = grown = 0

@@ -104,16 +104,16 @@ def host_batches(size: int, micro_batch: int, count: int) -> Iterator[HostBatch]
 
 
 def resident(args: Any, augment: DeviceAugment, device: torch.device) -> Iterator[Fed]:
-    batch = next(iter(host_batches(args.size, args.micro_batch, 1)))
+    batch = next(iter(host_batches(args.size, args.micro_batch_size, 1)))
     image = torch.from_numpy(batch.image).to(device).permute(0, 3, 1, 2)
-    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch, bool)
+    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch_size, bool)
     for seed in itertools.count():
         augmented, mixed = augment(image, target, counts, seed=seed)
         yield augmented, target, mixed
 
 
 def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Iterator[Fed]:
-    source = host_batches(args.size, args.micro_batch, args.steps + 3)
+    source = host_batches(args.size, args.micro_batch_size, args.steps + 3)
     for batch in on_device(source, device, lambda at: at.step):
         yield augment.normalize(batch.image), batch.target, None
 
@@ -121,7 +121,7 @@ def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Ite
 def streamed(args: Any, device: torch.device, store: str, decode: Any = "cpu") -> Iterator[Fed]:
     spec = raypipe.StreamSpec.of(
         store,
-        plan=raypipe.PlanConfig(epochs=10_000, micro_batch=args.micro_batch),
+        plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
         transform=TransformConfig(train=args.transform, size=args.size, decode=decode),
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors),
     )
@@ -181,7 +181,7 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
     # What is in flight when the pool has started must not count: it was made ahead.
     warmup = 4 * args.actors + 4
     with tempfile.TemporaryDirectory() as folder:
-        store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch))
+        store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch_size))
         cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
         yield {"decode_images_per_s": measure_decode(args, device, store), "cpu_ceiling_images_per_s": cpus}
         raypipe.connect()
@@ -202,9 +202,9 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
 
 def measure_host(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
     """Host milliseconds and launches of each preset, and of StepBatchNorm."""
-    batch = next(iter(host_batches(args.size, args.micro_batch, 1)))
+    batch = next(iter(host_batches(args.size, args.micro_batch_size, 1)))
     image = torch.from_numpy(batch.image).to(device).permute(0, 3, 1, 2)
-    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch, bool)
+    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch_size, bool)
     dtype, seeds = torch.bfloat16 if loop.cuda else torch.float32, itertools.count()
     model = build_model(args.model, 1000).to(device)
     batch_norm = StepBatchNorm(model, 1, 1)
@@ -270,7 +270,7 @@ def measure_beside(args: Any, device: torch.device, store: str) -> float:
 
 def measure_decode(args: Any, device: torch.device, store: str) -> float:
     """Images/s that the device's decoder makes of a store's first micro-batch, with random crops."""
-    opened, rows = raypipe.open_store(store), np.arange(args.micro_batch)
+    opened, rows = raypipe.open_store(store), np.arange(args.micro_batch_size)
     images = opened.read(rows % len(opened), ("image",))["image"]
     keys = np.stack([rows, rows], 1).astype(np.uint64)
     transform = EncodedTransform("light", TransformConfig(size=args.size))
@@ -281,7 +281,7 @@ def measure_decode(args: Any, device: torch.device, store: str) -> float:
     for _ in range(count):
         image = decoder.decode(**batch).image
     image.cpu()
-    return count * args.micro_batch / (time.perf_counter() - started)
+    return count * args.micro_batch_size / (time.perf_counter() - started)
 
 
 def main() -> None:
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--small-model", default="resnet18")
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--micro-batch", type=int, default=256)
+    parser.add_argument("--micro-batch-size", type=int, default=256)
     parser.add_argument("--transform", default="light")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
@@ -301,11 +301,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chip = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})"
     found: dict[str, Any] = {"device": chip, "torch": torch.__version__}
-    found |= {"model": args.model, "small_model": args.small_model, "micro_batch": args.micro_batch}
+    found |= {"model": args.model, "small_model": args.small_model, "micro_batch": args.micro_batch_size}
     for part in measure(args, device):
         print(part, flush=True)
         found |= part
-    table = Table(title=f"{args.model}, {args.size} px, micro-batch {args.micro_batch}, {chip}")
+    table = Table(title=f"{args.model}, {args.size} px, micro-batch {args.micro_batch_size}, {chip}")
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in found.items():

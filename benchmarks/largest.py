@@ -66,7 +66,7 @@ def start(num: int) -> dict[str, float]:
     began = time.perf_counter()
     spec = StreamSpec.of(
         SimulatedStore(num, image),
-        plan=PlanConfig(epochs=90, micro_batch=128, per_step=8),
+        plan=PlanConfig(epochs=90, micro_batch_size=128, global_batch_size=1024),
         transform=TransformConfig(train="light"),
         pool=PoolConfig(max_actors=1),
     )

@@ -1,6 +1,6 @@
 """How much memory a stream takes: the object store's, beside its bound, and that of this machine's Ray processes.
 
-    python benchmarks/memory.py STORE [--transform heavy --size 224 --actors 2 --micro-batch 256 --epochs 3]
+    python benchmarks/memory.py STORE [--transform heavy --size 224 --actors 2 --micro-batch-size 256 --epochs 3]
 
 Prints a table; the last line is JSON.
 """
@@ -115,7 +115,7 @@ def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argpa
 
     spec = StreamSpec.of(
         store,
-        plan=PlanConfig(epochs=args.epochs, micro_batch=min(args.micro_batch, len(store))),
+        plan=PlanConfig(epochs=args.epochs, micro_batch_size=min(args.micro_batch_size, len(store))),
         transform=transform,
         pool=PoolConfig(min_actors=args.actors, max_actors=args.actors),
     )
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--transform", default="heavy")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--actors", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--micro-batch", type=int, default=256)
+    parser.add_argument("--micro-batch-size", type=int, default=256)
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
     transform = TransformConfig(train=args.transform, size=args.size)

@@ -61,7 +61,7 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
         spec = StreamSpec.of(
             work.folder / "train.lmdb",
             # One epoch more than is consumed: what is measured is not helped by actors that have no more to do.
-            plan=PlanConfig(epochs=work.epochs + 1, micro_batch=work.batch),
+            plan=PlanConfig(epochs=work.epochs + 1, micro_batch_size=work.batch),
             transform=TransformConfig(train=work.transform, size=work.size, crop_decode=crop_decode),
             pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
         )

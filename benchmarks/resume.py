@@ -1,6 +1,6 @@
 """What a resume costs at the start and at the end of an epoch of ImageNet's length.
 
-    python benchmarks/resume.py STORE [--transform heavy --size 224 --actors 2 --micro-batch 256 --repeats 3]
+    python benchmarks/resume.py STORE [--transform heavy --size 224 --actors 2 --micro-batch-size 256 --repeats 3]
 
 It is the time to the first micro-batch, the pool's start and all. The order is O(1) in the position, so the two
 should not differ. Prints a table; the last line is JSON.
@@ -58,7 +58,7 @@ def measure(
     """
     spec = StreamSpec.of(
         RepeatedStore(store, NUM_SAMPLES),
-        plan=PlanConfig(epochs=2, micro_batch=micro_batch),
+        plan=PlanConfig(epochs=2, micro_batch_size=micro_batch),
         transform=transform,
         pool=PoolConfig(min_actors=actors, max_actors=actors),
     )
@@ -88,14 +88,14 @@ def main() -> None:
     parser.add_argument("--transform", default="heavy")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--actors", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--micro-batch", type=int, default=256)
+    parser.add_argument("--micro-batch-size", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     found = measure(
         raypipe.open_store(args.store),
         transform=TransformConfig(train=args.transform, size=args.size),
         actors=args.actors,
-        micro_batch=args.micro_batch,
+        micro_batch=args.micro_batch_size,
         repeats=args.repeats,
     )
     ray.shutdown()

@@ -117,7 +117,7 @@ def spec_of(case: Case) -> StreamSpec:
 
     return StreamSpec.of(
         RepeatedStore(MemoryStore([image], [0]), 4_000_000),
-        plan=PlanConfig(epochs=1, micro_batch=case.samples, per_step=PER_STEP),
+        plan=PlanConfig(epochs=1, micro_batch_size=case.samples, global_batch_size=case.samples * PER_STEP),
         transform=TransformConfig(),
         train_transform=transform,
         pool=PoolConfig(

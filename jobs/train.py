@@ -2,9 +2,9 @@
 
     uv run jobs/train.py                                           the digits that scikit-learn ships
     uv run jobs/train.py --store.train train.lmdb --store.val val.lmdb
-    uv run jobs/train.py --config run.yaml --plan.epochs 90 --train.workers 4
+    uv run jobs/train.py --config run.yaml --plan.epochs 90 --train.num_workers 4
     uv run jobs/train.py --resume runs/20261121-104600-3fa2        go on where it stopped
-    ray job submit --working-dir . -- python jobs/train.py --config run.yaml --runs s3://my-bucket/runs
+    ray job submit --working-dir . -- python jobs/train.py --config run.yaml --storage_path s3://my-bucket/runs
 
 The last line of standard output is one JSON object: val_accuracy, images_per_s, wait_fraction, steps, run_dir.
 """

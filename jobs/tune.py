@@ -42,11 +42,11 @@ def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
 
     `val_accuracy` is its mean over the seeds, `default_val_accuracy` that of the run's own; `config` trains it.
     """
-    if not given.plan.val_every or (given.store.train and not given.store.val):
-        raise ConfigError("a search needs a validation: set store.val, and plan.val_every above 0")
+    if not given.plan.val_interval or (given.store.train and not given.store.val):
+        raise ConfigError("a search needs a validation: set store.val, and plan.val_interval above 0")
     with located(given, "tune-") as (run, folder, _):
         # Trials have folders of their own to run in.
-        names = ("train", "val", "leave_out", "val_leave_out")
+        names = ("train", "val", "exclude", "val_exclude")
         run = replace(
             run, store=replace(run.store, **{name: absolute(getattr(run.store, name)) for name in names})
         )
@@ -55,10 +55,10 @@ def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
             build_transform(policy.transform.train, run.transform.size)
             check_augment(policy.augment)
         spec = spec_of(run, folder)
-        train = replace(run.train, workers=1, min_workers=0, num_classes=num_classes_of(run, spec))
+        train = replace(run.train, num_workers=1, min_workers=0, num_classes=num_classes_of(run, spec))
         connect()
         gpu = preflight(run.pool, train, run.plan.per_step).gpu
-        base = replace(run, runs=f"{folder}/trials", train=replace(train, gpu="yes" if gpu else "no"))
+        base = replace(run, storage_path=f"{folder}/trials", train=replace(train, use_gpu=gpu))
         at_once, share = share_out(cluster_resources(), base, tune.trials)
         check_memory(spec, share.max_actors, 1, at_once)
         write_yaml(f"{folder}/config.yaml", as_plain(run) | {"tune": json.loads(json.dumps(asdict(tune)))})
@@ -113,7 +113,7 @@ def write_yaml(address: str, content: dict[str, Any], above: str = "") -> None:
 
 def search_runs(base: RunConfig, tune: TuneConfig, chosen: list[RunConfig]) -> list[RunConfig]:
     """The trials: equal in all but their policies, validated after each epoch."""
-    plan = replace(base.plan, epochs=tune.epochs or max(1, base.plan.epochs // 2), val_every=1)
+    plan = replace(base.plan, epochs=tune.epochs or max(1, base.plan.epochs // 2), val_interval=1)
     return [
         replace(base, transform=policy.transform, augment=policy.augment, plan=plan, name=f"search-{number}")
         for number, policy in enumerate(chosen)
@@ -122,7 +122,7 @@ def search_runs(base: RunConfig, tune: TuneConfig, chosen: list[RunConfig]) -> l
 
 def final_runs(base: RunConfig, tune: TuneConfig, best: RunConfig) -> list[RunConfig]:
     """The trainings that are compared: of the best policy with each seed, then of the run's own with each."""
-    plans = [replace(base.plan, val_every=base.plan.epochs, seed=seed) for seed in seeds(tune, base)]
+    plans = [replace(base.plan, val_interval=base.plan.epochs, seed=seed) for seed in seeds(tune, base)]
     return [
         replace(base, transform=policy.transform, augment=policy.augment, plan=plan, name=f"final-{name}-{number}")
         for name, policy in (("best", best), ("default", base))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
@@ -21,6 +22,16 @@ Share = Annotated[float, ("in [0, 1]", lambda value: 0 <= value <= 1)]
 BelowOne = Annotated[float, ("in [0, 1)", lambda value: 0 <= value < 1)]
 
 
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values that a type has, where it names them; else none."""
+    if kind is bool:
+        return True, False
+    if get_origin(kind) in (Union, UnionType):
+        parts = [_choices(part) for part in get_args(kind)]
+        return sum(parts, ()) if all(parts) else ()
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
 @dataclass(frozen=True)
 class _Section:
     """Settings that are checked by their types: a script that builds them has no command line that would."""
@@ -33,8 +44,8 @@ class _Section:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
-            if get_origin(kind) is Literal:
-                self._require(value in get_args(kind), name, value, f"one of {get_args(kind)}")
+            if choices := _choices(kind):
+                self._require(value in choices, name, value, f"one of {choices}")
             elif get_origin(kind) is Annotated or kind in (int, float):
                 expected, holds = getattr(kind, "__metadata__", [_AT_LEAST_0])[0]
                 self._require(holds(value), name, value, expected)
@@ -53,16 +64,16 @@ class StoreConfig(_Section, prefix="store."):
         val: address of the validation store; empty = no validation (for the digits: their own).
         image_column: name of the image column of Parquet; of WebDataset, the suffix of the images.
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
-        leave_out: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none.
-        val_leave_out: the same, of the validation store.
+        exclude: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none.
+        val_exclude: the same, of the validation store.
     """
 
     train: str = ""
     val: str = ""
     image_column: str = "image"
     label_column: str = "label"
-    leave_out: str = ""
-    val_leave_out: str = ""
+    exclude: str = ""
+    val_exclude: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,21 +82,34 @@ class PlanConfig(_Section, prefix="plan."):
 
     Attributes:
         epochs: passes over the training store.
-        micro_batch: B, samples in a micro-batch: one forward and backward.
-        per_step: M, micro-batches in an optimizer step, of which W must be a divisor: the global batch is M·B.
+        micro_batch_size: B, samples in a micro-batch: one forward and backward.
+        global_batch_size: samples in an optimizer step, M micro-batches, of which W must be a divisor; 0 = one.
         seed: the run's seed, ≥ 0.
         shuffle: "global", "window" (for stores in groups), "off", or "auto": window where there are groups.
         window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
-        val_every: validate after every so many epochs and after the last one; 0 = never.
+        val_interval: validate after every so many epochs and after the last one; 0 = never.
     """
 
     epochs: AtLeast1 = 10
-    micro_batch: AtLeast1 = 64
-    per_step: AtLeast1 = 1
+    micro_batch_size: AtLeast1 = 64
+    global_batch_size: int = 0
     seed: int = 0
     shuffle: Shuffle = "auto"
     window_groups: int = 0
-    val_every: int = 1
+    val_interval: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
+        if rest:
+            nearest = " or ".join(str(number * self.micro_batch_size) for number in (whole, whole + 1) if number)
+            expected = f"a multiple of plan.micro_batch_size ({self.micro_batch_size}), such as {nearest}"
+            self._require(False, "global_batch_size", self.global_batch_size, expected)
+
+    @property
+    def per_step(self) -> int:
+        """M: micro-batches in an optimizer step."""
+        return self.global_batch_size // self.micro_batch_size or 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +123,7 @@ class TransformConfig(_Section, prefix="transform."):
         decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
         decode_min_side: decode JPEGs at 1/8, 2/8, … whose short side is at least this, pixels; 0 = at full size.
         crop_decode: of JPEGs, "exact": the crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
-        exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
+        apply_exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
         boxes_column: column of a sample's boxes, `[x0, y0, x1, y1, label]` in pixels, the same; empty = none.
         max_boxes: boxes that a row has room for; a sample with more of them ends the run.
@@ -115,7 +139,7 @@ class TransformConfig(_Section, prefix="transform."):
     decode: Literal["cpu", "gpu"] = "cpu"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
-    exif: bool = False
+    apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
     max_boxes: AtLeast1 = 100
@@ -129,7 +153,7 @@ class TransformConfig(_Section, prefix="transform."):
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
         if self.target_columns:  # which are in pixels of the image as it is stored
-            only = {"decode": "cpu", "decode_min_side": 0, "exif": False}
+            only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
             self._only(only, "transform.mask_column or transform.boxes_column")
 
     def _only(self, values: dict[str, Any], with_what: str) -> None:
@@ -158,9 +182,9 @@ class PoolConfig(_Section, prefix="pool."):
         grow_wait: share of the time that ranks may wait before the pool grows, if its actors are busy.
         grow_after_s: seconds over which that is measured, and the least between two growths.
         shrink_after_s: seconds without waiting after which actors that have nothing to do are given back.
-        prefer_nodes: `label=value` of nodes that actors take first, as far as these have room; empty = any node.
+        label_selector: `label=value` of nodes that actors take first, as far as these have room; empty = any node.
         block: micro-batches that Ray moves at a time; 0 = found by what they take (docs/tuning.md).
-        in_flight: micro-batches transformed or waiting at one time, in all; 0 = 3 blocks per actor and 2 per rank.
+        max_in_flight: micro-batches in work or waiting at one time, in all; 0 = 3 blocks per actor and 2 per rank.
         read: "actor": actors read the store; "stage": one reader does; "auto": stage for stores in groups.
         cache: keep decoded samples of small images across epochs, on each node, in RAYPIPE_CACHE (docs/cache.md).
         cache_bytes: limit of that cache on a node; 0 = a quarter of what its place has free at the start.
@@ -177,9 +201,9 @@ class PoolConfig(_Section, prefix="pool."):
     grow_wait: Share = 0.5
     grow_after_s: Positive = 5.0
     shrink_after_s: Positive = 60.0
-    prefer_nodes: str = "raypipe=transform"
+    label_selector: str = "raypipe=transform"
     block: int = 0
-    in_flight: int = 0
+    max_in_flight: int = 0
     read: Literal["auto", "actor", "stage"] = "auto"
     cache: Cache = "off"
     cache_bytes: int = 0
@@ -193,8 +217,8 @@ class PoolConfig(_Section, prefix="pool."):
             expected += f" x pool.executions ({self.executions})"
         enough = self.max_actors == 0 or self.max_actors >= self.least_actors
         self._require(enough, "max_actors", self.max_actors, expected)
-        named = self.prefer_nodes.partition("=")
-        self._require(all(named) or not any(named), "prefer_nodes", self.prefer_nodes, "label=value, or empty")
+        named = self.label_selector.partition("=")
+        self._require(all(named) or not any(named), "label_selector", self.label_selector, "label=value, or empty")
 
     def blocks_for(self, ranks: int, actors: int) -> tuple[int, int, int]:
         """Blocks that may be in flight whatever the size of the pool, for each actor beside them; and the largest.
@@ -207,10 +231,10 @@ class PoolConfig(_Section, prefix="pool."):
         Returns:
             Numbers of blocks, twice, and of micro-batches, where 0 = without limit.
         """
-        if not self.in_flight:
+        if not self.max_in_flight:
             return 2 * ranks, 3, self.block
-        largest = self.block or max(1, self.in_flight // (2 * ranks + 3 * actors))
-        return max(self.in_flight // largest, 2 * ranks + 1), 0, largest
+        largest = self.block or max(1, self.max_in_flight // (2 * ranks + 3 * actors))
+        return max(self.max_in_flight // largest, 2 * ranks + 1), 0, largest
 
     @property
     def least_actors(self) -> int:
@@ -294,18 +318,18 @@ class TrainConfig(_Section, prefix="train."):
         weight_decay: not applied to biases and normalisation layers.
         warmup_epochs: linear warm-up, in epochs; then cosine to zero.
         label_smoothing: in [0, 1).
-        workers: W, training processes, one per GPU; 0 = as many GPUs as divide plan.per_step, 1 without GPUs.
-        min_workers: elastic training: from so many up to `workers`, of the divisors of per_step; 0 = `workers`.
-        gpu: train on GPUs; "auto" = when the cluster has any.
+        num_workers: W, training processes, one per GPU; 0 = as many GPUs as divide M, 1 without GPUs.
+        min_workers: elastic training: from so many up to `num_workers`, of the divisors of M; 0 = `num_workers`.
+        use_gpu: train on GPUs; "auto" = when the cluster has any.
         cpus_per_worker: CPUs that Ray reserves for each; 0 = 1, or less where CPUs are short.
         amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 there, off on CPU.
         compile: compile the model (torch.compile); the first step then takes minutes.
-        clip_norm: largest norm of the gradient, over all parameters; 0 = not clipped.
+        max_grad_norm: largest norm of the gradient, over all parameters; 0 = not clipped.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
         ordered_sum: instead of DDP, sum gradients in an order free of W (docs/determinism.md); "auto" = on CPU.
         max_failures: restarts of the workers after something has died; -1 = no limit.
-        checkpoint_every: steps between checkpoints within an epoch; 0 = at epoch ends only.
-        log_every: steps between lines of progress and metrics; the first step has one as well.
+        checkpoint_interval: steps between checkpoints within an epoch; 0 = at epoch ends only.
+        log_interval: steps between lines of progress and metrics; the first step has one as well.
         log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; ranks meet at each step.
     """
 
@@ -317,18 +341,18 @@ class TrainConfig(_Section, prefix="train."):
     weight_decay: float = 5e-5
     warmup_epochs: float = 1.0
     label_smoothing: BelowOne = 0.1
-    workers: int = 0
+    num_workers: int = 0
     min_workers: int = 0
-    gpu: Literal["auto", "yes", "no"] = "auto"
+    use_gpu: bool | Literal["auto"] = "auto"
     cpus_per_worker: float = 0.0
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
     compile: bool = False
-    clip_norm: float = 0.0
+    max_grad_norm: float = 0.0
     ema_decay: BelowOne = 0.0
     ordered_sum: Literal["auto", "yes", "no"] = "auto"
     max_failures: AtLeastMinus1 = 2
-    checkpoint_every: int = 0
-    log_every: AtLeast1 = 20
+    checkpoint_interval: int = 0
+    log_interval: AtLeast1 = 20
     log_samples: bool = False
 
 
@@ -337,7 +361,7 @@ class RunConfig(_Section, prefix=""):
     """One run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, and what it is called.
 
     Attributes:
-        runs: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
+        storage_path: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
         name: the run's name; empty = made from the date.
         resume: folder or URI of a run to go on with, from its latest checkpoint.
         trust: go on with a run in a folder that another user owns, and so run the code that it names.
@@ -350,7 +374,7 @@ class RunConfig(_Section, prefix=""):
     pool: PoolConfig = field(default_factory=PoolConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    runs: str = "runs"
+    storage_path: str = "runs"
     name: str = ""
     resume: str = ""
     trust: bool = False

@@ -86,7 +86,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
 
     spec = StreamSpec.of(
         str(store),
-        plan=PlanConfig(epochs=1000, micro_batch=B),
+        plan=PlanConfig(epochs=1000, micro_batch_size=B),
         pool=PoolConfig(max_actors=NODE_CPUS * max_nodes, grow_after_s=3.0, shrink_after_s=6.0),
         train_transform=sleepy,
     )

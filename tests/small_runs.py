@@ -21,11 +21,11 @@ def small_run(
     """
     return RunConfig(
         store=StoreConfig(str(train_store), str(val_store)),
-        plan=PlanConfig(epochs=epochs, micro_batch=6, per_step=per_step, seed=1),
+        plan=PlanConfig(epochs=epochs, micro_batch_size=6, global_batch_size=per_step * 6, seed=1),
         transform=TransformConfig(train="small", val="resize", size=12),
         pool=PoolConfig(max_actors=1),
         train=TrainConfig(
-            model="small", optimizer="adamw", lr=0.003, workers=1, cpus_per_worker=1.0, log_every=1, **train
+            model="small", optimizer="adamw", lr=0.003, num_workers=1, cpus_per_worker=1.0, log_interval=1, **train
         ),
-        runs=str(runs),
+        storage_path=str(runs),
     )

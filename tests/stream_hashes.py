@@ -105,7 +105,7 @@ def webdataset(images: Path, tar: Path) -> str:
 
 def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of `raypipe digest`: what the actors make."""
-    usual = ["--epochs=2", "--micro_batch=8", "--per_step=2", "--size=24", "--seed=3"]
+    usual = ["--epochs=2", "--micro-batch-size=8", "--global-batch-size=16", "--size=24", "--seed=3"]
     for name, address in stores.items():
         yield name, [address, *usual]
     lmdb, parquet = stores["lmdb"], stores["parquet"]
@@ -130,7 +130,7 @@ import numpy as np, ray, raypipe
 store, transform, augment = sys.argv[1], *map(json.loads, sys.argv[2:])
 ray.init(logging_level="ERROR")
 spec = raypipe.StreamSpec.of(
-    store, store, plan=raypipe.PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=3),
+    store, store, plan=raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=3),
     transform=raypipe.TransformConfig(size=24, **transform), pool=raypipe.PoolConfig(cpus_per_actor=0.5),
 )
 found = hashlib.blake2b(digest_size=16)
@@ -160,7 +160,13 @@ def last_line(arguments: list[str], environment: dict[str, str]) -> str:
 
 def weights(folder: Path, environment: dict[str, str]) -> str:
     """Of a run on the CPU with the embedded digits: a hash over its model's tensors."""
-    command = [sys.executable, str(ROOT / "jobs" / "train.py"), "--runs", str(folder / "runs"), "--name=fixed"]
+    command = [
+        sys.executable,
+        str(ROOT / "jobs" / "train.py"),
+        "--storage_path",
+        str(folder / "runs"),
+        "--name=fixed",
+    ]
     command += ["--plan.epochs=2", "--plan.seed=7"]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     newest = max((folder / "runs" / "fixed").glob("checkpoint_*"))

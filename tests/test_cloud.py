@@ -44,7 +44,7 @@ from raypipe.train.run_folder import request_stop
 
 with open(sys.argv[1], "rb") as file:
     run = pickle.load(file)
-folder = f"{run.runs}/{run.name}"
+folder = f"{run.storage_path}/{run.name}"
 
 def stop():
     while not has_checkpoints(folder):
@@ -62,8 +62,8 @@ with open(sys.argv[2], "w") as file:
 
 def run_of(folder: str) -> RunConfig:
     run = small_run(f"{folder}/runs", f"{folder}/train.lmdb", f"{folder}/val.parquet", 2, 2)
-    store = dataclasses.replace(run.store, val_leave_out=f"{folder}/bad.json")
-    train = dataclasses.replace(run.train, log_samples=True, checkpoint_every=5)
+    store = dataclasses.replace(run.store, val_exclude=f"{folder}/bad.json")
+    train = dataclasses.replace(run.train, log_samples=True, checkpoint_interval=5)
     return dataclasses.replace(run, name="mine", store=store, train=train)
 
 

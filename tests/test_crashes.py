@@ -39,7 +39,7 @@ from small_runs import small_run
 from raypipe.train.launch import train
 
 folder, train_store, val_store, epochs, failures = sys.argv[1:]
-run = small_run(Path(folder), Path(train_store), Path(val_store), int(epochs), 2, checkpoint_every=1)
+run = small_run(Path(folder), Path(train_store), Path(val_store), int(epochs), 2, checkpoint_interval=1)
 run = dataclasses.replace(run, name="killed", train=dataclasses.replace(run.train, max_failures=int(failures)))
 if (Path(folder) / "killed" / "config.yaml").exists():
     run = dataclasses.replace(run, resume=f"{folder}/killed")
@@ -154,7 +154,7 @@ def halves(
 ) -> tuple[RunConfig, Path, Path]:
     """A run, its folder when it has been trained to its end, and one when it was stopped half-way."""
     runs = tmp_path_factory.mktemp("runs")
-    run = small_run(runs, stores["train"], stores["val"], 2, 2, checkpoint_every=1)
+    run = small_run(runs, stores["train"], stores["val"], 2, 2, checkpoint_interval=1)
     train(dataclasses.replace(run, name="whole"))
 
     def stop() -> None:
@@ -198,7 +198,7 @@ def test_a_run_whose_disk_fills_ends_with_one_error_and_goes_on_to_the_same_weig
         filling = threading.Thread(target=fill_up)
         filling.start()
         with pytest.raises(ConfigError, match=r"checkpoint .* cannot be written .*No space left on device"):
-            train(dataclasses.replace(run, runs=str(disk), name="run"))
+            train(dataclasses.replace(run, storage_path=str(disk), name="run"))
         filling.join()
         make_room(disk)
         found = read_records(folder.as_uri())

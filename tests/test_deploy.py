@@ -42,7 +42,7 @@ from raypipe.rayext.limits import limits_of
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 RAY_UP = [ROOT / "cluster.yaml", DEPLOY / "gcp.yaml"]
-LABEL = dict([PoolConfig().prefer_nodes.split("=")])
+LABEL = dict([PoolConfig().label_selector.split("=")])
 
 sys.path.insert(0, str(ROOT / "tests/deploy"))
 from aws_cli import AwsCli  # noqa: E402  isort: skip

@@ -128,7 +128,10 @@ def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
     for name in ("train", "val"):
         shutil.copy(stores[name], tmp_path / f"{name}.lmdb")
     loop, plain = blocks("python", ROOT / "README.md")
-    loop = loop.replace("epochs=90, micro_batch=128, per_step=8", "epochs=2, micro_batch=8, per_step=2")
+    loop = loop.replace(
+        "epochs=90, micro_batch_size=128, global_batch_size=1024",
+        "epochs=2, micro_batch_size=8, global_batch_size=16",
+    )
     seen: list[int] = []
 
     def criterion(logits: torch.Tensor, target: torch.Tensor) -> None:

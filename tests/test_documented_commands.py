@@ -38,13 +38,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 COMMAND = Path(sys.executable).parent / "raypipe"
 SMALL = {
-    "bench": ["--seconds=1", "--repeats=1", "--actors=1", "--size=32", "--micro-batch=16"],
-    "digest": ["--size=32", "--actors=1", "--micro-batch=16"],
+    "bench": ["--seconds=1", "--repeats=1", "--actors=1", "--size=32", "--micro-batch-size=16"],
+    "digest": ["--size=32", "--actors=1", "--micro-batch-size=16"],
 }
-ONE_EPOCH = ["--plan.epochs=1", "--plan.micro_batch=8", "--plan.per_step=2", "--transform.size=32"]
-ONE_CPU = ["--pool.max_actors=1", "--train.workers=1", "--train.cpus_per_worker=1"]
+ONE_EPOCH = ["--plan.epochs=1", "--plan.micro_batch_size=8", "--plan.global_batch_size=16", "--transform.size=32"]
+ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_worker=1"]
 JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
-TUNE = ["--tune.trials=2", "--tune.repeats=2", "--tune.epochs=2", "--runs=runs"]
+TUNE = ["--tune.trials=2", "--tune.repeats=2", "--tune.epochs=2", "--storage_path=runs"]
 ELSEWHERE = {
     **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
     **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
@@ -356,7 +356,9 @@ def test_the_jobs_of_docs_cloud_and_docs_cluster_run() -> None:
         run_alone(["raypipe", "ingest", "val.parquet", f"s3://my-bucket/{name}.parquet"])
     standing, words = of("cluster.md", "jobs/train.py")
     assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
-    assert job(standing, "--runs=runs", "--train.num_classes=10")["run_dir"].endswith("/runs/first")  # the digits
+    assert job(standing, "--storage_path=runs", "--train.num_classes=10")["run_dir"].endswith(
+        "/runs/first"
+    )  # the digits
 
 
 @runs(("formats.md", "jobs/train.py"), ("transforms.md", "jobs/train.py"))

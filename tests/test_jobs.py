@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parent.parent
 # A second actor would come late, and take its CPU from the trainer on a machine of two cores.
-DIGITS = ["--plan.epochs=2", "--train.log_every=5", "--train.checkpoint_every=5", "--name=digits"]
+DIGITS = ["--plan.epochs=2", "--train.log_interval=5", "--train.checkpoint_interval=5", "--name=digits"]
 DIGITS += ["--pool.max_actors=1"]
 
 
@@ -41,7 +41,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The last line of `python jobs/train.py` on the digits."""
     folder = tmp_path_factory.mktemp("digits")
-    return last_line(run(f"{ROOT}/jobs/train.py", f"--runs={folder}/runs", *DIGITS, cache=folder))
+    return last_line(run(f"{ROOT}/jobs/train.py", f"--storage_path={folder}/runs", *DIGITS, cache=folder))
 
 
 @pytest.mark.cluster
@@ -63,10 +63,10 @@ def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(
         str(stores["train"]),
         "--epochs",
         "2",
-        "--micro-batch",
+        "--micro-batch-size",
         "10",
     ]
-    command += ["--per-step", "2", "--seed", "3", "--size", "16"]
+    command += ["--global-batch-size", "20", "--seed", "3", "--size", "16"]
     one = last_line(run(*command, "--actors", "1", "--output", str(tmp_path / "one.json")))
     assert one["samples"] == 200 and one["micro_batches"] == 20 and len(one["digest"]) == 32
     part = ["--workers", "2", "--from-step", "4", "--compare", str(tmp_path / "one.json")]
@@ -78,7 +78,7 @@ def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(
 @pytest.mark.soak  # tests/commands/test_bench.py measures a stream
 def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
     command = ["-m", "raypipe.commands.cli", "bench", str(stores["train"]), "--transform", "light", "--size", "64"]
-    done = run(*command, "--seconds", "2", "--micro-batch", "32", "--actors", "1")
+    done = run(*command, "--seconds", "2", "--micro-batch-size", "32", "--actors", "1")
     found = last_line(done)
     assert list(found)[:5] == [
         "ceiling_images_per_s",
@@ -94,7 +94,7 @@ def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
 
 @pytest.mark.soak  # tests/rayext/test_execution.py watches streams that are larger than the object store
 def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: dict[str, Path]) -> None:
-    small = [str(stores["train"]), "--transform=light", "--size=64", "--actors=1", "--micro-batch=32"]
+    small = [str(stores["train"]), "--transform=light", "--size=64", "--actors=1", "--micro-batch-size=32"]
     found = last_line(run(f"{ROOT}/benchmarks/memory.py", *small))
     assert found["micro_batch_bytes"] == 32 * 64 * 64 * 3 and found["spilled_bytes"] == 0
     assert found["object_store_bytes"] > 0 and found["object_store_bound_bytes"] > 4 * found["micro_batch_bytes"]
@@ -109,7 +109,7 @@ def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: di
         (["digest", "/nowhere.lmdb"], "StoreError: /nowhere.lmdb does not exist"),
         (["digest", "STORE", "--workers", "2"], "ConfigError: 2 workers cannot share the 1 micro-batches"),
         pytest.param(
-            ["digest", "STORE", "--micro-batch", "1000"],
+            ["digest", "STORE", "--micro-batch-size", "1000"],
             "ConfigError: .* has 100 samples, fewer than one step",
             marks=pytest.mark.soak,  # tests/plan/test_schedule.py has it too
         ),
@@ -160,7 +160,7 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
     runs = tmp_path / "runs"
     with LocalHead(3, {"RAYPIPE_CACHE": str(tmp_path)}) as head:
         first = ["--working-dir", str(ROOT), "--submission-id", "first", "--no-wait", "--"]
-        head.run("job", "submit", *first, *TRAIN, *DIGITS, "--runs", str(runs))
+        head.run("job", "submit", *first, *TRAIN, *DIGITS, "--storage_path", str(runs))
         metrics = runs / "digits" / "metrics.jsonl"
         while not metrics.exists() or '"step": 15' not in metrics.read_text():
             assert head.jobs("first")["status"] in ("PENDING", "RUNNING")

@@ -36,7 +36,7 @@ def homes():
     return [names.get(actor["Address"]["NodeID"], "head") for actor in actors if actor["State"] == "ALIVE"]
 
 
-plan = raypipe.PlanConfig(epochs=50, micro_batch=2, per_step=1)
+plan = raypipe.PlanConfig(epochs=50, micro_batch_size=2, global_batch_size=2)
 running = []
 for num_actors in (2, 1):
     pool = raypipe.PoolConfig(min_actors=num_actors, max_actors=num_actors)

@@ -38,7 +38,7 @@ def inspect(
     Args:
         store: LMDB, Parquet, tar, zip, or a folder of class folders.
         verify: read and decode every sample, in parallel on Ray.
-        output: with --verify: where to write the list of bad samples, for --store.leave_out, a local path or
+        output: with --verify: where to write the list of bad samples, for --store.exclude, a local path or
             a URI; empty = NAME.bad.json in this folder, if any are bad.
         html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
         mask_column: column of masks to decode and check as well; empty = none.
@@ -70,7 +70,7 @@ def inspect(
         others = f" and {num - 1:,} others" if num > 1 else ""
         rows.append((f"sample {first}{others}", f"{error} ({name})" if name else error))
     if found["bad"]:
-        rows += [("to exclude them", f"--store.leave_out {found['list']}")]
+        rows += [("to exclude them", f"--store.exclude {found['list']}")]
     table(store, rows)
     return found
 
@@ -87,8 +87,8 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 def stream_settings(
     epochs: int,
     *,
-    micro_batch: int = 64,
-    per_step: int = 1,
+    micro_batch_size: int = 64,
+    global_batch_size: int = 0,
     seed: int = 0,
     shuffle: Shuffle = "auto",
     transform: str | list[dict[str, Any]] = "light",
@@ -101,8 +101,8 @@ def stream_settings(
 
     Args:
         epochs: of the run.
-        micro_batch: B, samples in a micro-batch.
-        per_step: M, micro-batches in a step.
+        micro_batch_size: B, samples in a micro-batch.
+        global_batch_size: samples in a step, a multiple of it; 0 = one micro-batch.
         seed: the run's seed.
         shuffle: global, window, off, or auto.
         transform: of training: preset, module:function, a list of Albumentations transforms, or a file of one
@@ -112,7 +112,7 @@ def stream_settings(
         boxes_column: column of boxes; empty = none.
     """
     cpu = TransformConfig(train=transform, size=size, mask_column=mask_column, boxes_column=boxes_column)
-    plan = PlanConfig(epochs, micro_batch, per_step, seed, shuffle)
+    plan = PlanConfig(epochs, micro_batch_size, global_batch_size, seed, shuffle)
     return plan, cpu, store_options(**columns)
 
 
@@ -129,15 +129,15 @@ def digest(
     val_transform: str | list[dict[str, Any]] = "center",
     cache: Literal["off", "disk"] = "off",
     engine: Literal["ray", "inline"] = "ray",
-    leave_out: str = "",
-    val_leave_out: str = "",
+    exclude: str = "",
+    val_exclude: str = "",
     output: str = "",
     compare: str = "",
     **settings: Any,
 ) -> dict[str, Any]:
     """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
 
-    Example: raypipe digest train.lmdb --epochs 2 --per-step 4 --workers 2 --from-step 10 --to-step 20
+    Example: raypipe digest train.lmdb --epochs 2 --global-batch-size 256 --workers 2 --from-step 10 --to-step 20
 
     Args:
         store: the training store.
@@ -151,8 +151,8 @@ def digest(
         val_transform: of validations, as transform.
         cache: keep decoded samples on each node, see pool.cache.
         engine: "inline": without Ray, in this process; actors, workers and executions are then nothing.
-        leave_out: list of bad samples of the training store, from `raypipe inspect --verify`, to exclude.
-        val_leave_out: the same, of the validation store.
+        exclude: list of bad samples of the training store, from `raypipe inspect --verify`, to exclude.
+        val_exclude: the same, of the validation store.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
     """
@@ -171,8 +171,8 @@ def digest(
         pool=PoolConfig(
             executions=executions, min_actors=max(1, actors // executions), max_actors=actors, cache=cache
         ),
-        leave_out=leave_out,
-        val_leave_out=val_leave_out,
+        exclude=exclude,
+        val_exclude=val_exclude,
     )
     spec.plan.check_workers(workers)
     shares(workers, executions)

@@ -47,7 +47,7 @@ def bench(
     size: int = 224,
     cache: Literal["off", "disk"] = "off",
     actors: int = 0,
-    micro_batch: int = 256,
+    micro_batch_size: int = 256,
     seconds: float = 20.0,
     repeats: int = 1,
     output: str = "",
@@ -64,7 +64,7 @@ def bench(
         cache: keep decoded samples on each node, see pool.cache; the ceiling does without, and the stream's first
             epoch is not measured.
         actors: transform actors, and processes of the ceiling; 0 = one per CPU.
-        micro_batch: samples in a micro-batch.
+        micro_batch_size: samples in a micro-batch.
         seconds: that each stream runs for, about.
         repeats: how often all is measured; medians are printed.
         output: write what is found to this file too, for plan-capacity; a local path or a URI.
@@ -78,13 +78,13 @@ def bench(
     measured = []
     for _ in range(repeats):
         before = ceiling(opened, config, actors, seconds / 2)
-        stream = stream_once(opened, config, pool, micro_batch, seconds, before["images_per_s"])
+        stream = stream_once(opened, config, pool, micro_batch_size, seconds, before["images_per_s"])
         measured.append(compared(before, stream, ceiling(opened, config, actors, seconds / 2)))
     found = summary(measured)
-    report = found | measured_settings(opened, config, actors, micro_batch) | {"cache": cache}
+    report = found | measured_settings(opened, config, actors, micro_batch_size) | {"cache": cache}
     if output:
         write_json(output, report)
-    title = f"{store}: {brief(config.train)} at {size} px, {actors} actors, micro-batches of {micro_batch}"
+    title = f"{store}: {brief(config.train)} at {size} px, {actors} actors, micro-batches of {micro_batch_size}"
     table(f"{title}, {repeats} repeats", [(name.replace("_", " "), number(found[name])) for name in found])
     return report
 
@@ -123,7 +123,7 @@ def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: f
         from raypipe.streaming.pipeline import placement
 
         connect()
-        task: Any = ray.remote(_alone).options(num_cpus=1, **placement(PoolConfig().prefer_nodes))
+        task: Any = ray.remote(_alone).options(num_cpus=1, **placement(PoolConfig().label_selector))
         found = ray.get([task.remote(*arguments) for _ in range(processes)])
     else:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -183,7 +183,7 @@ def stream_once(
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
     epochs = max(3, round(guess * seconds / (2 * len(store))))
-    plan = PlanConfig(epochs=epochs, micro_batch=min(micro_batch, len(store)))
+    plan = PlanConfig(epochs=epochs, micro_batch_size=min(micro_batch, len(store)))
     spec = StreamSpec.of(store, store, plan=plan, transform=transform, pool=pool)
     started = time.perf_counter()
     connect()

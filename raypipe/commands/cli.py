@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -132,11 +134,49 @@ COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
 _FLAGS = {"--overwrite", "--verify", "--no_ray"}
 
 
+_RENAMED = {
+    "checkpoint_every": "checkpoint_interval",
+    "clip_norm": "max_grad_norm",
+    "exif": "apply_exif",
+    "gpu": "use_gpu",
+    "in_flight": "max_in_flight",
+    "leave_out": "exclude",
+    "log_every": "log_interval",
+    "micro_batch": "micro_batch_size",
+    "per_step": "global_batch_size, which is micro_batch_size times it",
+    "prefer_nodes": "label_selector",
+    "runs": "storage_path",
+    "val_every": "val_interval",
+    "val_leave_out": "val_exclude",
+    "workers": "num_workers",
+}
+"""What settings were called once, and are called now."""
+
+_UNKNOWN = re.compile(
+    r"unrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '([\w.]+)'|"
+    r"Option '([\w.]+)' is not accepted"
+)
+
+
 class _Parser(ArgumentParser):
-    """jsonargparse's, whose errors show a wrong value, but no credentials in it."""
+    """jsonargparse's, whose errors are short, and show a wrong value, but no credentials in it."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        super().error(without_credentials(message), ex)
+        if not self.exit_on_error:
+            super().error(without_credentials(message), ex)
+        self.exit(2, f"error: {printable(without_credentials(message))}{self._meant(message)}\nsee --help\n")
+
+    def _meant(self, message: str) -> str:
+        """The setting that an unknown one may be."""
+        if not (match := _UNKNOWN.search(message)):
+            return ""
+        key = ".".join(filter(None, match.groups()))
+        section, dot, name = key.rpartition(".")
+        if name in _RENAMED:
+            return f": {key} is called {section}{dot}{_RENAMED[name]} now"
+        known = [action.dest for action in self._actions]
+        found = get_close_matches(key, known, 1) or [each for each in known if each.rpartition(".")[2] == name]
+        return f": did you mean {found[0]}?" if found else ""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -152,7 +192,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _normalized(arg: str) -> str:
-    """An option as the parser knows it: `--micro-batch=8` as `--micro_batch=8`, `--overwrite` as
+    """An option as the parser knows it: `--micro-batch-size=8` as `--micro_batch_size=8`, `--overwrite` as
     `--overwrite=true`, `-o` as `--output`."""
     if arg == "-o" or arg.startswith("-o="):  # auto_cli makes no short options
         return "--output" + arg[2:]

@@ -89,7 +89,7 @@ class Preview:
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
                         row += self._three(at, position, stages)
-            left_out = len(self.store) % (self.plan.config.micro_batch * self.plan.config.per_step)
+            left_out = len(self.store) % (self.plan.config.micro_batch_size * self.plan.config.per_step)
             reason = f"not in this epoch: its last {left_out} samples make no whole step"
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:
@@ -99,7 +99,7 @@ class Preview:
     def place(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
         """The micro-batch in which a sample stands, None where an epoch leaves it out, and its row there."""
         position = int(self.plan.train_order.positions(epoch, np.array([index]))[0])
-        number, row = divmod(position, self.plan.config.micro_batch)
+        number, row = divmod(position, self.plan.config.micro_batch_size)
         step, micro = divmod(number, self.plan.config.per_step)
         return (MicroBatchId("train", epoch, step, micro) if step < self.plan.steps_per_epoch else None), row
 
@@ -131,7 +131,7 @@ class Preview:
         lines = (self._class(label), f"sample {index}")
         drawn: dict[str, Any] = {}
         try:
-            image = decode(sample.image, exif=self.config.exif)
+            image = decode(sample.image, exif=self.config.apply_exif)
             height, width = image.shape[:2]
             if "mask" in self._targets:
                 drawn["mask"] = decode_mask(sample.mask, (height, width))
@@ -211,9 +211,11 @@ def preview(
         raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")
     nothing = (augment.preset, augment.ops, augment.module, augment.mixup_alpha, augment.cutmix_alpha)
     is_example = nothing == ("none", [], "", 0, 0) and not transform.target_columns  # it moves pixels
-    micro_batch = min(plan.micro_batch, max(1, len(store) // plan.per_step))
+    size = min(plan.micro_batch_size, max(1, len(store) // plan.per_step))
     augment = replace(augment, **_EXAMPLE) if is_example else augment
-    made = Preview(store, replace(plan, micro_batch=micro_batch), transform, augment)
+    made = Preview(
+        store, replace(plan, micro_batch_size=size, global_batch_size=size * plan.per_step), transform, augment
+    )
     shown = indices or made.plan.train_order.indices(0, np.arange(min(samples, len(store)))).tolist()
     if not 0 < (num_tiles := len(shown) * (1 + 3 * epochs)) <= MAX_TILES:
         raise ConfigError(
@@ -238,7 +240,7 @@ def _note(made: Preview, is_example: bool) -> str:
     device += [f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha]
     return (
         f"CPU: {brief(made.config.train)}, {made.config.size} px. Device: {', '.join(filter(None, device))}. "
-        f"Micro-batches of {plan.micro_batch}, {plan.per_step} to a step."
+        f"Micro-batches of {plan.micro_batch_size}, {plan.per_step} to a step."
         f"{' No augmentation was set: this one is an example.' if is_example else ''}"
     )
 

@@ -81,7 +81,7 @@ def mixing(store: Store, shuffle: str, micro_batch: int) -> float | None:
         The mean distance of two samples of a micro-batch in the store, as a share of that of two samples drawn
         from all of it, which is N / 3: 1 = as well as can be, near 0 = neighbours; None = not for this store.
     """
-    config: Any = {"epochs": 1, "micro_batch": max(1, min(micro_batch, len(store))), "shuffle": shuffle}
+    config: Any = {"epochs": 1, "micro_batch_size": max(1, min(micro_batch, len(store))), "shuffle": shuffle}
     try:
         plan = Plan.of(PlanConfig(**config), store)
     except ConfigError:

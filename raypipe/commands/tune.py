@@ -107,7 +107,7 @@ class Trial(tune.Trainable):
     def setup(self, config: dict[str, Any], runs: list[RunConfig], max_actors: int) -> None:  # type: ignore[override]
         train_alone("trial")
         run = runs[config["number"]]
-        run_uri = join(as_uri(run.runs), run.name)
+        run_uri = join(as_uri(run.storage_path), run.name)
         spec = spec_of(run, run_uri)
         store_config(run, run_uri)
         # Ray hides the host's GPUs only from processes that have one of them.

@@ -153,7 +153,7 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
         advice = "set pool.engine=ray, so that actors make them, or raise pool.threads"
     elif times.work_s and needed <= actors:
         what = "The stream brings micro-batches late although its actors could make them in time"
-        advice = "raise pool.in_flight"
+        advice = "raise pool.max_in_flight"
     elif times.read_s > 0.5 * times.work_s:
         what = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
         advice = "ingest into LMDB or keep the store on a local disk, or raise pool.max_actors"

@@ -146,28 +146,28 @@ class Plan:
         train: Store,
         val: Store | None = None,
         *,
-        leave_out: Sequence[int] | np.ndarray = (),
-        val_leave_out: Sequence[int] | np.ndarray = (),
+        exclude: Sequence[int] | np.ndarray = (),
+        val_exclude: Sequence[int] | np.ndarray = (),
     ) -> Plan:
         """The plan of a run over a training store and, maybe, a validation store.
 
         Args:
-            leave_out, val_leave_out: indices of samples of each store to exclude; all others keep their indices.
+            exclude, val_exclude: indices of samples of each store to exclude; all others keep their indices.
 
         Raises:
             ConfigError: what is left of the store is smaller than one step, or it has no groups to shuffle in
                 windows.
         """
-        kept: dict[Split, Kept] = {"train": Kept(np.asarray(leave_out)), "val": Kept(np.asarray(val_leave_out))}
+        kept: dict[Split, Kept] = {"train": Kept(np.asarray(exclude)), "val": Kept(np.asarray(val_exclude))}
         left_out = kept["train"].left_out
         num_train = len(train) - len(left_out)
-        num_val = len(val) - len(kept["val"].left_out) if val is not None and config.val_every else 0
-        global_batch = config.micro_batch * config.per_step
+        num_val = len(val) - len(kept["val"].left_out) if val is not None and config.val_interval else 0
+        global_batch = config.micro_batch_size * config.per_step
         if num_train < global_batch:
             beside = f" beside the {len(left_out)} that are left out" if len(left_out) else ""
             raise ConfigError(
-                f"{train.address} has {num_train} samples{beside}, fewer than one step of "
-                f"{config.per_step} x {config.micro_batch}: lower plan.micro_batch or plan.per_step"
+                f"{train.address} has {num_train} samples{beside}, fewer than a global batch of "
+                f"{global_batch}: lower plan.global_batch_size and plan.micro_batch_size"
             )
         groups = None if train.groups is None else kept["train"].numbers(train.groups)
         shuffle = config.shuffle
@@ -182,7 +182,7 @@ class Plan:
             order = WindowOrder(groups, config.seed, window_groups)
         parts = [
             1,  # the version of this algorithm: an old cursor must not continue under a new order
-            config.micro_batch,
+            config.micro_batch_size,
             config.per_step,
             config.seed,
             shuffle,
@@ -206,15 +206,20 @@ class Plan:
         assert 0 < step <= self.config.epochs * self.steps_per_epoch
         return replace(self, end_step=step)
 
+    @property
+    def global_batch_size(self) -> int:
+        """M·B: samples in an optimizer step."""
+        return self.config.micro_batch_size * self.config.per_step
+
     @cached_property
     def steps_per_epoch(self) -> int:
         """S: training steps in an epoch."""
-        return self.num_train // (self.config.micro_batch * self.config.per_step)
+        return self.num_train // (self.global_batch_size)
 
     @cached_property
     def val_steps(self) -> int:
         """Steps in a validation; 0 = there is none."""
-        return -(-self.num_val // (self.config.micro_batch * self.config.per_step))
+        return -(-self.num_val // (self.global_batch_size))
 
     def progress(self, epoch: int, step: int) -> float:
         """The share of the run's training steps, in [0, 1], that come before a step."""
@@ -226,7 +231,7 @@ class Plan:
 
     def has_val(self, epoch: int) -> bool:
         """Whether a validation follows training epoch e."""
-        every = self.config.val_every
+        every = self.config.val_interval
         return self.val_steps > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs)
 
     def start(self) -> Cursor:
@@ -242,8 +247,8 @@ class Plan:
         if cursor.fingerprint != self.fingerprint:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
-                f"{self.fingerprint}: the training store, its leave_out, seed, micro_batch, per_step or shuffle "
-                "differ. Restore those settings, or start a new run"
+                f"{self.fingerprint}: the training store, what is excluded, seed, micro_batch_size, "
+                "global_batch_size or shuffle differ. Restore those settings, or start a new run"
             )
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
             raise CursorError(
@@ -254,9 +259,12 @@ class Plan:
     def check_workers(self, world_size: int) -> None:
         """Raise ConfigError unless W divides M."""
         if world_size < 1 or self.config.per_step % world_size:
+            step = max(1, world_size) * self.config.micro_batch_size
+            fewer = self.global_batch_size // step
+            sizes = " or ".join(str(number * step) for number in (fewer, fewer + 1) if number)
             raise ConfigError(
                 f"{world_size} workers cannot share the {self.config.per_step} micro-batches of a step "
-                f"evenly: use {_divisors(self.config.per_step)} workers, or change plan.per_step"
+                f"evenly: use {_divisors(self.config.per_step)} workers, or plan.global_batch_size={sizes}"
             )
 
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
@@ -294,7 +302,7 @@ class Plan:
 
     def block_indices(self, block: Sequence[MicroBatchId]) -> np.ndarray:
         """The same of k micro-batches of a segment: int64 (k, B). For 16 it takes as long as for one."""
-        size, split, epoch = self.config.micro_batch, block[0].split, block[0].epoch
+        size, split, epoch = self.config.micro_batch_size, block[0].split, block[0].epoch
         first = [(at.step * self.config.per_step + at.micro) * size for at in block]
         positions = np.add.outer(first, np.arange(size)).ravel()
         if split == "train":

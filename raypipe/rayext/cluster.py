@@ -208,26 +208,26 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     """
     workers, needed_workers, gpu = 0, 0, False
     if train is not None:
-        gpu = train.gpu == "yes" or (train.gpu == "auto" and offer.gpus >= 1)
-        workers = train.workers or (largest_divisor(per_step, max(1, int(offer.gpus))) if gpu else 1)
+        gpu = train.use_gpu is True or (train.use_gpu == "auto" and offer.gpus >= 1)
+        workers = train.num_workers or (largest_divisor(per_step, max(1, int(offer.gpus))) if gpu else 1)
         needed_workers = train.min_workers or workers
         if needed_workers > workers:
             raise ConfigError(
                 f"train.min_workers={train.min_workers} is more than the {workers} workers of the run: "
-                "set train.workers"
+                "set train.num_workers"
             )
         if gpu and offer.gpus < needed_workers:
             most = largest_divisor(per_step, max(1, int(offer.gpus)))
-            setting = "train.min_workers" if train.min_workers else "train.workers"
+            setting = "train.min_workers" if train.min_workers else "train.num_workers"
             fewer = f"set {setting}={most}, or " if offer.gpus >= 1 else ""
             raise ResourceError(
                 f"{needed_workers} trainers need {needed_workers} GPUs, the cluster has {offer.gpus:g}: "
-                f"{fewer}set train.gpu=no to train on CPUs, or add GPU nodes"
+                f"{fewer}set train.use_gpu=false to train on CPUs, or add GPU nodes"
             )
         if per_step % workers:
             raise ConfigError(
-                f"train.workers={workers} does not divide plan.per_step={per_step}: "
-                "each rank must get as many micro-batches of a step as the others"
+                f"train.num_workers={workers} does not divide the {per_step} micro-batches of a step "
+                "(plan.global_batch_size / plan.micro_batch_size): each rank must get as many as the others"
             )
         shares(workers, pool.executions)
     pool_cpus = pool.least_actors * pool.cpus_per_actor
@@ -260,7 +260,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     if pool.engine == "inline":
         max_actors = 0
     min_workers = needed_workers if needed_workers < workers else 0
-    idle_gpus = max(0, int(offer.free_gpus) - workers) if gpu and not (train and train.workers) else 0
+    idle_gpus = max(0, int(offer.free_gpus) - workers) if gpu and not (train and train.num_workers) else 0
     return Allocation(workers, gpu, per_worker, max_actors, min_workers, idle_gpus)
 
 

@@ -110,7 +110,7 @@ class Loader:
         self._batches: Any  # an iterator of Batch
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         if transform.decode == "gpu":
-            decoder = DeviceDecoder(transform.size, self.device, transform.exif)
+            decoder = DeviceDecoder(transform.size, self.device, transform.apply_exif)
             decoded = functools.partial(self._clocks["train"].add, "decode")
             self._batches = decoded_on_device(self._source, decoder, seed_of, self._depth, decoded)
         else:

@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 _READER_CPUS = 0
 
 
-def placement(prefer_nodes: str) -> dict[str, Any]:
+def placement(label_selector: str) -> dict[str, Any]:
     """Options of Ray's for an actor that prefers nodes of a label, and takes any other where those have no room.
 
-    Left alone, Ray Data spreads actors over all nodes, the hosts of GPUs too. See `PoolConfig.prefer_nodes`.
+    Left alone, Ray Data spreads actors over all nodes, the hosts of GPUs too. See `PoolConfig.label_selector`.
     """
-    label, _, value = prefer_nodes.partition("=")
+    label, _, value = label_selector.partition("=")
     return {"label_selector": {label: value}, "fallback_strategy": [{"label_selector": {}}]} if label else {}
 
 
@@ -57,7 +57,7 @@ def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfi
         pool,
         executions=1,
         max_actors=max(share.of(max_actors), pool.min_actors),
-        in_flight=share.of(pool.in_flight),
+        max_in_flight=share.of(pool.max_in_flight),
     )
     room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
     return pool, min(max(share.of(room), pool.min_actors), pool.max_actors)
@@ -86,14 +86,14 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
         return
     channels = 4 if spec.transform.mask_column else 3
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
-    block_bytes = block * spec.plan.config.micro_batch * spec.transform.size**2 * channels
+    block_bytes = block * spec.plan.config.micro_batch_size * spec.transform.size**2 * channels
     num = num_streams * blocks_in_flight(spec.pool, max_actors, world_size)
     capacity, needed = _object_store_bytes(), num * block_bytes
     if needed > capacity:
         raise ResourceError(
             f"{num} blocks in flight of {block_bytes / 2**20:.0f} MiB need "
             f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
-            "pool.in_flight, pool.block or plan.micro_batch, or start Ray with a larger object store"
+            "pool.max_in_flight, pool.block or plan.micro_batch_size, or start Ray with a larger object store"
         )
 
 
@@ -152,7 +152,7 @@ def dataset(
             # Else later actors ask for the bytes of a block, and the autoscaler finds no node type that has
             # them where the cluster's YAML does not name its memory.
             memory=0,
-            **placement(pool.prefer_nodes),
+            **placement(pool.label_selector),
             compute=ray.data.ActorPoolStrategy(
                 min_size=pool.min_actors,
                 max_size=pool.max_actors,

@@ -66,8 +66,8 @@ class _Turns:
             )
         if not len(epoch.val) or epoch.val.begun:
             raise ConfigError(
-                f"the plan has no further validation after epoch {epoch.number}: plan.val_every is "
-                f"{config.val_every}; let the loop validate as often"
+                f"the plan has no further validation after epoch {epoch.number}: plan.val_interval is "
+                f"{config.val_interval}; let the loop validate as often"
             )
         return epoch.val
 
@@ -91,7 +91,7 @@ class PlainLoader:
     """
 
     def __init__(self, turns: _Turns, split: Split, form: Form) -> None:
-        self.batch_size = turns.loader.plan.config.micro_batch
+        self.batch_size = turns.loader.plan.config.micro_batch_size
         self._turns, self._loader, self._split, self._form = turns, turns.loader, split, form
 
     def __len__(self) -> int:

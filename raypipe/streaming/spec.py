@@ -60,8 +60,8 @@ class StreamSpec:
         pool: PoolConfig | None = None,
         train_transform: Transform = "",
         val_transform: Transform = "",
-        leave_out: str | Path = "",
-        val_leave_out: str | Path = "",
+        exclude: str | Path = "",
+        val_exclude: str | Path = "",
         quarantine: str = "",
         run: str = "",
         log: LogFormat = "text",
@@ -72,7 +72,7 @@ class StreamSpec:
             train, val: stores or their addresses.
             plan, transform, pool: settings; defaults where None.
             train_transform, val_transform: instead of those that `transform` names.
-            leave_out, val_leave_out: lists of bad samples of each store, see `StoreConfig`.
+            exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
             quarantine, run, log: see above.
 
         Raises:
@@ -84,7 +84,7 @@ class StreamSpec:
         train_store = open_store(train) if isinstance(train, str | Path) else train
         val_store = open_store(val) if isinstance(val, str | Path) else val
         stores: dict[Split, Store] = {"train": train_store}
-        if val_store is not None and plan_config.val_every:
+        if val_store is not None and plan_config.val_interval:
             stores["val"] = val_store
         chosen: dict[Split, Transform] = {
             "train": transform.train if train_transform == "" else train_transform,
@@ -97,8 +97,8 @@ class StreamSpec:
                 plan_config,
                 train_store,
                 val_store,
-                leave_out=read_bad_list(leave_out, train_store, "store.leave_out"),
-                val_leave_out=read_bad_list(val_leave_out, val_store, "store.val_leave_out"),
+                exclude=read_bad_list(exclude, train_store, "store.exclude"),
+                val_exclude=read_bad_list(val_exclude, val_store, "store.val_exclude"),
             ),
             stores=stores,
             transforms=transforms,
@@ -130,8 +130,8 @@ def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
         plan=run.plan,
         transform=run.transform,
         pool=run.pool,
-        leave_out=run.store.leave_out,
-        val_leave_out=run.store.val_leave_out,
+        exclude=run.store.exclude,
+        val_exclude=run.store.val_exclude,
         quarantine=join(run_uri, "quarantine"),
         run=run.name,
         log=run.log,

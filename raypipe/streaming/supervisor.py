@@ -128,7 +128,7 @@ class Supervisor:
             blame = f"{num_bad} samples are" if num_bad else "no single sample is"
             error = (
                 f"{history.all_deaths} transform actors have died in {_named(block)}, the last one before "
-                f"{self._homes.get(actor, '')}; {blame} to blame: {_LOOK}, lower plan.micro_batch, or raise "
+                f"{self._homes.get(actor, '')}; {blame} to blame: {_LOOK}, lower plan.micro_batch_size, or raise "
                 "pool.max_attempts"
             )
         return Orders(careful=True, bad=bad, error=error)

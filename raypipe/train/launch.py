@@ -126,10 +126,11 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
         trainers = f"{allocation.min_workers} to {trainers}"
     if allocation.idle_gpus:
         all_gpus = allocation.workers + allocation.idle_gpus
+        all_at_once = all_gpus * plan.config.micro_batch_size
         trainers += (
             f"\nidle GPUs  {allocation.idle_gpus} of {all_gpus}, since the number of workers must divide the "
-            f"{plan.config.per_step} micro-batches of a step: set plan.per_step={all_gpus}, and plan.micro_batch "
-            f"for the global batch that you want, or train.workers={allocation.workers} if this is meant"
+            f"{plan.config.per_step} micro-batches of a step: set plan.global_batch_size to {all_at_once} or a "
+            f"multiple of it, or train.num_workers={allocation.workers} if this is meant"
         )
     actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
     if run.pool.executions > 1:
@@ -140,8 +141,8 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
         f"{yaml.safe_dump(as_plain(run), sort_keys=False)}\n"
         f"run        {run_uri}\n"
         f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
-        f"{plan.config.per_step} x {plan.config.micro_batch} = {plan.config.per_step * plan.config.micro_batch} "
-        f"samples ({plan.num_train} train, {plan.num_val} val"
+        f"{plan.config.per_step} x {plan.config.micro_batch_size} = {plan.global_batch_size} samples "
+        f"({plan.num_train} train, {plan.num_val} val"
         f"{f'; {left_out} left out' if left_out else ''})\n"
         f"trainers   {trainers}\n"
         f"transform  {actors}" + (f"\nslower     {slower}" if slower else "")

@@ -220,9 +220,9 @@ class Learner:
         self._batch_norm.end()
         if self._gradients:
             self._gradients.finish()
-        if self._config.clip_norm:
+        if self._config.max_grad_norm:
             self._scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)

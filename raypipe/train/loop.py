@@ -175,9 +175,9 @@ class Trainer:
             if config.log_samples:
                 self._log_samples(seen)
             end = step == segment.num_steps
-            checkpoint = config.checkpoint_every and done % config.checkpoint_every == 0
+            checkpoint = config.checkpoint_interval and done % config.checkpoint_interval == 0
             # And the first: a stop may have been asked for while it waited for its first batch.
-            if done % config.log_every == 0 or end or checkpoint or first:
+            if done % config.log_interval == 0 or end or checkpoint or first:
                 self._log_train(segment, step, lr, meter)
                 meter = _Meter(self.loader.times())
             if self.stopping:
@@ -285,8 +285,8 @@ class Trainer:
         if self._lease and not is_held(self.run_uri, self._lease):
             raise RaypipeError(
                 f"{self.run_uri} is not, or no more, this run's: either another run has taken it, or this machine "
-                "does not see it. Where trainers run on several machines, set runs to a folder that all of them "
-                "share, or to a bucket"
+                "does not see it. Where trainers run on several machines, set storage_path to a folder that all "
+                "of them share, or to a bucket"
             )
 
 

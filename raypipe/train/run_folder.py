@@ -102,10 +102,10 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         run = dataclasses.replace(run, name=f"{prefix}{now}-{secrets.token_hex(2)}")
     if run.resume:
         check_owner(run.resume, run.trust)
-        runs, name = split(run.resume)
-        run = dataclasses.replace(run, runs=runs or ".", name=name)
-    run_uri = join(as_uri(run.runs), run.name)
-    check_lasting(run_uri, "runs")
+        parent, name = split(run.resume)
+        run = dataclasses.replace(run, storage_path=parent or ".", name=name)
+    run_uri = join(as_uri(run.storage_path), run.name)
+    check_lasting(run_uri, "storage_path")
     check_run_folder(run_uri, bool(run.resume))
     if not run.store.train:
         from raypipe.stores.digits import digits_stores  # which imports what writes

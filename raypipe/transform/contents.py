@@ -147,7 +147,7 @@ class Images:
                 return pixels.shape[:2], lambda box: cut(pixels, box).copy()
             return pixels if pixels.flags.writeable else pixels.copy()
         jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
-        return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.exif)
+        return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
 
     def pack(self, make: Make, num_samples: int, take: Take) -> dict[str, np.ndarray]:
         """The arrays of a micro-batch."""
@@ -241,7 +241,7 @@ class EncodedTransform:
                 "choose one of them, or decode='cpu'"
             )
         self.draws_globally = False
-        self._preset, self._size, self._exif = transform, config.size, config.exif
+        self._preset, self._size, self._exif = transform, config.size, config.apply_exif
         self._keyed = KeyedGenerator()
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Cut:

@@ -78,7 +78,7 @@ def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int
         return None
     if size is None or (config.decode_min_side and min(size) >= 2 * config.decode_min_side):
         return None
-    if config.exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+    if config.apply_exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
         return None
     if scaled and min(size) >= _MIN_SCALED_SIDE:
         return size, functools.partial(_decode_scaled, data, size, target)

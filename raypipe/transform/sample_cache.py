@@ -116,7 +116,7 @@ class SampleCache:
         if self.full:
             return None
         try:
-            pixels = decode(data, min_side=self._config.decode_min_side, exif=self._config.exif)
+            pixels = decode(data, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
         except SampleError:
             return None
         self.put(index, label, pixels)
@@ -208,7 +208,7 @@ def open_caches(
         raise ConfigError(f"pool.cache: {why}; set RAYPIPE_CACHE to another folder, or pool.cache=off") from error
     num_samples = sum(len(store) for store in {store.fingerprint: store for store in stores.values()}.values())
     shared = (
-        *(_FORMAT, boot_id(), pool.cache_bytes, num_samples, transform.decode_min_side, transform.exif),
+        *(_FORMAT, boot_id(), pool.cache_bytes, num_samples, transform.decode_min_side, transform.apply_exif),
         *(version_of(name) for name in _DECODERS),
     )
     paths = {split: root / _key(store, shared) for split, store in stores.items()}

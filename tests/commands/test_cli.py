@@ -24,8 +24,8 @@ def parse(*args: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("--micro-batch=8", "--micro_batch=8"),
-        ("--micro-batch", "--micro_batch"),
+        ("--micro-batch-size=8", "--micro_batch_size=8"),
+        ("--micro-batch-size", "--micro_batch_size"),
         ("--src=a-b.lmdb", "--src=a-b.lmdb"),
         ("--transform=my-module:fn=x-y", "--transform=my-module:fn=x-y"),
         ("--overwrite", "--overwrite=true"),
@@ -78,10 +78,10 @@ def test_with_a_store_the_defaults_are_those_of_the_dataclasses() -> None:
 def test_the_command_line_beats_the_file_which_beats_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("plan: {epochs: 3, seed: 4}\naugment: {mean: [0.1, 0.2, 0.3]}\nname: mine\n")
-    run = parse(f"--config={file}", "--plan.seed=5", "--train.gpu=no")
-    assert (run.plan.epochs, run.plan.seed, run.train.gpu, run.name) == (3, 5, "no", "mine")
+    run = parse(f"--config={file}", "--plan.seed=5", "--train.use_gpu=false")
+    assert (run.plan.epochs, run.plan.seed, run.train.use_gpu, run.name) == (3, 5, False, "mine")
     assert run.augment.mean == (0.1, 0.2, 0.3)
-    assert run.plan.micro_batch == DIGITS["plan"]["micro_batch"]
+    assert run.plan.micro_batch_size == DIGITS["plan"]["micro_batch_size"]
 
 
 def test_a_store_named_in_the_file_is_not_the_digits(tmp_path: Path) -> None:
@@ -95,6 +95,34 @@ def test_an_unknown_key_on_the_command_line_exits_with_2_and_is_named(capsys: py
         parse("--plan.epohcs=3")
     assert caught.value.code == 2
     assert "plan.epohcs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--plan.epohcs=3", "did you mean plan.epochs?"),
+        ("--epochs=3", "did you mean plan.epochs?"),
+        ("--plan.micro_batch=8", "plan.micro_batch is called plan.micro_batch_size now"),
+        ("--runs=here", "runs is called storage_path now"),
+        (
+            "plan: {per_step: 8}",
+            "plan.per_step is called plan.global_batch_size, which is micro",
+        ),
+        ("pool: {min_actor: 8}", "did you mean pool.min_actors?"),
+        ("storagepath: here", "did you mean storage_path?"),
+        ("--qwerty=1", "unrecognized arguments: --qwerty=1\n"),
+    ],
+)
+def test_an_unknown_key_is_told_in_two_lines_with_what_it_may_be(
+    tmp_path: Path, given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not given.startswith("--"):
+        (tmp_path / "my.yaml").write_text(given)
+        given = f"--config={tmp_path}/my.yaml"
+    with pytest.raises(SystemExit):
+        parse(given)
+    lines = capsys.readouterr().err
+    assert meant in lines and lines.count("\n") == 2 and lines.endswith("\nsee --help\n")
 
 
 def test_an_abbreviated_key_is_an_unknown_key() -> None:
@@ -115,7 +143,7 @@ def test_an_unknown_key_in_the_file_exits_with_2_and_is_named(
     assert "epohcs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--plan.epochs=many", "--plan.shuffle=globl", "--plan.micro_batch=2.5"])
+@pytest.mark.parametrize("option", ["--plan.epochs=many", "--plan.shuffle=globl", "--plan.micro_batch_size=2.5"])
 def test_a_value_of_the_wrong_type_exits_with_2_and_is_named(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,7 +255,7 @@ def test_a_shell_completes_commands_options_and_choices(
     script.write_text(capsys.readouterr().out)
     for words, expected in (
         (["pre"], "preview"),
-        (["digest", "--lea"], "--leave_out"),
+        (["digest", "--excl"], "--exclude"),
         (["ingest", "a.tar", "b.lmdb", "--on_bad_sample", "s"], "skip"),
     ):
         command = ["bash", "-c", TAB, str(script), "raypipe", *words]

@@ -152,7 +152,7 @@ class TestVerify:
         assert found["reasons"] == [(entry["index"], entry["name"], 1, entry["error"]) for entry in written["bad"]]
         assert [entry["name"] for entry in written["bad"]] == [f"{damaged}, key {index}" for index in sorted(BAD)]
         assert (written["store"], written["num_samples"]) == (str(damaged), NUM)
-        spec = StreamSpec.of(store, plan=PlanConfig(micro_batch=3), leave_out=output)
+        spec = StreamSpec.of(store, plan=PlanConfig(micro_batch_size=3), exclude=output)
         assert spec.plan.num_train == NUM - 3
 
     def test_the_command_writes_a_list_here_only_where_samples_are_bad(
@@ -172,7 +172,7 @@ class TestVerify:
         assert list(tmp_path.iterdir()) == []
         cli.main(["inspect", str(damaged), "--verify"])
         out = capsys.readouterr().out
-        assert "--store.leave_out train.lmdb.bad.json" in out and "sample 300" in out
+        assert "--store.exclude train.lmdb.bad.json" in out and "sample 300" in out
         found = json.loads(out.splitlines()[-1])
         assert list(found) == ["samples", "bytes", "classes", "bad", "list", "seconds", "images_per_s"]
         assert (found["bad"], found["list"]) == (3, "train.lmdb.bad.json")

@@ -38,7 +38,7 @@ def memory(num: int = 30, classes: tuple[str, ...] | None = CLASSES, bad: int = 
 
 
 def made(store: MemoryStore, augment: AugmentConfig = FLIP, transform: TransformConfig = TRANSFORM) -> Preview:
-    plan = PlanConfig(epochs=3, micro_batch=B, per_step=2, seed=5)
+    plan = PlanConfig(epochs=3, micro_batch_size=B, global_batch_size=2 * B, seed=5)
     return Preview(store, plan, transform, augment)
 
 
@@ -188,7 +188,7 @@ def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:
 
 def run(store: MemoryStore, output: Path, **changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "plan": PlanConfig(epochs=2, micro_batch=B),
+        "plan": PlanConfig(epochs=2, micro_batch_size=B),
         "transform": TRANSFORM,
         "augment": FLIP,
         "epochs": 2,
@@ -204,13 +204,13 @@ def test_the_same_settings_make_the_same_file(tmp_path: Path) -> None:
     torch.manual_seed(99)
     np.random.seed(99)
     run(memory(), files[1], augment=augment)
-    run(memory(), files[2], augment=augment, plan=PlanConfig(epochs=2, micro_batch=B, seed=1))
+    run(memory(), files[2], augment=augment, plan=PlanConfig(epochs=2, micro_batch_size=B, seed=1))
     assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
     assert Image.open(io.BytesIO(files[0].read_bytes())).format == "PNG"
 
 
 def test_a_small_store_makes_small_micro_batches(tmp_path: Path) -> None:
-    plan = PlanConfig(epochs=1, micro_batch=64)
+    plan = PlanConfig(epochs=1, micro_batch_size=64)
     assert run(memory(3), tmp_path / "a.png", plan=plan, epochs=1, samples=9)["samples"] == 3
 
 
@@ -279,7 +279,7 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
 
 def test_the_command(stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i, option in enumerate(["-o", "--output"]):
-        args = [str(stores["train"]), "--epochs=1", "--of-epochs=5", "--indices=[7,3,7]", "--micro-batch=8"]
+        args = [str(stores["train"]), "--epochs=1", "--of-epochs=5", "--indices=[7,3,7]", "--micro-batch-size=8"]
         main(["preview", *args, "--size=24", "--augment.cutmix-alpha", "1", option, str(tmp_path / f"{i}.png")])
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert found == {"output": str(tmp_path / f"{i}.png"), "samples": 3, "epochs": 1}

@@ -40,12 +40,12 @@ TUNE = TuneConfig(trials=3, epochs=2, repeats=2, seed=1)
 def run(stores: dict[str, Path], tmp_path: Path) -> RunConfig:
     return RunConfig(
         store=StoreConfig(str(stores["train"]), str(stores["val"])),
-        plan=PlanConfig(epochs=2, micro_batch=6, per_step=4, seed=1),
+        plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=1),
         transform=TransformConfig(train="small", val="resize", size=12),
         pool=PoolConfig(max_actors=1),
         train=TrainConfig(model="small", optimizer="adamw", lr=0.003),
         augment=AugmentConfig(mixup_alpha=0.2),
-        runs=str(tmp_path / "runs"),
+        storage_path=str(tmp_path / "runs"),
     )
 
 
@@ -100,7 +100,7 @@ def test_a_search_without_validation_is_an_error(run: RunConfig) -> None:
 def test_an_unknown_transform_is_an_error(run: RunConfig) -> None:
     with pytest.raises(ConfigError, match="no transform preset 'lightt'"):
         search(run, dataclasses.replace(TUNE, trials=20, transforms=["lightt"]))
-    assert not any(Path(run.runs).iterdir())
+    assert not any(Path(run.storage_path).iterdir())
 
 
 # Who gets what
@@ -110,8 +110,8 @@ def idle(cpus: float, gpus: float = 0) -> Resources:
     return Resources(cpus, gpus, cpus, gpus)
 
 
-def settings(gpu: str = "no", cpus: float = 0.0, **pool: Any) -> RunConfig:
-    train = TrainConfig(workers=1, gpu=gpu, cpus_per_worker=cpus)  # type: ignore[arg-type]
+def settings(gpu: bool = False, cpus: float = 0.0, **pool: Any) -> RunConfig:
+    train = TrainConfig(num_workers=1, use_gpu=gpu, cpus_per_worker=cpus)  # type: ignore[arg-type]
     return RunConfig(train=train, pool=PoolConfig(**pool))
 
 
@@ -169,8 +169,8 @@ def state(run_folder: Path) -> dict[str, torch.Tensor]:
 def test_a_trial_goes_epoch_by_epoch_and_from_its_checkpoint(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = PlanConfig(epochs=2, micro_batch=10, per_step=2, seed=1)
-    small = dataclasses.replace(run, plan=plan, runs=str(tmp_path))
+    plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20, seed=1)
+    small = dataclasses.replace(run, plan=plan, storage_path=str(tmp_path))
     runs = [dataclasses.replace(small, name=name) for name in ("whole", "broken")]
     # What is broken goes on with a stream of Ray's; the rest is the same without.
     inline = [dataclasses.replace(each, pool=PoolConfig(engine="inline")) for each in runs]
@@ -210,7 +210,7 @@ def test_a_trial_goes_epoch_by_epoch_and_from_its_checkpoint(
 def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
     run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, tune = Path(run.runs) / "mine", dataclasses.replace(TUNE, trials=2)
+    folder, tune = Path(run.storage_path) / "mine", dataclasses.replace(TUNE, trials=2)
 
     def interrupt() -> None:
         while not list(folder.glob("trials/search-*/checkpoint*/*")):

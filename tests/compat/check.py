@@ -99,7 +99,7 @@ def check_stream(store: str) -> dict[str, Any]:
     spec = StreamSpec.of(
         store,
         store,
-        plan=PlanConfig(epochs=4, micro_batch=8, per_step=2, seed=5),
+        plan=PlanConfig(epochs=4, micro_batch_size=8, global_batch_size=16, seed=5),
         transform=TransformConfig(),
         train_transform=slow_crop,
         val_transform=slow_crop,
@@ -132,8 +132,8 @@ def run_of(store: str, runs: Path, name: str, plan: PlanConfig, **train: Any) ->
         plan=plan,
         transform=TransformConfig(train="small", val="resize", size=SIDE),
         pool=PoolConfig(max_actors=1),
-        train=TrainConfig(model="small", workers=2, cpus_per_worker=0.5, **train),
-        runs=str(runs),
+        train=TrainConfig(model="small", num_workers=2, cpus_per_worker=0.5, **train),
+        storage_path=str(runs),
         name=name,
     )
 
@@ -157,7 +157,13 @@ def weights_of(folder: Path) -> str:
 
 def check_training(store: str, runs: Path) -> dict[str, Any]:
     """Two workers; a killed actor; a stop in mid-epoch, and the resume."""
-    run = run_of(store, runs, "killed", PlanConfig(epochs=3, micro_batch=6, per_step=4, seed=1), log_every=1)
+    run = run_of(
+        store,
+        runs,
+        "killed",
+        PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24, seed=1),
+        log_interval=1,
+    )
     killed: list[int] = []
     thread = kill_an_actor(lambda: steps_of(runs / "killed") >= 3, killed)
     first = train(run)
@@ -179,7 +185,13 @@ def check_training(store: str, runs: Path) -> dict[str, Any]:
 
 def check_elastic(store: str, runs: Path) -> str:
     """Whether elastic training runs here, or is refused by the release that has it."""
-    run = run_of(store, runs, "elastic", PlanConfig(epochs=1, micro_batch=6, per_step=2, seed=1), min_workers=1)
+    run = run_of(
+        store,
+        runs,
+        "elastic",
+        PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=12, seed=1),
+        min_workers=1,
+    )
     try:
         return f"{train(run)['steps']} steps"
     except ConfigError as error:

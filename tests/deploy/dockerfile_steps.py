@@ -78,7 +78,8 @@ def run_steps(folder: Path) -> dict[str, float]:
         "python -c 'import raypipe; print(raypipe.__file__); raypipe.StreamSpec'",
         "raypipe --help | head -3",
         "python -c 'import torch, torchvision as tv; print(torch.__version__, tv.__version__)'",
-        f"python {image}/jobs/train.py --plan.epochs 1 --pool.max_actors 1 --runs {elsewhere}/runs | tail -1",
+        f"python {image}/jobs/train.py --plan.epochs 1 --pool.max_actors 1 "
+        f"--storage_path {elsewhere}/runs | tail -1",
         "python -c 'import boto3, googleapiclient; import ray.autoscaler._private.aws.node_provider'",
     ):
         print(f"+ {command}", flush=True)

@@ -44,7 +44,7 @@ def run(
     images: list[bytes | None], preset: str = "light", device: str = "cpu", exif: bool = False
 ) -> tuple[DecodedMicroBatch, dict]:
     keys = np.random.default_rng(0).integers(0, 2**64, (len(images), 2), np.uint64)
-    transform = EncodedTransform(preset, TransformConfig(size=SIZE, exif=exif))
+    transform = EncodedTransform(preset, TransformConfig(size=SIZE, apply_exif=exif))
     cuts = [data and transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True)]
     batch = pack(cuts)
     for array in batch.values():

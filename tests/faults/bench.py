@@ -42,7 +42,7 @@ from raypipe.transform.batch import HostBatch
 
 NUM_SAMPLES, SIDE = 320, 16
 STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other
-PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=4, seed=11)
+PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
 # Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.

@@ -31,7 +31,7 @@ def spec_of(stores: dict[str, Path], decode: Any = "cpu", actors: int = 1) -> St
     return StreamSpec.of(
         stores["train"],
         stores["val"],
-        plan=PlanConfig(epochs=2, micro_batch=6, per_step=4, seed=3),
+        plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
         transform=TransformConfig(train="light", val="center", size=32, decode=decode),
         pool=PoolConfig(min_actors=actors, max_actors=actors),
     )
@@ -115,7 +115,7 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
     targets = {"mask_column": "seg", "boxes_column": "objects", "max_boxes": 4}
     spec = StreamSpec.of(
         tmp_path / "squares.parquet",
-        plan=PlanConfig(epochs=1, micro_batch=6),
+        plan=PlanConfig(epochs=1, micro_batch_size=6),
         transform=TransformConfig(train="light", size=32, **targets),
     )
     on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_of(stores: dict[str, Path], runs: Path, **settings: Any) -> RunConfig:
-    settings = {"checkpoint_every": 3, "clip_norm": 1.0, "ema_decay": 0.9, **settings}
+    settings = {"checkpoint_interval": 3, "max_grad_norm": 1.0, "ema_decay": 0.9, **settings}
     plain = small_run(runs, stores["train"], stores["val"], 3, 4, **settings)
     augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
     return dataclasses.replace(plain, augment=augment)
@@ -49,10 +49,15 @@ def test_the_doctor_finds_the_device() -> None:
 
 
 def test_the_job_trains_on_the_gpu_without_being_asked_to(stores: dict[str, Path], tmp_path: Path) -> None:
-    given = ["--plan.epochs=2", "--plan.micro_batch=6", "--plan.per_step=4", "--transform.train=light"]
+    given = [
+        "--plan.epochs=2",
+        "--plan.micro_batch_size=6",
+        "--plan.global_batch_size=24",
+        "--transform.train=light",
+    ]
     given += ["--transform.val=center", "--transform.size=32", "--transform.decode=gpu", "--train.model=resnet18"]
-    given += [f"--store.train={stores['train']}", f"--store.val={stores['val']}", f"--runs={tmp_path}"]
-    given += ["--augment.preset=standard", "--train.log_every=1", "--train.lr=0.001", "--pool.max_actors=2"]
+    given += [f"--store.train={stores['train']}", f"--store.val={stores['val']}", f"--storage_path={tmp_path}"]
+    given += ["--augment.preset=standard", "--train.log_interval=1", "--train.lr=0.001", "--pool.max_actors=2"]
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_ADDRESS")}
     done = subprocess.run(
         [sys.executable, str(ROOT / "jobs/train.py"), *given],
@@ -92,6 +97,6 @@ def test_a_run_whose_trainer_is_killed_learns_what_an_unbroken_one_does(
 def test_more_trainers_than_gpus_are_refused_at_once_with_the_settings(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(ResourceError, match=r"2 trainers need 2 GPUs, the cluster has 1: .*train\.gpu=no"):
+    with pytest.raises(ResourceError, match=r"2 trainers need 2 GPUs, the cluster has 1: .*train\.use_gpu=false"):
         run = run_of(stores, tmp_path)
-        train(dataclasses.replace(run, train=dataclasses.replace(run.train, workers=2)))
+        train(dataclasses.replace(run, train=dataclasses.replace(run.train, num_workers=2)))

@@ -27,11 +27,11 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROWS, SIDE, PER_STEP = 8, 16, 4
 KINDS = [
     {"optimizer": "sgd", "amp": "off"},
-    {"optimizer": "sgd", "amp": "bf16", "ema_decay": 0.9, "clip_norm": 1.0},
+    {"optimizer": "sgd", "amp": "bf16", "ema_decay": 0.9, "max_grad_norm": 1.0},
     {"optimizer": "sgd", "amp": "fp16"},
-    {"optimizer": "adamw", "amp": "off", "clip_norm": 1.0},
+    {"optimizer": "adamw", "amp": "off", "max_grad_norm": 1.0},
     {"optimizer": "adamw", "amp": "bf16"},
-    {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "clip_norm": 1.0},
+    {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "max_grad_norm": 1.0},
 ]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind['optimizer']}-{kind['amp']}")
 ordered = pytest.mark.parametrize("ordered_sum", ["yes", "no"])
@@ -48,7 +48,10 @@ def flags() -> Iterator[None]:
 
 def learner(device: torch.device = CUDA, world_size: int = 1, **train: Any) -> Learner:
     """A learner on kernels whose sums have an order: cuDNN's own choice, by time, has others as well."""
-    run = RunConfig(plan=PlanConfig(per_step=PER_STEP), train=TrainConfig(model="small", **train))
+    run = RunConfig(
+        plan=PlanConfig(micro_batch_size=ROWS, global_batch_size=ROWS * PER_STEP),
+        train=TrainConfig(model="small", **train),
+    )
     made = Learner(run, 5, device, world_size)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     return made
@@ -258,7 +261,7 @@ def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(optimizer: Any)
 def test_the_gradient_is_clipped_to_its_true_norm(amp: Any, ordered_sum: Any) -> None:
     settings = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "amp": amp, "ordered_sum": ordered_sum}
     for norm in (1e-3, 1e-2):
-        learning = learner(**settings, clip_norm=norm)
+        learning = learner(**settings, max_grad_norm=norm)
         before = [parameter.detach().clone() for parameter in learning._model.parameters()]
         learn(learning, range(1))
         pairs = zip(learning._model.parameters(), before, strict=True)

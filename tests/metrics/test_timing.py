@@ -79,7 +79,7 @@ def test_actors_are_counted_for_all_ranks() -> None:
 def test_each_limit_has_advice_of_its_own() -> None:
     starving = {"images": 100, "wait_s": 5.0, "compute_s": 10.0}
     assert "Reading the store limits" in text(StageTimes(**starving, work_s=90.0, read_s=60.0))
-    assert "pool.in_flight" in text(StageTimes(**starving, work_s=9.0))
+    assert "pool.max_in_flight" in text(StageTimes(**starving, work_s=9.0))
     assert "The copy to the device limits" in text(StageTimes(**starving, work_s=90.0, transfer_s=20.0))
     decoding = StageTimes(**starving, work_s=90.0, decode_s=20.0)
     assert "Decoding on the GPU limits" in " ".join(diagnose(decoding, world_size=1, actors=4, device="cuda"))

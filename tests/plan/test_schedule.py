@@ -29,16 +29,16 @@ def plan_of(
     size: int = 7,
     val: int = 0,
     group_size: int | None = None,
-    leave_out: Collection[int] = (),
-    val_leave_out: Collection[int] = (),
+    exclude: Collection[int] = (),
+    val_exclude: Collection[int] = (),
     **config: Any,
 ) -> Plan:
     return Plan.of(
-        PlanConfig(**{"epochs": 2, "micro_batch": 2, **config}),
+        PlanConfig(**{"epochs": 2, "micro_batch_size": 2, **config}),
         store(size, group_size),
         store(val) if val else None,
-        leave_out=list(leave_out),
-        val_leave_out=list(val_leave_out),
+        exclude=list(exclude),
+        val_exclude=list(val_exclude),
     )
 
 
@@ -52,15 +52,15 @@ def plans(draw: st.DrawFn) -> Plan:
         size,
         num_val,
         draw(st.sampled_from([None, 1, 4, 1000])),
-        leave_out=draw(st.sets(st.integers(0, size - 1), min_size=num_left_out, max_size=num_left_out)),
-        val_leave_out=draw(st.sets(st.integers(0, num_val - 1), max_size=num_val - 1)) if num_val else (),
+        exclude=draw(st.sets(st.integers(0, size - 1), min_size=num_left_out, max_size=num_left_out)),
+        val_exclude=draw(st.sets(st.integers(0, num_val - 1), max_size=num_val - 1)) if num_val else (),
         epochs=draw(st.integers(1, 4)),
-        micro_batch=micro_batch,
-        per_step=per_step,
+        micro_batch_size=micro_batch,
+        global_batch_size=micro_batch * per_step,
         seed=draw(st.integers(0, 2**63)),
         shuffle=draw(st.sampled_from(["auto", "global", "off"])),
         window_groups=draw(st.integers(0, 3)),
-        val_every=draw(st.integers(0, 3)),
+        val_interval=draw(st.integers(0, 3)),
     )
 
 
@@ -99,17 +99,17 @@ def cursors(plan: Plan) -> dict[Cursor, int]:
 def test_training_reads_each_sample_at_most_once_and_leaves_out_less_than_a_step(plan: Plan) -> None:
     for epoch in range(plan.config.epochs):
         batches = pass_over(plan, "train", epoch)
-        assert {batch.shape for batch in batches} == {(plan.config.micro_batch,)}
+        assert {batch.shape for batch in batches} == {(plan.config.micro_batch_size,)}
         read = np.concatenate(batches)
         assert read.dtype == np.int64 and read.min() >= 0 and read.max() < num_stored(plan, "train")
         assert len(np.unique(read)) == len(read)
         assert not np.isin(read, plan.kept["train"].left_out).any()
-        assert 0 <= plan.num_train - len(read) < plan.config.micro_batch * plan.config.per_step
+        assert 0 <= plan.num_train - len(read) < plan.config.micro_batch_size * plan.config.per_step
 
 
 @properties()
 def test_validation_reads_each_sample_exactly_once_in_stored_order_then_pads(plan: Plan) -> None:
-    global_batch = plan.config.micro_batch * plan.config.per_step
+    global_batch = plan.config.micro_batch_size * plan.config.per_step
     for epoch in range(plan.config.epochs):
         batches = pass_over(plan, "val", epoch)
         if not plan.has_val(epoch):
@@ -156,10 +156,10 @@ def test_the_schedule_alternates_and_validates_every_so_often_and_at_the_end() -
         return [f"{segment.split} {segment.epoch}" for segment in plan.segments(plan.start())]
 
     train = [f"train {epoch}" for epoch in range(5)]
-    assert passes(val_every=1) == [f"{split} {epoch}" for epoch in range(5) for split in ("train", "val")]
-    assert passes(val_every=2) == [*train[:2], "val 1", *train[2:4], "val 3", train[4], "val 4"]
-    assert passes(val_every=9) == [*train, "val 4"]
-    assert passes(val_every=0) == train
+    assert passes(val_interval=1) == [f"{split} {epoch}" for epoch in range(5) for split in ("train", "val")]
+    assert passes(val_interval=2) == [*train[:2], "val 1", *train[2:4], "val 3", train[4], "val 4"]
+    assert passes(val_interval=9) == [*train, "val 4"]
+    assert passes(val_interval=0) == train
 
 
 def test_micro_batch_ids_sort_as_text() -> None:
@@ -271,9 +271,9 @@ def test_text_that_is_no_cursor_is_refused(text: str) -> None:
 
 
 def test_a_store_smaller_than_a_step_names_the_numbers() -> None:
-    assert plan_of(6, micro_batch=2, per_step=3).steps_per_epoch == 1
-    with pytest.raises(ConfigError, match=r"has 5 samples, fewer than one step of 3 x 2: lower plan\.micro_batch"):
-        plan_of(5, micro_batch=2, per_step=3)
+    assert plan_of(6, micro_batch_size=2, global_batch_size=6).steps_per_epoch == 1
+    with pytest.raises(ConfigError, match=r"has 5 samples, fewer than a global batch of 6: lower plan\.glob"):
+        plan_of(5, micro_batch_size=2, global_batch_size=6)
 
 
 def test_shuffle_needs_groups_for_windows_and_takes_them_by_itself() -> None:
@@ -285,7 +285,7 @@ def test_shuffle_needs_groups_for_windows_and_takes_them_by_itself() -> None:
 
 
 def test_check_workers_lists_the_divisors() -> None:
-    plan = plan_of(30, per_step=12)
+    plan = plan_of(30, global_batch_size=24)
     for world_size in (1, 2, 3, 4, 6, 12):
         plan.check_workers(world_size)
     for world_size in (5, 24):
@@ -304,21 +304,28 @@ def test_check_workers_refuses_what_is_no_number_of_workers(world_size: int) -> 
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 1}, {"micro_batch": 3}, {"per_step": 2}, {"shuffle": "off"}, {"size": 8}, {"group_size": 3}],
+    [
+        {"seed": 1},
+        {"micro_batch_size": 3},
+        {"global_batch_size": 4},
+        {"shuffle": "off"},
+        {"size": 8},
+        {"group_size": 3},
+    ],
 )
 def test_the_fingerprint_changes_with_all_that_orders_the_stream(change: dict[str, Any]) -> None:
     assert plan_of(**change).fingerprint != plan_of().fingerprint
 
 
 def test_the_fingerprint_changes_with_the_stores_contents_groups_and_windows() -> None:
-    config = PlanConfig(micro_batch=2)
+    config = PlanConfig(micro_batch_size=2)
     assert Plan.of(config, store(7, salt=1)).fingerprint != Plan.of(config, store(7)).fingerprint
     windows = {plan_of(group_size=g, window_groups=k).fingerprint for g in (2, 3) for k in (1, 2)}
     assert len(windows) == 4
 
 
 def test_the_fingerprint_keeps_through_what_only_lengthens_or_watches_the_run() -> None:
-    assert plan_of(epochs=9, val=3, val_every=2).fingerprint == plan_of().fingerprint
+    assert plan_of(epochs=9, val=3, val_interval=2).fingerprint == plan_of().fingerprint
     assert plan_of(shuffle="global").fingerprint == plan_of(shuffle="auto").fingerprint
     assert plan_of(window_groups=5).fingerprint == plan_of().fingerprint  # no groups, no windows
 
@@ -328,44 +335,46 @@ def test_the_fingerprint_keeps_through_what_only_lengthens_or_watches_the_run() 
 
 def test_leaving_nothing_out_changes_nothing() -> None:
     # As before there were lists; the golden fingerprint below is of a store without groups.
-    plan = plan_of(20, group_size=3, seed=3, leave_out=[])
+    plan = plan_of(20, group_size=3, seed=3, exclude=[])
     assert plan.fingerprint == "5f26726a5807759b" and type(plan.train_order).__name__ == "WindowOrder"
 
 
 def test_golden_order_of_what_is_left() -> None:
-    plan = plan_of(9, seed=3, leave_out=[4, 1], micro_batch=1)
+    plan = plan_of(9, seed=3, exclude=[4, 1], micro_batch_size=1)
     # The order of seven samples, see test_order, by the indices that the seven kept ones have.
     assert [plan.indices(at)[0] for at in whole(plan)] == [6, 3, 7, 2, 0, 5, 8, 2, 0, 5, 6, 7, 3, 8]
     assert plan.fingerprint == "87bacb2fcfc83799"
 
 
-@pytest.mark.parametrize("leave_out", [[1], [1, 4], [5]])
-def test_the_fingerprint_changes_with_what_is_left_out_of_training(leave_out: list[int]) -> None:
-    others = {plan_of(9, leave_out=other).fingerprint for other in ([], [1], [1, 4], [5]) if other != leave_out}
-    assert plan_of(9, leave_out=leave_out).fingerprint not in others
+@pytest.mark.parametrize("exclude", [[1], [1, 4], [5]])
+def test_the_fingerprint_changes_with_what_is_left_out_of_training(exclude: list[int]) -> None:
+    others = {plan_of(9, exclude=other).fingerprint for other in ([], [1], [1, 4], [5]) if other != exclude}
+    assert plan_of(9, exclude=exclude).fingerprint not in others
     # In any order, and named twice.
-    again = plan_of(9, leave_out=[*reversed(leave_out), leave_out[0]])
-    assert again.fingerprint == plan_of(9, leave_out=leave_out).fingerprint
+    again = plan_of(9, exclude=[*reversed(exclude), exclude[0]])
+    assert again.fingerprint == plan_of(9, exclude=exclude).fingerprint
     # As with the validation store itself: it is not part of what a cursor needs.
-    assert plan_of(9, val=5, val_leave_out=[1]).fingerprint == plan_of(9, val=5).fingerprint
+    assert plan_of(9, val=5, val_exclude=[1]).fingerprint == plan_of(9, val=5).fingerprint
 
 
 def test_the_keys_of_kept_samples_are_what_they_were() -> None:
     indices = np.array([0, 2, 8])
-    plan, plain = plan_of(9, val=9, leave_out=[1], val_leave_out=[1]), plan_of(9, val=9)
+    plan, plain = plan_of(9, val=9, exclude=[1], val_exclude=[1]), plan_of(9, val=9)
     for at in (TRAIN, VAL):
         assert np.array_equal(plan.sample_keys(at, indices), plain.sample_keys(at, indices))
 
 
 def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
-    with pytest.raises(ConfigError, match="has 5 samples beside the 2 that are left out, fewer than one step"):
-        plan_of(7, micro_batch=2, per_step=3, leave_out=[0, 6])
+    with pytest.raises(
+        ConfigError, match="has 5 samples beside the 2 that are left out, fewer than a global batch"
+    ):
+        plan_of(7, micro_batch_size=2, global_batch_size=6, exclude=[0, 6])
 
 
 @given(st.sets(st.integers(0, 59), max_size=50), st.integers(1, 7), st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_windows_keep_to_the_groups_of_the_store(left_out: set[int], group_size: int, k: int) -> None:
-    plan = plan_of(60, group_size=group_size, window_groups=k, leave_out=left_out)
+    plan = plan_of(60, group_size=group_size, window_groups=k, exclude=left_out)
     order: Any = plan.train_order.order if left_out else plan.train_order
     assert isinstance(order, WindowOrder)
     rows = plan.train_order.indices(1, np.arange(plan.num_train))
@@ -460,7 +469,7 @@ shapes = st.sampled_from([(w, g) for w in (1, 2, 3, 4, 6, 12) for g in range(1, 
 def test_the_shares_put_together_are_the_stream_from_any_cursor_on(
     shape: tuple[int, int], global_step: int, data: st.DataObject
 ) -> None:
-    plan = plan_of(63, 13, micro_batch=1, per_step=12)
+    plan = plan_of(63, 13, micro_batch_size=1, global_batch_size=12)
     cursor = plan.cursor_at(global_step)
     world_size, executions = shape
     whole = list(plan.micro_batches(cursor))

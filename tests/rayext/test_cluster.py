@@ -28,21 +28,21 @@ def test_two_cpus_run_one_trainer_and_one_actor_by_default() -> None:
 
 
 def test_trainers_share_what_the_smallest_pool_leaves() -> None:
-    assert share(idle(2), TrainConfig(workers=2), 2) == Allocation(2, False, 0.5, 1)
-    thirds = share(idle(2), TrainConfig(workers=3), 3)
+    assert share(idle(2), TrainConfig(num_workers=2), 2) == Allocation(2, False, 0.5, 1)
+    thirds = share(idle(2), TrainConfig(num_workers=3), 3)
     assert thirds.cpus_per_worker == 0.33  # rounded down, so that three fit into one CPU
     assert thirds.max_actors == 1
 
 
 def test_the_pool_gets_the_cpus_that_trainers_do_not_need() -> None:
-    assert share(idle(16), TrainConfig(workers=4), 4) == Allocation(4, False, 1.0, 12)
+    assert share(idle(16), TrainConfig(num_workers=4), 4) == Allocation(4, False, 1.0, 12)
     assert share(idle(16), TrainConfig(cpus_per_worker=4.0)).max_actors == 12
     assert share(idle(16), TrainConfig(), cpus_per_actor=2.0).max_actors == 7
     assert share(idle(2), TrainConfig(cpus_per_worker=1.0), cpus_per_actor=0.1).max_actors == 10
 
 
 def test_each_execution_has_its_smallest_pool() -> None:
-    trainers = TrainConfig(workers=4)
+    trainers = TrainConfig(num_workers=4)
     assert share(idle(16), trainers, 4, executions=4, min_actors=2).max_actors == 12
     assert share(idle(5), trainers, 4, executions=4) == Allocation(4, False, 0.25, 4)
     with pytest.raises(ResourceError, match=r"8 transform actors x 1 CPUs.*Lower pool\.executions, pool\.min_act"):
@@ -55,7 +55,9 @@ def test_each_execution_has_its_smallest_pool() -> None:
 
 def test_trainers_that_make_the_stream_themselves_need_no_cpus_for_actors() -> None:
     assert share(idle(1), TrainConfig(), engine="inline") == Allocation(1, False, 1.0, max_actors=0)
-    alone = share(idle(4), TrainConfig(workers=4), 4, engine="inline", min_actors=3, max_actors=9, executions=2)
+    alone = share(
+        idle(4), TrainConfig(num_workers=4), 4, engine="inline", min_actors=3, max_actors=9, executions=2
+    )
     assert alone == Allocation(4, False, 1.0, max_actors=0)
     with pytest.raises(ResourceError, match=r"1 trainers x 4 CPUs = 4 CPUs; .* Lower train\.cpus_per_worker,"):
         share(idle(2), TrainConfig(cpus_per_worker=4), engine="inline")
@@ -90,27 +92,29 @@ def test_auto_workers_are_the_largest_divisor_of_m_that_the_gpus_allow(
 def test_gpus_that_a_step_has_no_micro_batches_for_are_counted_unless_they_are_left_on_purpose(
     gpus: int, free: int, per_step: int, workers: int, idle: int
 ) -> None:
-    allocation = share(Resources(64, gpus, 64, free), TrainConfig(workers=workers), per_step)
+    allocation = share(Resources(64, gpus, 64, free), TrainConfig(num_workers=workers), per_step)
     assert allocation.idle_gpus == idle
 
 
 def test_gpu_no_trains_on_cpus_beside_gpus() -> None:
-    assert share(idle(8, 4), TrainConfig(gpu="no"), 4) == Allocation(1, False, 1.0, 7)
+    assert share(idle(8, 4), TrainConfig(use_gpu=False), 4) == Allocation(1, False, 1.0, 7)
 
 
 def test_gpu_yes_without_gpus_names_the_setting() -> None:
-    with pytest.raises(ResourceError, match=r"has 0: set train\.gpu=no"):
-        share(idle(8), TrainConfig(gpu="yes"))
+    with pytest.raises(ResourceError, match=r"has 0: set train\.use_gpu=false"):
+        share(idle(8), TrainConfig(use_gpu=True))
 
 
 def test_too_few_gpus_names_both_numbers_and_the_setting() -> None:
-    with pytest.raises(ResourceError, match=r"4 trainers need 4 GPUs, the cluster has 2: set train\.workers=2"):
-        share(idle(64, 2), TrainConfig(workers=4), 4)
+    with pytest.raises(
+        ResourceError, match=r"4 trainers need 4 GPUs, the cluster has 2: set train\.num_workers=2"
+    ):
+        share(idle(64, 2), TrainConfig(num_workers=4), 4)
 
 
 def test_the_number_of_workers_that_too_few_gpus_suggests_is_one_that_works() -> None:
-    with pytest.raises(ResourceError, match=r"train\.workers=2\b"):  # 3 would not divide M = 4
-        share(idle(64, 3), TrainConfig(workers=4), 4)
+    with pytest.raises(ResourceError, match=r"train\.num_workers=2\b"):  # 3 would not divide M = 4
+        share(idle(64, 3), TrainConfig(num_workers=4), 4)
 
 
 def test_cpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
@@ -120,12 +124,12 @@ def test_cpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
 
 def test_gpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
     with pytest.raises(ResourceError, match=r"needs 2 GPUs; other jobs hold all but 1 of the cluster's 2 GPUs"):
-        share(Resources(8, 2, 8, 1), TrainConfig(workers=2), 2)
+        share(Resources(8, 2, 8, 1), TrainConfig(num_workers=2), 2)
 
 
 def test_workers_must_divide_m() -> None:
-    with pytest.raises(ConfigError, match=r"train\.workers=3 does not divide plan\.per_step=4"):
-        share(idle(8), TrainConfig(workers=3), 4)
+    with pytest.raises(ConfigError, match=r"train\.num_workers=3 does not divide the 4 micro-batches of a step"):
+        share(idle(8), TrainConfig(num_workers=3), 4)
 
 
 def test_max_actors_bounds_the_pool_and_never_enlarges_it() -> None:
@@ -134,7 +138,7 @@ def test_max_actors_bounds_the_pool_and_never_enlarges_it() -> None:
 
 
 def test_min_actors_are_reserved_before_trainers_get_their_share() -> None:
-    assert share(idle(4), TrainConfig(workers=2), 2, min_actors=3) == Allocation(2, False, 0.5, 3)
+    assert share(idle(4), TrainConfig(num_workers=2), 2, min_actors=3) == Allocation(2, False, 0.5, 3)
     with pytest.raises(ResourceError, match=r"5 transform actors x 1 CPUs"):
         share(idle(4), TrainConfig(), min_actors=5)
 
@@ -150,7 +154,7 @@ def test_free_cpus_and_the_actors_fit_together_for_every_small_cluster() -> None
     for cpus in range(1, 9):
         for workers in range(1, 9):
             try:
-                found = share(idle(cpus), TrainConfig(workers=workers), workers)
+                found = share(idle(cpus), TrainConfig(num_workers=workers), workers)
             except ResourceError:
                 assert cpus < 2
                 continue
@@ -161,15 +165,15 @@ def test_free_cpus_and_the_actors_fit_together_for_every_small_cluster() -> None
 
 
 def test_elastic_trainers_need_the_cpus_of_the_fewest_and_may_have_those_of_the_most() -> None:
-    elastic = TrainConfig(workers=4, min_workers=1, cpus_per_worker=1.0)
+    elastic = TrainConfig(num_workers=4, min_workers=1, cpus_per_worker=1.0)
     assert share(idle(2), elastic, 4) == Allocation(4, False, 1.0, max_actors=1, min_workers=1)
     assert share(idle(8), elastic, 4) == Allocation(4, False, 1.0, max_actors=4, min_workers=1)
     with pytest.raises(ResourceError, match=r"2 trainers x 1 CPUs \+ 1 transform actors x 1 CPUs = 3 CPUs"):
-        share(idle(2), TrainConfig(workers=4, min_workers=2, cpus_per_worker=1.0), 4)
+        share(idle(2), TrainConfig(num_workers=4, min_workers=2, cpus_per_worker=1.0), 4)
 
 
 def test_elastic_trainers_start_with_the_gpus_that_are_there() -> None:
-    elastic = TrainConfig(workers=4, min_workers=2)
+    elastic = TrainConfig(num_workers=4, min_workers=2)
     assert share(idle(16, 2), elastic, 4) == Allocation(4, True, 1.0, max_actors=12, min_workers=2)
     with pytest.raises(
         ResourceError, match=r"2 trainers need 2 GPUs, the cluster has 1: set train\.min_workers=1"
@@ -178,12 +182,12 @@ def test_elastic_trainers_start_with_the_gpus_that_are_there() -> None:
 
 
 def test_as_few_workers_as_there_may_be_at_most_are_not_elastic() -> None:
-    assert share(idle(8), TrainConfig(workers=2, min_workers=2), 4).min_workers == 0
+    assert share(idle(8), TrainConfig(num_workers=2, min_workers=2), 4).min_workers == 0
 
 
 def test_more_workers_at_least_than_at_most_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"train\.min_workers=4 is more than the 2 workers"):
-        share(idle(8), TrainConfig(workers=2, min_workers=4), 4)
+        share(idle(8), TrainConfig(num_workers=2, min_workers=4), 4)
 
 
 # What the autoscaler may add

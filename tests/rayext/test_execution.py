@@ -79,7 +79,7 @@ def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
 ) -> None:
     spec = StreamSpec.of(
         stores["train"],
-        plan=PlanConfig(micro_batch=10),
+        plan=PlanConfig(micro_batch_size=10),
         transform=TransformConfig(train="small", size=8),
         pool=PoolConfig(stall_timeout_s=5),
     )

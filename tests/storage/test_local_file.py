@@ -64,7 +64,7 @@ class Told(Exception):
 empty = base.MemoryStore([b"x"], [0])
 READERS = {
     "store": store,
-    "bad list": lambda path: read_bad_list(path, empty, "store.leave_out"),
+    "bad list": lambda path: read_bad_list(path, empty, "store.exclude"),
     "digests": DigestFile.read,
     "transform": read_steps,
     "inspect": lambda path: command("inspect", path),

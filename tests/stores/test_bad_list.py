@@ -23,7 +23,7 @@ BAD = [{"index": 7, "error": "empty value"}, {"index": 2, "error": "no value"}]
 
 
 def read(address: str | Path, store: MemoryStore | None = STORE) -> list[int]:
-    return read_bad_list(address, store, "store.leave_out").tolist()
+    return read_bad_list(address, store, "store.exclude").tolist()
 
 
 @pytest.mark.parametrize("as_uri", [False, True])
@@ -68,7 +68,7 @@ def test_no_list_leaves_nothing_out() -> None:
 def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
     file = tmp_path / "list.json"
     file.write_bytes(text if isinstance(text, bytes) else text.replace("FINGERPRINT", STORE.fingerprint).encode())
-    expected = r"leave_out: .*list.json is no (JSON|text|list of bad samples .*raypipe inspect memory:\w+ --)"
+    expected = r"exclude: .*list.json is no (JSON|text|list of bad samples .*raypipe inspect memory:\w+ --)"
     with pytest.raises(ConfigError, match=expected):
         read(file)
 
@@ -94,9 +94,9 @@ def test_a_list_of_all_samples(tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_not_there_or_has_no_store(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"store.leave_out: .*none.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"store.exclude: .*none.json cannot be read"):
         read(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match=r"store.leave_out: there is list.json, but no store"):
+    with pytest.raises(ConfigError, match=r"store.exclude: there is list.json, but no store"):
         read("list.json", None)
 
 
@@ -109,17 +109,17 @@ def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
     spec = StreamSpec.of(
         STORE,
         OTHER,
-        plan=PlanConfig(epochs=1, micro_batch=2),
-        leave_out=tmp_path / "train.json",
-        val_leave_out=str(tmp_path / "val.json"),
+        plan=PlanConfig(epochs=1, micro_batch_size=2),
+        exclude=tmp_path / "train.json",
+        val_exclude=str(tmp_path / "val.json"),
     )
     assert (spec.plan.num_train, spec.plan.num_val) == (8, 9)
     stream = [(at.split, spec.plan.indices(at)) for at in spec.plan.micro_batches(spec.plan.start())]
     train, val = (np.concatenate([found for split, found in stream if split == name]) for name in ("train", "val"))
     assert sorted(train.tolist()) == [0, 1, 3, 4, 5, 6, 8, 9]
     assert val.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, -1]
-    with pytest.raises(ConfigError, match=r"store.val_leave_out: there is .*, but no store"):
-        StreamSpec.of(STORE, val_leave_out=tmp_path / "val.json")
+    with pytest.raises(ConfigError, match=r"store.val_exclude: there is .*, but no store"):
+        StreamSpec.of(STORE, val_exclude=tmp_path / "val.json")
 
 
 def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_out(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_ou
     spec = StreamSpec.of(
         STORE,
         val,
-        plan=PlanConfig(epochs=1, micro_batch=2, per_step=2),
+        plan=PlanConfig(epochs=1, micro_batch_size=2, global_batch_size=4),
         train_transform=None,
         val_transform=None,
-        val_leave_out=tmp_path / "val.json",
+        val_exclude=tmp_path / "val.json",
     )
     batch = MicroBatchMaker(*spec.recipe).batch(MicroBatchId("val", 0, 0, 1))  # nothing but padding
     assert batch.image.shape == (2, 40, 48, 3) and batch.index.tolist() == [-1, -1]

@@ -70,7 +70,7 @@ def spec_of(folder: Path, records: Path, **config: Any) -> StreamSpec:
     return StreamSpec.of(
         str(folder),
         str(folder),
-        plan=PlanConfig(epochs=1, micro_batch=4),
+        plan=PlanConfig(epochs=1, micro_batch_size=4),
         transform=TransformConfig(train="small", size=16, **config),
         quarantine=records.as_uri(),
     )

@@ -134,7 +134,7 @@ def test_a_file_that_holds_no_digests(tmp_path: Path, text: str) -> None:
 
 
 def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(stores: dict[str, Path]) -> None:
-    config = PlanConfig(epochs=2, micro_batch=8, seed=3)
+    config = PlanConfig(epochs=2, micro_batch_size=8, seed=3)
     spec = StreamSpec.of(stores["train"], stores["val"], plan=config, transform=TransformConfig(size=32))
     found = settings_of(spec, workers=2, actors=3, from_step=4, to_step=9)
     assert json.loads(json.dumps(found)) == found
@@ -154,7 +154,7 @@ def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(stores: di
 def test_the_settings_have_the_steps_of_a_file(stores: dict[str, Path], tmp_path: Path) -> None:
     steps = [{"Resize": {"height": 8, "width": 8}}]
     (tmp_path / "mine.json").write_text(json.dumps(steps))
-    settings: dict[str, Any] = {"plan": PlanConfig(micro_batch=8)}
+    settings: dict[str, Any] = {"plan": PlanConfig(micro_batch_size=8)}
     for transform in (TransformConfig(train=str(tmp_path / "mine.json")), TransformConfig(train=steps)):
         spec = StreamSpec.of(stores["train"], transform=transform, **settings)
         assert spec.transforms["train"] == spec.transform.train == steps
@@ -197,8 +197,8 @@ def test_the_command_ends_with_code_1_where_streams_differ(
         (["--to-step", "-1"], "--from-step 0 and --to-step -1 are no range"),
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
         (["--compare", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
-        (["--leave-out", "/nowhere/x.json"], "store.leave_out: /nowhere/x.json cannot be read"),
-        (["--val-leave-out", "/nowhere/x.json"], "store.val_leave_out: there is /nowhere/x.json, but no store"),
+        (["--exclude", "/nowhere/x.json"], "store.exclude: /nowhere/x.json cannot be read"),
+        (["--val-exclude", "/nowhere/x.json"], "store.val_exclude: there is /nowhere/x.json, but no store"),
     ],
 )
 def test_a_range_or_a_file_that_cannot_be_is_told_before_ray_starts(
@@ -207,7 +207,7 @@ def test_a_range_or_a_file_that_cannot_be_is_told_before_ray_starts(
     import re
 
     with pytest.raises(SystemExit) as caught:
-        cli_main("digest", stores["train"], "--micro-batch", "8", "--epochs", "1", *args)
+        cli_main("digest", stores["train"], "--micro-batch-size", "8", "--epochs", "1", *args)
     assert caught.value.code == 1
     assert re.match(f"ConfigError: {message}", capsys.readouterr().err)
 
@@ -223,17 +223,17 @@ def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
     stores: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raypipe.rayext.cluster.connect", lambda *_, **__: pytest.fail("a cluster was asked for"))
-    options = ["--epochs", 2, "--micro-batch", 10, "--per-step", 2, "--size", 16, "--from-step", 3]
+    options = ["--epochs", 2, "--micro-batch-size", 10, "--global-batch-size", 20, "--size", 16, "--from-step", 3]
     cli_main("digest", stores["train"], *options, "--engine", "inline")
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    plan = PlanConfig(epochs=2, micro_batch=10, per_step=2)
+    plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20)
     spec = StreamSpec.of(stores["train"], plan=plan, transform=TransformConfig(size=16))
     assert found["digest"] == combine(without_ray.digests(spec, 3))
 
 
 # Ranges of a stream
 
-PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5)
+PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
 SMALL = TransformConfig(train="light", val="center", size=16)
 
 
@@ -252,7 +252,18 @@ class TestRanges:
         self, stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         def run(*args: object, code: int = 0) -> dict[str, Any]:
-            options = ["--epochs", 2, "--micro-batch", 10, "--per-step", 2, "--size", 16, "--actors", 1]
+            options = [
+                "--epochs",
+                2,
+                "--micro-batch-size",
+                10,
+                "--global-batch-size",
+                20,
+                "--size",
+                16,
+                "--actors",
+                1,
+            ]
             with pytest.raises(SystemExit) if code else contextlib.nullcontext() as caught:
                 cli_main("digest", stores["train"], *options, *args)
             assert caught is None or caught.value.code == code
@@ -280,8 +291,8 @@ class TestRanges:
         store = open_store(tmp_path / "train.lmdb")
         verify(store, str(tmp_path / "bad.json"), progress=False)
         cli_main(
-            *("digest", store.address, "--val", store.address, "--micro-batch", 8, "--size", 16),
-            *("--leave-out", tmp_path / "bad.json", "--val-leave-out", tmp_path / "bad.json"),
+            *("digest", store.address, "--val", store.address, "--micro-batch-size", 8, "--size", 16),
+            *("--exclude", tmp_path / "bad.json", "--val-exclude", tmp_path / "bad.json"),
             *("--engine", "inline"),
         )
         found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -98,7 +98,7 @@ def hangs(image: np.ndarray) -> np.ndarray:
 def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStore, **config: Any) -> StreamSpec:
     return StreamSpec.of(
         store(train),
-        plan=PlanConfig(epochs=1, micro_batch=8),
+        plan=PlanConfig(epochs=1, micro_batch_size=8),
         train_transform=transform,
         transform=TransformConfig(**config),
         # Three micro-batches to a block: two further blocks are at the actor that dies.
@@ -141,7 +141,7 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
     images = [picture(i) for i in range(16)]
     spec = StreamSpec.of(
         FetchedFirst(images, [0] * 16, classes=CLASSES),
-        plan=PlanConfig(epochs=1, micro_batch=8),
+        plan=PlanConfig(epochs=1, micro_batch_size=8),
         train_transform=crop,
         transform=TransformConfig(time_limit_s=1.0),
     )

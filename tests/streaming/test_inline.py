@@ -25,7 +25,7 @@ INLINE = PoolConfig(engine="inline")
 
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
-    plan = PlanConfig(epochs=2, micro_batch=6, per_step=4)
+    plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
     transform = TransformConfig(train="light", val="resize", size=12)
     return StreamSpec.of(stores["train"], stores["val"], plan=plan, transform=transform, pool=INLINE)
 
@@ -56,7 +56,7 @@ def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(stores:
         return image[:8, :8]
 
     spec = StreamSpec.of(
-        stores["train"], plan=PlanConfig(epochs=1, micro_batch=4), train_transform=transform, pool=INLINE
+        stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4), train_transform=transform, pool=INLINE
     )
     batch = next(next(loader(spec).epochs()).train)
     assert batch.image.shape == (4, 3, 8, 8) and seen == [threading.main_thread()] * 4

@@ -77,7 +77,7 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
 
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
-    plan = PlanConfig(epochs=2, micro_batch=6, per_step=4)
+    plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
     return StreamSpec.of(
         stores["train"],
         stores["val"],
@@ -156,7 +156,7 @@ def encoded_spec(tmp_path_factory: pytest.TempPathFactory) -> StreamSpec:
     return StreamSpec.of(
         str(folder / "train.lmdb"),
         str(folder / "train.lmdb"),
-        plan=PlanConfig(epochs=1, micro_batch=6, per_step=4),
+        plan=PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24),
         transform=TransformConfig(train="light", val="center", size=16, decode="gpu"),
         quarantine=(folder / "quarantine").as_uri(),
     )
@@ -207,7 +207,7 @@ def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_
 def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:
     strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
     store: Any = MemoryStore([encoded_spec.stores["train"].read(np.array([11]))["image"][0]] * 6, [0] * 6)
-    spec = StreamSpec.of(store, plan=PlanConfig(micro_batch=6), transform=strict)
+    spec = StreamSpec.of(store, plan=PlanConfig(micro_batch_size=6), transform=strict)
     with pytest.raises(SampleError, match=r"sample [0-5]: "):
         delivered(spec, None)
 

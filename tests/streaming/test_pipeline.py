@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-PLAN = PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5)
+PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
 SMALL = TransformConfig(train="light", val="center", size=24)
 
 
@@ -98,7 +98,7 @@ def test_the_digest_is_the_same_for_any_pool_any_workers_any_blocks_and_from_the
 
 
 def test_an_execution_in_an_actor_and_one_whose_blocks_grow_have_the_same_digest(stores: dict[str, Path]) -> None:
-    plan = PlanConfig(epochs=3, micro_batch=2, per_step=2, seed=5)
+    plan = PlanConfig(epochs=3, micro_batch_size=2, global_batch_size=4, seed=5)
     spec = spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
     alone, start = without_ray.digests(spec), spec.plan.start()
     in_an_actor = splits(spec, start, max_actors=1, apart=True)
@@ -120,7 +120,7 @@ def test_an_execution_in_an_actor_and_one_whose_blocks_grow_have_the_same_digest
 def test_each_rank_gets_the_same_from_any_number_of_executions(
     stores: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    plan = PlanConfig(epochs=1, micro_batch=6, per_step=4, seed=5)
+    plan = PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24, seed=5)
     spec = spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
     alone = without_ray.digests(spec)
     cases = [(2, 2), (4, 0)] if request.config.getoption("--soak") else [(2, 2)]
@@ -203,7 +203,7 @@ def test_every_training_sample_comes_at_most_once_and_every_validation_sample_on
 def test_stream_is_a_plain_dataset_of_blocks_of_micro_batches(stores: dict[str, Path]) -> None:
     made = stream(
         stores["train"],
-        plan=PlanConfig(epochs=1, micro_batch=25, shuffle="off"),
+        plan=PlanConfig(epochs=1, micro_batch_size=25, shuffle="off"),
         train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
         pool=PoolConfig(max_actors=1, block=3),
     )
@@ -225,9 +225,9 @@ def test_while_the_consumer_stands_still_little_is_in_flight_and_nothing_spins(
 
     spec = StreamSpec.of(
         stores["train"],
-        plan=PlanConfig(epochs=20, micro_batch=4),
+        plan=PlanConfig(epochs=20, micro_batch_size=4),
         train_transform=traced,
-        pool=PoolConfig(in_flight=6),
+        pool=PoolConfig(max_in_flight=6),
     )
     batches = host_batches(splits(spec, spec.plan.start(), max_actors=1)[0])
     before = set(threading.enumerate())
@@ -251,7 +251,7 @@ def with_bad(bad: dict[int, bytes | None], num: int = 64) -> MemoryStore:
 
 
 BAD = {3: b"", 17: picture(17)[:-200], 40: None}
-ONE_EPOCH = PlanConfig(epochs=1, micro_batch=8)
+ONE_EPOCH = PlanConfig(epochs=1, micro_batch_size=8)
 
 
 def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: 
     spec = StreamSpec.of(
         stores["train"],
         MemoryStore(few, [0, 1, 2], classes=CLASSES),
-        plan=PlanConfig(epochs=1, micro_batch=10, per_step=5),
+        plan=PlanConfig(epochs=1, micro_batch_size=10, global_batch_size=50),
         transform=dataclasses.replace(SMALL, val="none", train="none"),
     )
     found = list(without_ray.host_batches(spec))
@@ -326,11 +326,11 @@ def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
 
 
 def test_more_in_flight_than_the_object_store_holds_is_refused_at_once(stores: dict[str, Path]) -> None:
-    with pytest.raises(ResourceError, match=r"500 blocks in flight .* GiB: lower pool\.in_flight"):
+    with pytest.raises(ResourceError, match=r"500 blocks in flight .* GiB: lower pool\.max_in_flight"):
         stream(
             stores["train"],
-            plan=PlanConfig(micro_batch=50),
-            pool=PoolConfig(in_flight=500, block=1),
+            plan=PlanConfig(micro_batch_size=50),
+            pool=PoolConfig(max_in_flight=500, block=1),
             transform=TransformConfig(),
         )
 

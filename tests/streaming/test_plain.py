@@ -24,7 +24,7 @@ def spec(stores: dict[str, Path]) -> StreamSpec:
     return StreamSpec.of(
         stores["train"],
         stores["val"],
-        plan=PlanConfig(epochs=3, micro_batch=6, per_step=4),
+        plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),
         transform=TransformConfig(train="small", val="resize", size=12),
         pool=PoolConfig(engine="inline"),
     )
@@ -97,7 +97,7 @@ def ask(spec: StreamSpec, *turns: str) -> None:
     ("turns", "message"),
     [
         (("val",), "before epoch 0 was trained.*num_sanity_val_steps=0"),
-        (("train", "val", "val"), r"no further validation after epoch 0: plan\.val_every is 1"),
+        (("train", "val", "val"), r"no further validation after epoch 0: plan\.val_interval is 1"),
         (("train",) * 4, r"more than the 3 epochs of the plan: set plan\.epochs"),
     ],
 )

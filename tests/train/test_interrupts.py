@@ -83,9 +83,9 @@ def ray_folder() -> Iterator[str]:
 def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
     tmp_path: Path, ray_folder: str, stores: dict[str, Path]
 ) -> None:
-    command = [sys.executable, str(ROOT / "jobs" / "train.py"), f"--runs={tmp_path}", "--name=early"]
+    command = [sys.executable, str(ROOT / "jobs" / "train.py"), f"--storage_path={tmp_path}", "--name=early"]
     command += [f"--store.train={stores['train']}", "--train.model=small", "--transform.size=12"]
-    command += ["--train.gpu=no", "--plan.micro_batch=10"]
+    command += ["--train.use_gpu=false", "--plan.micro_batch_size=10"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment["RAY_TMPDIR"] = ray_folder  # where it finds no other cluster
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
@@ -107,11 +107,11 @@ def test_a_signal_before_the_trainers_ends_the_run_without_them(
 ) -> None:
     run = RunConfig(
         store=StoreConfig(str(stores["train"])),
-        plan=PlanConfig(micro_batch=10),
+        plan=PlanConfig(micro_batch_size=10),
         transform=TransformConfig(size=12),
         pool=PoolConfig(engine="inline"),
-        train=TrainConfig(model="small", gpu="no"),
-        runs=str(tmp_path),
+        train=TrainConfig(model="small", use_gpu=False),
+        storage_path=str(tmp_path),
         name="early",
     )
 

@@ -34,7 +34,7 @@ from raypipe.train.run_folder import as_plain, located, store_config
 
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),
-    plan=PlanConfig(epochs=1, micro_batch=2),
+    plan=PlanConfig(epochs=1, micro_batch_size=2),
     augment=AugmentConfig(mean=(0.1, 0.2, 0.3)),
     name="mine",
     resume="runs/other",
@@ -57,10 +57,10 @@ def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
     [
         "store.train",
         "store.val",
-        "store.leave_out",
-        "store.val_leave_out",
+        "store.exclude",
+        "store.val_exclude",
         "transform.val",
-        "runs",
+        "storage_path",
         "resume",
         "plan",
     ],
@@ -69,7 +69,9 @@ def test_a_run_with_credentials_in_an_address_ends_without_showing_or_keeping_th
     setting: str, stores: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(f"store: {{train: {stores['train']}, val: {stores['val']}}}\nruns: {tmp_path}/runs\n")
+    config.write_text(
+        f"store: {{train: {stores['train']}, val: {stores['val']}}}\nstorage_path: {tmp_path}/runs\n"
+    )
     given = [f"--config={config}", f"--{setting}=s3://AKIA:SE/CRET@bucket/a.yaml"]
     with pytest.raises(SystemExit):
         _finish(lambda: train(parse_run(given, None)))
@@ -120,7 +122,7 @@ def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
 
 
 def test_a_run_without_actors_says_who_makes_the_stream_and_asks_for_no_object_store() -> None:
-    run = dataclasses.replace(RUN, pool=PoolConfig(engine="inline", in_flight=10**9))
+    run = dataclasses.replace(RUN, pool=PoolConfig(engine="inline", max_in_flight=10**9))
     shown = describe(run, spec(store(("a",))), Allocation(2, False, 1.0, 0), "file:///runs/mine")
     assert "transform  in the trainers themselves (pool.engine=inline)" in shown
     # No cluster is asked.
@@ -131,7 +133,7 @@ def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
     allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
     shown = describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
     assert "trainers   1 x GPU\nidle GPUs  7 of 8" in shown
-    assert "set plan.per_step=8" in shown and "train.workers=1 if this is meant" in shown
+    assert "set plan.global_batch_size to 16 or" in shown and "train.num_workers=1 if this is meant" in shown
 
 
 def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, Path], tmp_path: Path) -> None:
@@ -140,8 +142,8 @@ def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, P
     settings = StoreConfig(
         train=str(stores["train"]),
         val=str(stores["val"]),
-        leave_out=str(tmp_path / "train.json"),
-        val_leave_out=str(tmp_path / "val.json"),
+        exclude=str(tmp_path / "train.json"),
+        val_exclude=str(tmp_path / "val.json"),
     )
     run = dataclasses.replace(RUN, store=settings)
     found = spec_of(run, (tmp_path / "run").as_uri())
@@ -185,7 +187,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def test_a_resume_that_is_refused_changes_nothing(stores: dict[str, Path], tmp_path: Path) -> None:
     run = dataclasses.replace(
-        RUN, store=StoreConfig(str(stores["train"]), str(stores["val"])), runs=str(tmp_path), resume=""
+        RUN, store=StoreConfig(str(stores["train"]), str(stores["val"])), storage_path=str(tmp_path), resume=""
     )
     uri = (tmp_path / "mine").as_uri()
     store_config(run, uri)
@@ -248,7 +250,12 @@ def test_a_run_holds_the_steps_of_a_file_and_need_not_read_it_again(
     file = tmp_path / "policy.yaml"
     file.write_text(yaml.safe_dump(STEPS))
     given = parse_run(
-        [f"--store.train={stores['train']}", f"--transform.train={file}", f"--runs={tmp_path}", "--name=mine"],
+        [
+            f"--store.train={stores['train']}",
+            f"--transform.train={file}",
+            f"--storage_path={tmp_path}",
+            "--name=mine",
+        ],
         None,
     )
     with located(given) as (run, run_uri, _):
@@ -280,7 +287,7 @@ def test_a_transform_that_cannot_be_is_told_before_ray_starts(
 ) -> None:
     for split in ("train", "val"):
         run = dataclasses.replace(
-            RunConfig(runs=str(tmp_path)),
+            RunConfig(storage_path=str(tmp_path)),
             store=StoreConfig(str(stores["train"]), str(stores["val"])),
             transform=TransformConfig(**{split: transform}),
         )
@@ -291,7 +298,7 @@ def test_a_transform_that_cannot_be_is_told_before_ray_starts(
 
 def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(stores: dict[str, Path], tmp_path: Path) -> None:
     run = dataclasses.replace(
-        RunConfig(runs=str(tmp_path)),
+        RunConfig(storage_path=str(tmp_path)),
         store=StoreConfig(str(stores["train"])),
         augment=AugmentConfig(ops=[{"op": "RandomErasinggg"}]),
     )

@@ -91,7 +91,7 @@ CPU = torch.device("cpu")
 
 
 def learner(num_classes: int = 5, **train: Any) -> Learner:
-    run = RunConfig(plan=PlanConfig(per_step=2), train=TrainConfig(model="small", **train))
+    run = RunConfig(plan=PlanConfig(global_batch_size=128), train=TrainConfig(model="small", **train))
     return Learner(run, num_classes, CPU, 1)
 
 
@@ -114,7 +114,7 @@ def learn(learner: Learner, steps: range) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "train", [{"optimizer": "sgd"}, {"optimizer": "adamw", "ema_decay": 0.9, "clip_norm": 1.0}]
+    "train", [{"optimizer": "sgd"}, {"optimizer": "adamw", "ema_decay": 0.9, "max_grad_norm": 1.0}]
 )
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_learner_goes_on_from_its_state_to_the_same_bits(train: Any, steps_before: int) -> None:

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytes
 
 @pytest.fixture(scope="module")
 def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    train_config = {"log_samples": True, "checkpoint_every": 3, "clip_norm": 1.0, "ema_decay": 0.9}
+    train_config = {"log_samples": True, "checkpoint_interval": 3, "max_grad_norm": 1.0, "ema_decay": 0.9}
     plain = small_run(tmp_path_factory.mktemp("runs"), stores["train"], stores["val"], 3, 4, **train_config)
     strength = StrengthConfig(ramp_up=0.3, ramp_down=0.3)
     augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=strength)
@@ -88,7 +88,7 @@ def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[st
     )
     assert ["CPU actor" in text for (text,) in records(alone, "diagnosis", "text")] == [True] * 3
     assert list((folder / "tensorboard").glob("events*"))
-    assert "micro_batch: 6" in (folder / "config.yaml").read_text()
+    assert "micro_batch_size: 6" in (folder / "config.yaml").read_text()
     assert len(sample_log(alone)) == 12 * 4
     assert not (folder / "lease").exists() and not (folder / "stop").exists()
 
@@ -96,7 +96,9 @@ def test_a_run_leaves_its_result_metrics_events_and_configuration(alone: dict[st
 @pytest.mark.soak  # the run that is killed goes on with two, one and four
 def test_two_workers_see_the_same_samples_and_learn_the_same(run: RunConfig, alone: dict[str, Any]) -> None:
     two = train(
-        dataclasses.replace(run, name="two", train=dataclasses.replace(run.train, workers=2, cpus_per_worker=0.5))
+        dataclasses.replace(
+            run, name="two", train=dataclasses.replace(run.train, num_workers=2, cpus_per_worker=0.5)
+        )
     )
     assert sample_log(two) == sample_log(alone)
     for (loss,), (expected,) in zip(records(two, "train", "loss"), records(alone, "train", "loss"), strict=True):
@@ -135,11 +137,11 @@ def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
 def test_a_run_that_is_killed_and_damaged_goes_on_with_other_workers_to_the_same_weights(
     run: RunConfig, alone: dict[str, Any], request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, killed = Path(run.runs) / "killed", list[int]()
+    folder, killed = Path(run.storage_path) / "killed", list[int]()
 
     def attempt(workers: int, kill_at: int, max_failures: int = 0, resume: str = "") -> dict[str, Any]:
         settings = dataclasses.replace(
-            run.train, workers=workers, cpus_per_worker=1 / workers, max_failures=max_failures
+            run.train, num_workers=workers, cpus_per_worker=1 / workers, max_failures=max_failures
         )
         # Two trainers have an execution each, in their own processes; four share two.
         executions = min(2, workers)
@@ -196,7 +198,7 @@ def descends_from(pid: int, ancestor: int = os.getpid()) -> bool:
 def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     run: RunConfig, alone: dict[str, Any]
 ) -> None:
-    folder = Path(run.runs) / "asked"
+    folder = Path(run.storage_path) / "asked"
     asking = once_it_is_there(folder / "samples.jsonl", lambda: request_stop(folder.as_uri()))
     stopped = train(dataclasses.replace(run, name="asked"))
     asking.join()
@@ -246,14 +248,14 @@ def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(run: RunCon
     inline = PoolConfig(engine="inline")
     with pytest.raises(ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"):
         train(dataclasses.replace(run, name="labels", train=settings, pool=inline))
-    assert len(records({"run_dir": f"{run.runs}/labels"}, "start", "step")) == 1
+    assert len(records({"run_dir": f"{run.storage_path}/labels"}, "start", "step")) == 1
 
 
 @pytest.mark.soak  # the next one stops while it waits for its first batch
 def test_a_run_that_is_asked_to_stop_before_it_trains_ends_after_its_first_step(run: RunConfig) -> None:
-    folder = Path(run.runs) / "early"
+    folder = Path(run.storage_path) / "early"
     asking = once_it_is_there(folder / "config.yaml", lambda: request_stop(folder.as_uri()))
-    settings = dataclasses.replace(run.train, log_every=100, checkpoint_every=0)
+    settings = dataclasses.replace(run.train, log_interval=100, checkpoint_interval=0)
     result = train(dataclasses.replace(run, name="early", train=settings))
     asking.join()
     assert result["stopped"] and result["steps"] == 1
@@ -262,7 +264,7 @@ def test_a_run_that_is_asked_to_stop_before_it_trains_ends_after_its_first_step(
 def test_a_run_stopped_by_ctrl_c_before_its_trainers_records_that_its_pool_has_no_room_and_goes_on_to_its_end(
     run: RunConfig, idle_cluster: None
 ) -> None:
-    folder, held, seen = Path(run.runs) / "waits", list[Any](), list[str]()
+    folder, held, seen = Path(run.storage_path) / "waits", list[Any](), list[str]()
     metrics = folder / "metrics.jsonl"
 
     class Job:
@@ -282,7 +284,7 @@ def test_a_run_stopped_by_ctrl_c_before_its_trainers_records_that_its_pool_has_n
         once_it_is_there(folder / "config.yaml", take_what_is_free_and_interrupt),
         once_it_is_there(metrics, give_it_back),
     ]
-    settings = dataclasses.replace(run.train, log_every=100, checkpoint_every=0)
+    settings = dataclasses.replace(run.train, log_interval=100, checkpoint_interval=0)
     result = train(dataclasses.replace(run, name="waits", train=settings))
     for helper in helpers:
         helper.join()

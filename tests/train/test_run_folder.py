@@ -69,7 +69,7 @@ def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(tmp_path: 
 
 
 def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_once(tmp_path: Path) -> None:
-    run = RunConfig(runs=str(tmp_path / "runs"))
+    run = RunConfig(storage_path=str(tmp_path / "runs"))
     with located(run) as (first, first_uri, _), located(run) as (second, second_uri, _):
         assert first_uri != second_uri and first.name != second.name
         assert all((tmp_path / "runs" / each.name / "lease").is_dir() for each in (first, second))
@@ -89,7 +89,9 @@ def test_a_run_in_rays_copy_of_a_jobs_folder_is_refused_at_once(
     copy.mkdir(parents=True)
     monkeypatch.chdir(copy)
     with (
-        pytest.raises(ConfigError, match=r"runs leads to .*temporary copy .* set runs to .*s3://bucket/runs"),
+        pytest.raises(
+            ConfigError, match=r"storage_path leads to .*temporary copy .* set storage_path to .*s3://bucket/runs"
+        ),
         located(RunConfig(), "tune-" if command == "search" else ""),
     ):
         pass

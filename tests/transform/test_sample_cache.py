@@ -268,7 +268,7 @@ def test_another_setting_version_or_start_of_the_machine_has_another_cache(
     if change == "min_side":
         settings["decode_min_side"] = 8
     elif change == "exif":
-        settings["exif"] = True
+        settings["apply_exif"] = True
     elif change == "limit":
         settings["limit"] = LIMIT + 1
     elif change == "version":
@@ -349,7 +349,7 @@ def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = L
     return StreamSpec.of(
         store,
         store,
-        plan=PlanConfig(**{"epochs": 2, "micro_batch": 6, "seed": 3} | plan),
+        plan=PlanConfig(**{"epochs": 2, "micro_batch_size": 6, "seed": 3} | plan),
         transform=transform,
         pool=PoolConfig(cache=place, cache_bytes=limit),
     )
@@ -371,9 +371,9 @@ def whole_side(image: np.ndarray) -> np.ndarray:
     "settings",
     [
         {"train": "light"},
-        {"train": "heavy", "exif": True},
+        {"train": "heavy", "apply_exif": True},
         {"train": "light", "crop_decode": "off"},
-        {"train": "light", "decode_min_side": 60, "exif": True},
+        {"train": "light", "decode_min_side": 60, "apply_exif": True},
         {"train": "flip-crop", "val": "resize"},
         {"train": f"{__name__}:whole_side_of"},
     ],
@@ -391,7 +391,7 @@ def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(settings: dict
     assert set(found) == set(range(len(store))) - BAD
     for index, sample in found.items():
         data = store.read(np.array([index]))["image"][0]
-        pixels = decode(data, min_side=transform.decode_min_side or None, exif=transform.exif)
+        pixels = decode(data, min_side=transform.decode_min_side or None, exif=transform.apply_exif)
         assert np.array_equal(sample.pixels, pixels) and sample.label == index
     # All of it again, by a process that comes late.
     assert digests_of(spec, MicroBatchMaker(*spec.recipe)) == expected
@@ -422,7 +422,7 @@ class Watched(MemoryStore):
 def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
     store = Watched([picture(i) for i in range(40)], list(range(40)))
     transform = TransformConfig(size=16)
-    plan = {"epochs": 3, "val_every": 0, "micro_batch": 8}
+    plan = {"epochs": 3, "val_interval": 0, "micro_batch_size": 8}
     spec, off = spec_of(store, "disk", transform, **plan), spec_of(store, "off", transform, **plan)
     whole = digests_of(off, MicroBatchMaker(*off.recipe))
     store.was_read = []
@@ -448,7 +448,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
     spec = StreamSpec.of(
         str(stores[name]),
         str(stores["val"]),
-        plan=PlanConfig(epochs=2, micro_batch=8, per_step=2, seed=5),
+        plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5),
         transform=TransformConfig(size=24),
         pool=PoolConfig(cpus_per_actor=0.5, cache="disk", cache_bytes=limit),
     )

@@ -255,7 +255,7 @@ def test_without_targets_there_are_none() -> None:
     [
         ({"decode": "gpu"}, "transform.decode must be 'cpu' with transform.mask_column"),
         ({"decode_min_side": 256}, "transform.decode_min_side must be 0 with transform.mask_column"),
-        ({"exif": True}, "transform.exif must be False with transform.mask_column"),
+        ({"apply_exif": True}, "transform.apply_exif must be False with transform.mask_column"),
         ({"max_boxes": 0}, "transform.max_boxes must be at least 1"),
     ],
 )

@@ -165,9 +165,24 @@ def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
     names = program("own-loop.md", monkeypatch, tmp_path, num_workers=workers)
     assert names["metrics"]["began_at"] == 8 and names["metrics"]["steps"] == 22
     assert names["metrics"]["accuracy"] > 0.5
-    assert names["segment"].split == "val" and sum(names["sizes"]) == 4 * 32
+    assert names["batch"].at.split == "val" and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
     assert names["image"].shape == (128, 8, 8, 3) and names["place"] == (0, 10, 0)
     assert sum(names["counts"]) == 1437 and all(names["counts"])
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("two_cpus")
+def test_the_loops_of_docs_integrations_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = program("integrations.md", monkeypatch, tmp_path)
+    assert names["result"].metrics["accuracy"] > 0.5
+    # The others in this process, without a cluster, as the page's end has it.
+    names["spec"] = dataclasses.replace(names["spec"], pool=raypipe.PoolConfig(engine="inline"))
+    assert names["train_accelerate"]({"folder": str(tmp_path)}) > 0.5
+    history = names["train_transformers"]({"folder": str(tmp_path / "trainer")})
+    assert len([entry for entry in history if "eval_accuracy" in entry]) == 2
+    again = names["train_transformers"]({"folder": str(tmp_path / "trainer"), "resume": True})
+    assert again[: len(history) - 2] == history[: len(again)][: len(history) - 2]  # there is nothing left to train
 
 
 @pytest.mark.cluster

@@ -1,19 +1,19 @@
 """The hand-over to Ray Train: one call in the train function gives this rank's loader.
 
-At every (re)start of the worker group rank 0 reads the cursor from the latest checkpoint, builds the
+At every (re)start of the worker group the ranks read the cursor from the latest checkpoint; rank 0 builds the
 stream from there, splits it over the W ranks of now, and hands the iterators round.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
 from raypipe.config import AugmentConfig
+from raypipe.errors import ConfigError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
@@ -39,13 +39,15 @@ def loader(
     """This rank's loader. Call it once, on every rank, inside the train function, and first of all: the pool
     starts while the model is built.
 
-    Outside of Ray Train it is the whole stream, for one process.
+    Outside of Ray Train it is the whole stream, for one process. Where torch.distributed has several, such as
+    those of torchrun, each has its share, which pool.engine "inline" makes there.
 
     Args:
         spec: the stream.
         max_actors: transform actors that the pool may grow to; None = what the cluster has to spare now.
         device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
-        cursor: where to start; None = where the latest checkpoint says, see `Loader.save`, or the beginning.
+        cursor: where to start; None = where the latest checkpoint says, see `Loader.save`, or the beginning. With
+            a checkpoint that does not say it the stream starts at `load_state_dict`.
         augment: what to do with whole micro-batches on the device; training is augmented, mixed and normalised,
             validation is normalised only. None = batches stay uint8.
         dtype: of the images that `augment` makes.
@@ -62,18 +64,23 @@ def loader(
     if in_train:
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
+    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if world_size > 1 and spec.pool.engine != "inline":
+            raise ConfigError(
+                f"{world_size} processes outside of Ray Train do not share a stream that Ray makes: start them by "
+                "a TorchTrainer, or let each make its own share (pool.engine=inline)"
+            )
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
-    def open_at(place: Cursor | None) -> Source:
+    def open_at(start: Cursor) -> Source:
         if spec.pool.engine == "inline":
-            start = place or _start(spec, in_train)
-            spec.plan.check(start)
-            return inline_batches(spec, start, rank, world_size), start, None
-        iterators, start, supervisor = _handed_round(
-            spec, place, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
+            return inline_batches(spec, start, rank, world_size), None
+        iterators, supervisor = _handed_round(
+            spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
-        return host_batches(iterators[rank]), start, supervisor
+        return host_batches(iterators[rank]), supervisor
 
     return Loader(
         spec,
@@ -81,7 +88,7 @@ def loader(
         rank,
         world_size,
         device,
-        cursor=cursor,
+        cursor=cursor or _start(spec, in_train),
         augment=augment,
         dtype=dtype,
         depth=depth,
@@ -91,20 +98,19 @@ def loader(
 
 def _handed_round(
     spec: StreamSpec,
-    cursor: Cursor | None,
+    start: Cursor,
     max_actors: int | None,
     rank: int,
     world_size: int,
     in_train: bool,
     apart: bool,
-) -> tuple[list[DataIterator], Cursor, Any]:
-    """What rank 0 has built: the iterators of all ranks, where they start, and the handle of the supervisor."""
+) -> tuple[list[DataIterator], Any]:
+    """What rank 0 has built: the iterators of all ranks, and the handle of the supervisor."""
     from raypipe.rayext.cluster import preflight
     from raypipe.streaming.pipeline import splits
 
-    handed: tuple[list[DataIterator], Cursor, Any] | None = None
+    handed: tuple[list[DataIterator], Any] | None = None
     if rank == 0:
-        start = cursor or _start(spec, in_train)
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
         iterators = splits(
             spec,
@@ -114,7 +120,7 @@ def _handed_round(
             supervisor=supervisor,
             apart=apart,
         )
-        handed = (iterators, start, supervisor)
+        handed = (iterators, supervisor)
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 
@@ -134,10 +140,14 @@ def _in_train_worker() -> bool:
         return False
 
 
-def _start(spec: StreamSpec, in_train: bool) -> Cursor:
-    """The place of the latest checkpoint, or the beginning."""
+def _start(spec: StreamSpec, in_train: bool) -> Cursor | None:
+    """The place of the latest checkpoint, or the beginning; None = there is one, and it has no cursor."""
     checkpoint = ray.train.get_checkpoint() if in_train else None
     if checkpoint is None:
         return spec.plan.start()
-    with checkpoint.as_directory() as folder:
-        return Cursor.from_json((Path(folder) / CURSOR_FILE).read_text())
+    # The file alone: of a checkpoint in a bucket, all would be copied here.
+    try:
+        with checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{CURSOR_FILE}") as file:
+            return Cursor.from_json(file.read().decode())
+    except FileNotFoundError:
+        return None

@@ -21,7 +21,7 @@ from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
-from raypipe.errors import RaypipeError, SampleError
+from raypipe.errors import CursorError, RaypipeError, SampleError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.timing import StageClock, StageTimes, mark
@@ -35,8 +35,8 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
 
-Source = tuple[Iterator[HostBatch], Cursor, Any]
-"""A rank's micro-batches in host memory; the place of the first of them; and the supervisor's handle, or None."""
+Source = tuple[Iterator[HostBatch], Any]
+"""A rank's micro-batches in host memory, and the supervisor's handle, or None."""
 
 
 class Loader:
@@ -65,7 +65,7 @@ class Loader:
     def __init__(
         self,
         spec: StreamSpec,
-        open_at: Callable[[Cursor | None], Source],
+        open_at: Callable[[Cursor], Source],
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
@@ -78,8 +78,8 @@ class Loader:
     ) -> None:
         """
         Args:
-            open_at: starts the stream at a place; None = where the checkpoint says.
-            cursor: that place.
+            open_at: starts the stream at a place.
+            cursor: that place; None = `load_state_dict` will tell it.
             device, augment, dtype, depth, keep: see `raypipe.loader`.
         """
         configure_logs(spec.log, run=spec.run, rank=rank)
@@ -99,15 +99,22 @@ class Loader:
         # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.register(_close, weakref.ref(self))
-        self._open(cursor)
+        self._supervisor: Any = None
+        self._go_to(cursor or self.plan.start())
+        if cursor:
+            self._open()
 
-    def _open(self, cursor: Cursor | None) -> None:
-        """Start the stream at a place."""
-        self._created, self.first_batch_s = time.perf_counter(), 0.0
-        self._source: Any
-        self._source, self.cursor, self._supervisor = self._open_at(cursor)
-        self._start, self._epochs = self.cursor, self._each_epoch()
-        self._batches: Any  # an iterator of Batch
+    def _go_to(self, cursor: Cursor) -> None:
+        self.plan.check(cursor)
+        self.cursor = self._start = cursor
+        self._epochs, self.first_batch_s = self._each_epoch(), 0.0
+        self._source: Any = None
+        self._batches: Any = None  # an iterator of Batch
+
+    def _open(self) -> None:
+        """Start the stream."""
+        self._created = time.perf_counter()
+        self._source, self._supervisor = self._open_at(self._start)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         if transform.decode == "gpu":
             decoder = DeviceDecoder(transform.size, self.device, transform.apply_exif)
@@ -131,7 +138,7 @@ class Loader:
             yield Epoch(number, train, val)
             val.skip()
         # The stream's own end must be seen, or its execution would be left running.
-        assert next(self._batches, None) is None, "the stream is longer than the plan"
+        assert self._batches is None or next(self._batches, None) is None, "the stream is longer than the plan"
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, after the last step that was handed out whole; plain numbers and text."""
@@ -147,9 +154,10 @@ class Loader:
         """
         cursor = Cursor.of(state)
         self.plan.check(cursor)
-        if cursor != self._start or self.first_batch_s:
+        if cursor != self._start or self.first_batch_s or self._batches is None:
             self.close()
-            self._open(cursor)
+            self._go_to(cursor)
+            self._open()
 
     def save(self, folder: str) -> None:
         """Write where the run stands into a checkpoint's folder: a later `raypipe.loader` goes on from there."""
@@ -167,7 +175,7 @@ class Loader:
 
     def close(self) -> None:
         """End the stream where it stands. One that is iterated to its end, or is dropped, needs no closing."""
-        for generator in (self._batches, self._source):
+        for generator in (self._batches, self._source) if self._batches else ():
             with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
                 generator.close()
 
@@ -218,6 +226,12 @@ class Loader:
         self._export()
 
     def _next(self, expected: MicroBatchId) -> Batch:
+        if self._batches is None:
+            raise CursorError(
+                "the latest checkpoint does not say where the stream stands: make checkpoints with "
+                "loader.save(folder), or call loader.load_state_dict before the first batch; to begin anew all "
+                "the same, raypipe.loader(spec, cursor=spec.plan.start())"
+            )
         asked = mark(self.device)
         if self._computing:
             split, since = self._computing

@@ -67,10 +67,11 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
     spec, rows = source.spec, cast(Any, source)
     return Loader(
         spec,
-        lambda _: (host_batches(rows), spec.plan.start(), None),
+        lambda _: (host_batches(rows), None),
         source.rank,
         source.world_size,
         CPU,
+        cursor=spec.plan.start(),
         **options,
     )
 
@@ -300,11 +301,15 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: Str
 
 
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
-    def open_at(cursor: Cursor | None) -> Any:
-        start = cursor or spec.plan.start()
-        return inline_batches(spec, start, rank, world_size), start, None
+    return Loader(spec, lambda start: (inline_batches(spec, start, rank, world_size), None), rank, world_size)
 
-    return Loader(spec, open_at, rank, world_size)
+
+def test_a_loader_whose_checkpoint_does_not_tell_its_place_does_not_begin_anew_in_silence(
+    inline: StreamSpec,
+) -> None:
+    one = ranked(inline, 0, 1)
+    with pytest.raises(CursorError, match=r"with loader\.save\(folder\), or call loader\.load_state_dict"):
+        next(every_batch(one))
 
 
 def test_a_loader_that_was_iterated_can_be_set_back(inline: StreamSpec) -> None:

@@ -1,0 +1,57 @@
+"""Lightning: the stream as a data module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from raypipe.streaming.loader import Loader
+from raypipe.streaming.plain import Form, PlainLoader, plain_loaders
+
+__all__ = ["StreamDataModule"]
+
+
+class StreamDataModule(pl.LightningDataModule):
+    """The training and the validation of this rank's loader.
+
+        loader = raypipe.loader(spec, augment=…)
+        trainer = pl.Trainer(**StreamDataModule.settings(loader), strategy=…)
+        trainer.fit(module, datamodule=StreamDataModule(loader), ckpt_path=…)
+
+    Its checkpoints have the loader's place, so a run that goes on from one, in mid-epoch too, goes on with the
+    very next step.
+
+    Args:
+        loader: of this rank.
+        form: what batches are, see `plain.Form`.
+    """
+
+    def __init__(self, loader: Loader, form: Form = "dict") -> None:
+        super().__init__()
+        self._loader = loader
+        self._train, self._val = plain_loaders(loader, form)
+
+    @staticmethod
+    def settings(loader: Loader) -> dict[str, Any]:
+        """Arguments of `pl.Trainer` that are the plan's: epochs, accumulation, and when to validate."""
+        config = loader.plan.config
+        return {
+            "max_epochs": config.epochs,
+            "accumulate_grad_batches": loader.accumulation,
+            "check_val_every_n_epoch": config.val_interval or 1,
+            "num_sanity_val_steps": 0,  # they would come before the first training batch
+            "use_distributed_sampler": False,
+        }
+
+    def train_dataloader(self) -> PlainLoader:
+        return self._train
+
+    def val_dataloader(self) -> PlainLoader | list[PlainLoader]:
+        return self._val if len(self._val) else []
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state_dict)

@@ -1,0 +1,88 @@
+"""Transformers: a Trainer whose batches are the stream's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.trainer_utils import get_last_checkpoint
+
+from raypipe.device.prefetcher import Batch
+from raypipe.errors import ConfigError
+from raypipe.streaming.loader import Loader
+from raypipe.streaming.plain import NOT_COUNTED, Form, plain_loaders
+
+__all__ = ["StreamTrainer", "image_inputs"]
+
+
+def image_inputs(batch: Batch) -> dict[str, Any]:
+    """What models for image classification take: `pixel_values`, and `labels` that losses leave out where a row
+    does not count."""
+    counts = batch.weight > 0
+    return {"pixel_values": batch.image, "labels": batch.target.where(counts, NOT_COUNTED)}
+
+
+class StreamTrainer(transformers.Trainer):
+    """The Trainer of Transformers, trained and evaluated on this rank's loader.
+
+    Its arguments for epochs, batch size, accumulation and evaluation are the plan's. A run that goes on from a
+    checkpoint goes on with the very next step: which it is, the number of steps in the checkpoint says.
+
+    Rows of a validation that do not count have the label -100, which `compute_metrics` has to leave out as well.
+    The loss of a validation is the mean over its samples, for any number of workers.
+
+    Args:
+        loader: of this rank.
+        form: what batches are; a Trainer wants dicts of its model's arguments.
+        args, kwargs: those of `transformers.Trainer`, but datasets and collators.
+
+    Raises:
+        ConfigError: an argument is at odds with the plan.
+    """
+
+    def __init__(self, *args: Any, loader: Loader, form: Form = image_inputs, **kwargs: Any) -> None:
+        arguments = kwargs.get("args") or (args[1] if len(args) > 1 else None)
+        if arguments is None:
+            raise ConfigError("StreamTrainer needs args, the TrainingArguments")
+        config = loader.plan.config
+        needed = {"max_steps": (0, -1), "eval_strategy": ("no", "epoch"), "eval_on_start": (False,)}
+        for name, allowed in needed.items():
+            if (value := getattr(arguments, name)) not in allowed:
+                raise ConfigError(
+                    f"{name} is {value!r}, and the plan has the epochs, each with its validation at the end: "
+                    f"leave it at {allowed[-1]!r}, and set plan.epochs and plan.val_interval"
+                )
+        arguments.num_train_epochs = config.epochs
+        arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = config.micro_batch_size
+        arguments.gradient_accumulation_steps = loader.accumulation
+        arguments.ignore_data_skip = True  # it would draw the batches of the steps that are done
+        self._loader = loader
+        self._stream_train, self._stream_val = plain_loaders(loader, form)
+        super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        return self._stream_train
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._stream_val
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.prediction_step`, with the loss by its share of the whole validation."""
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None and "labels" in inputs:
+            plan, counted = self._loader.plan, int((inputs["labels"] != NOT_COUNTED).sum())
+            share = counted * plan.val_steps * plan.config.per_step / plan.num_val
+            loss = loss * share if counted else loss.new_zeros(())  # of nothing the mean is NaN
+        return loss, logits, labels
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.train`."""
+        newest = resume_from_checkpoint is True
+        last = get_last_checkpoint(self.args.output_dir) if newest else resume_from_checkpoint or None
+        if last:
+            state = json.loads(Path(str(last), "trainer_state.json").read_text())
+            self._loader.load_state_dict(asdict(self._loader.plan.cursor_at(state["global_step"])))
+        return super().train(last, *args, **kwargs)

@@ -46,6 +46,7 @@ ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_wor
 JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--tune.trials=2", "--tune.repeats=2", "--tune.epochs=2", "--storage_path=runs"]
 ELSEWHERE = {
+    ("README.md", "jobs/train.py"): "test_jobs.py",
     **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
     **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
 }
@@ -108,16 +109,16 @@ def runs(*what: tuple[str, str]) -> Callable[[Callable[..., None]], Callable[...
     return lambda test: test
 
 
-@runs(("README.md", "ingest"), ("README.md", "inspect"), ("README.md", "digest"))
+@runs(("running.md", "ingest"), ("running.md", "inspect"), ("running.md", "digest"))
 @pytest.mark.usefixtures("ray_cluster", "s3")
-def test_readme_ingests_verifies_and_audits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_running_ingests_verifies_and_audits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = samples(64)
     write_tar("photos.tar", (few[i % 64] for i in range(1600)))
-    here, there = of("README.md", "ingest")
+    here, there = of("running.md", "ingest")
     assert run(here, capsys)["samples"] == 1600
-    (verify,) = of("README.md", "inspect")
+    (verify,) = of("running.md", "inspect")
     assert run(verify, capsys)["bad"] == 0 and Path("bad.json").exists()
-    whole, part = of("README.md", "digest")
+    whole, part = of("running.md", "digest")
     assert run([*whole, "--engine=inline"], capsys)["micro_batches"] == 200
     found = run(part, capsys)
     assert found["equal"] and found["compared"] == 40
@@ -125,10 +126,10 @@ def test_readme_ingests_verifies_and_audits(folder: Path, capsys: pytest.Capture
     assert run(there, capsys)["samples"] == 64 == len(open_store(there[-1]))
 
 
-@runs(("README.md", "stop"))
+@runs(("running.md", "stop"))
 @pytest.mark.usefixtures("s3")
-def test_readme_stops_a_run_in_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
-    (words,) = of("README.md", "stop")
+def test_docs_running_stops_a_run_in_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = of("running.md", "stop")
     filesystem, path = open_filesystem(words[2])
     with filesystem.open_output_stream(f"{path}/config.yaml") as file:
         file.write(b"{}")
@@ -136,11 +137,11 @@ def test_readme_stops_a_run_in_a_bucket(capsys: pytest.CaptureFixture[str]) -> N
     filesystem.open_input_stream(f"{path}/stop").close()
 
 
-@runs(("README.md", "bench"), ("README.md", "plan-capacity"))
+@runs(("running.md", "bench"), ("running.md", "plan-capacity"))
 @pytest.mark.usefixtures("folder")
 def test_readme_sizes_a_cluster_by_what_it_has_measured(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("imagenet.lmdb", samples(100), CLASSES)
-    (bench,), (plan,) = of("README.md", "bench"), of("README.md", "plan-capacity")
+    (bench,), (plan,) = of("running.md", "bench"), of("running.md", "plan-capacity")
     assert run_alone(bench)["stream_images_per_s"] > 0  # it ends the cluster that it is connected to
     assert run(plan, capsys)["images_per_s"] == 16 * 2800
 
@@ -314,17 +315,17 @@ def job(words: list[str], *options: str) -> dict[str, Any]:
     return run_alone([*words, *JOB, *options])
 
 
-@runs(("README.md", "jobs/train.py"), ("README.md", "jobs/tune.py"))
+@runs(("running.md", "jobs/train.py"), ("running.md", "jobs/tune.py"))
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("s3")
-def test_the_jobs_of_readme_run() -> None:
+def test_the_jobs_of_docs_running_run() -> None:
     """The first, on the digits, is that of test_jobs.py."""
-    _, first, resume, submitted, without_bad, in_bucket, best = of("README.md", "jobs/train.py")
+    _, first, resume, submitted, without_bad, in_bucket, best = of("running.md", "jobs/train.py")
     write_stores("train.lmdb", "val.lmdb")
     assert job(first, f"--name={RUN_ID}")["steps"] == 10
     assert run_alone(resume)["run_dir"].endswith(RUN_ID)
-    (verify,) = of("README.md", "inspect")
+    (verify,) = of("running.md", "inspect")
     run_alone(verify)
     assert job(without_bad)["steps"] == 10
     run_alone(["raypipe", "ingest", "train.lmdb", in_bucket[2]])
@@ -334,7 +335,7 @@ def test_the_jobs_of_readme_run() -> None:
     Path("my_package", "transforms.py").write_text(blocks("python", ROOT / "docs" / "transforms.md")[0])
     Path("run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
     assert job(submitted)["run_dir"].startswith("s3://my-bucket/runs/")
-    (tune,) = of("README.md", "jobs/tune.py")
+    (tune,) = of("running.md", "jobs/tune.py")
     found = job(tune, *TUNE)
     assert found["config"].endswith("best.yaml")
     Path(found["config"]).parent.rename(Path(best[2]).parent)

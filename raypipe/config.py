@@ -310,8 +310,11 @@ class TrainConfig(_Section, prefix="train."):
     """The model and how it learns.
 
     Attributes:
-        model: "small" (a convolutional net for tiny images) or any torchvision classification model.
-        optimizer: "sgd" (Nesterov momentum) or "adamw".
+        model: "small" (a convolutional net for tiny images), any torchvision classification model, or
+            `module:function`, which makes one of `num_classes`.
+        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample.
+        optimizer: "sgd" (Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
+        schedule: "cosine", or `module:function` of the step, all steps, those of warm-up and `lr`.
         num_classes: 0 = as many as the store names.
         lr: peak learning rate.
         momentum: of SGD.
@@ -334,7 +337,9 @@ class TrainConfig(_Section, prefix="train."):
     """
 
     model: str = "resnet50"
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    loss: str = "cross_entropy"
+    optimizer: str = "sgd"
+    schedule: str = "cosine"
     num_classes: int = 0
     lr: Positive = 0.1
     momentum: float = 0.9
@@ -354,6 +359,16 @@ class TrainConfig(_Section, prefix="train."):
     checkpoint_interval: int = 0
     log_interval: AtLeast1 = 20
     log_samples: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in {
+            "loss": ["cross_entropy"],
+            "optimizer": ["sgd", "adamw"],
+            "schedule": ["cosine"],
+        }.items():
+            value = getattr(self, name)
+            self._require(value in known or ":" in value, name, value, f"module:function or one of {known}")
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
     monkeypatch.chdir(tmp_path)
     for name in ("train", "val"):
         shutil.copy(stores[name], tmp_path / f"{name}.lmdb")
-    (loop,), (plain,) = (blocks("python", ROOT / page) for page in ("README.md", "docs/running.md"))
+    (loop,), (own, plain) = (blocks("python", ROOT / page) for page in ("README.md", "docs/running.md"))
     loop = loop.replace(
         "epochs=90, micro_batch_size=128, global_batch_size=1024",
         "epochs=2, micro_batch_size=8, global_batch_size=16",
@@ -152,6 +152,11 @@ def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
     names["loader"] = [(torch.ones(4, 3, 8, 8), torch.zeros(4))] * 3
     exec(compile(plain.replace('"cuda"', '"cpu"'), "README.md", "exec"), names)
     assert names["image"].shape == (4, 3, 8, 8)
+    exec(compile(own, "running.md", "exec"), names)
+    net = names["model"](5)
+    logits = net(torch.randn(3, 3, 224, 224))
+    assert names["loss"](logits, torch.arange(3)).shape == (3,)
+    names["optimizer"]([{"params": net.parameters()}], lr=names["schedule"](1, 10, 0, 0.1)).step()
 
 
 @pytest.mark.cluster

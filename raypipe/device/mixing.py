@@ -10,6 +10,7 @@ the target is λ·onehot(target) + (1 - λ)·onehot(partner's target), kept as i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,14 +108,29 @@ def soft_targets(
     return soft * (1 - smoothing) + smoothing / num_classes
 
 
+def mixed_losses(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    mixed: Mixed | None = None,
+) -> torch.Tensor:
+    """A loss per row, (B,), of mixed targets: λ times that of one half plus 1 - λ times that of the other.
+
+    As mixup's authors compute it (Zhang et al. 2018). Where the loss is linear in the target, as cross-entropy is,
+    it is that of the soft target.
+
+    Args:
+        loss: of logits and targets (B,), one per row.
+    """
+    if mixed is None:
+        return loss(logits, target)
+    return mixed.lam * loss(logits, target) + (1 - mixed.lam) * loss(logits, mixed.target)
+
+
 def mixed_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, mixed: Mixed | None = None, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """Cross-entropy per row, (B,), against the soft target of each; without the matrix of them.
-
-    Cross-entropy is linear in the target, so it is λ times that of one half plus 1 - λ times that of the other.
-    """
-    loss = partial(cross_entropy, logits, reduction="none", label_smoothing=label_smoothing)
-    if mixed is None:
-        return loss(target)
-    return mixed.lam * loss(target) + (1 - mixed.lam) * loss(mixed.target)
+    """Cross-entropy per row, (B,), against the soft target of each; without the matrix of them."""
+    return mixed_losses(
+        partial(cross_entropy, reduction="none", label_smoothing=label_smoothing), logits, target, mixed
+    )

@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from raypipe.config import AugmentConfig, RunConfig
+from raypipe.config import AugmentConfig, RunConfig, TrainConfig
 from raypipe.failures import cause_of
 from raypipe.logs import configure_logs, progress
+from raypipe.lookup import import_name
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
 from raypipe.storage.files import read_json
@@ -61,6 +62,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
     check_augment(run.augment)
+    check_code(run.train)
 
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
     newest, passed_over = find_newest(run_uri, spec.plan.check)
@@ -116,8 +118,32 @@ def check_augment(config: AugmentConfig) -> None:
         DeviceAugment(config, torch.device("cpu"))
 
 
+def check_code(config: TrainConfig) -> None:
+    """Raise ConfigError where a setting names a model or a function that there is not."""
+    if config.model != "small":
+        from raypipe.train.learning import check_model
+
+        check_model(config.model)
+    for name in ("loss", "optimizer", "schedule"):
+        if ":" in (address := getattr(config, name)):
+            import_name(address, f"train.{name}")
+
+
+def _changed(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not as they are by default, section by section."""
+    changed = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and isinstance(defaults[name], dict):
+            value = _changed(value, defaults[name])
+            if not value:
+                continue
+        if value != defaults[name]:
+            changed[name] = value
+    return changed
+
+
 def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
-    """What is about to run, for people: the effective configuration and what was derived from it."""
+    """What is about to run, for people: the settings that are not the defaults, and what was derived from them."""
     plan = spec.plan
     left_out = sum(len(kept.left_out) for kept in plan.kept.values())
     slower = missing_extension()
@@ -137,9 +163,10 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
         actors += f" in {run.pool.executions} executions"
     if run.pool.engine == "inline":
         actors = "in the trainers themselves (pool.engine=inline)"
+    settings = _changed(as_plain(run), as_plain(RunConfig())) | {"name": run.name}
     return (
-        f"{yaml.safe_dump(as_plain(run), sort_keys=False)}\n"
-        f"run        {run_uri}\n"
+        f"{yaml.safe_dump(settings, sort_keys=False)}\n"
+        f"run        {run_uri}, whose config.yaml has all settings\n"
         f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
         f"{plan.config.per_step} x {plan.config.micro_batch_size} = {plan.global_batch_size} samples "
         f"({plan.num_train} train, {plan.num_val} val"

@@ -9,42 +9,70 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
+from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig, TrainConfig
-from raypipe.device.mixing import mixed_cross_entropy
+from raypipe.device.mixing import mixed_losses
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
+from raypipe.lookup import import_name
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits (B, classes), targets int64 (B,) → losses (B,)."""
+
+Schedule = Callable[[int, int, int, float], float]
+"""Step in [0, total), total steps, steps of warm-up, peak → learning rate."""
+
+
+def check_model(name: str) -> None:
+    """Raise ConfigError where there is no such model, before anything is started for it."""
+    if ":" in name:
+        import_name(name, "train.model")
+        return
+    import torchvision
+
+    known = ["small", *torchvision.models.list_models(module=torchvision.models)]
+    if name.lower() not in known:
+        near = ", ".join(get_close_matches(name, known) or known[:6])
+        raise ConfigError(
+            f"train.model={name!r} is neither 'small' nor a torchvision classification model ({near}, …) nor "
+            "module:function"
+        )
+
 
 def build_model(name: str, num_classes: int) -> nn.Module:
-    """A classifier: "small", or a torchvision model by name, with new weights.
+    """A classifier with new weights: "small", a torchvision model by name, or what `module:function` makes of
+    `num_classes`.
 
     Raises:
-        ConfigError: there is no model of that name.
+        ConfigError: there is no such model.
     """
+    check_model(name)
     if name == "small":
         return small_model(num_classes)
+    if ":" in name:
+        model = import_name(name, "train.model")(num_classes=num_classes)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"train.model={name} made {type(model).__name__}, which is no torch.nn.Module")
+        return model
     import torchvision
 
     # One output and one loss for every model. What the heads at half depth were for, BatchNorm does (Szegedy et
     # al. 2015 found the lower one to change nothing), and that of inception_v3 takes no small images.
     more = {"aux_logits": False, "init_weights": True} if name.lower() in ("googlenet", "inception_v3") else {}
-    try:
-        return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **more)
-    except ValueError:
-        known = ", ".join(torchvision.models.list_models(module=torchvision.models)[:6])
-        raise ConfigError(
-            f"train.model={name!r} is neither 'small' nor a torchvision classification model ({known}, …)"
-        ) from None
+    return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **more)
 
 
 def small_model(num_classes: int, width: int = 32) -> nn.Module:
@@ -71,7 +99,8 @@ def small_model(num_classes: int, width: int = 32) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, or AdamW; no weight decay on biases and normalisation layers.
+    """SGD with Nesterov momentum, AdamW, or what `module:function` makes of two groups of parameters and `lr`; no
+    weight decay on biases and normalisation layers.
 
     Args:
         model: on its device.
@@ -85,8 +114,10 @@ def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) 
     if config.optimizer == "sgd":
         nesterov = config.momentum > 0
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
-    else:
+    elif config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
+    else:
+        return import_name(config.optimizer, "train.optimizer")(groups, lr=config.lr)
     _fit_state(optimizer)
     return optimizer
 
@@ -109,6 +140,17 @@ def _fit_state(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = value.to(parameter.device if group["fused"] else "cpu")
                 else:
                     state[name] = torch.empty_like(parameter).copy_(value)
+
+
+def build_schedule(config: TrainConfig) -> Schedule:
+    return learning_rate if config.schedule == "cosine" else import_name(config.schedule, "train.schedule")
+
+
+def build_loss(config: TrainConfig) -> Loss:
+    """As `train.loss` says; label smoothing is that of the run's own."""
+    if config.loss != "cross_entropy":
+        return import_name(config.loss, "train.loss")
+    return functools.partial(cross_entropy, reduction="none", label_smoothing=config.label_smoothing)
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
@@ -170,7 +212,7 @@ class Learner:
             torch.backends.cudnn.benchmark = True
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
         self._batch_norm = StepBatchNorm(self._model, self._per_rank, world_size)
-        self._optimizer = build_optimizer(self._model, config, fused=on_cuda)
+        self._optimizer, self._loss = build_optimizer(self._model, config, fused=on_cuda), build_loss(config)
         self._ema = Ema(self._model, config.ema_decay) if config.ema_decay else None
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16 and on_cuda)
         if config.compile:
@@ -205,7 +247,12 @@ class Learner:
         synchronise = last or self._parallel is self._model
         with contextlib.nullcontext() if synchronise else self._parallel.no_sync():  # type: ignore[operator]
             logits = self._logits(self._parallel, batch)
-            losses = mixed_cross_entropy(logits, batch.target, batch.mixed, self._config.label_smoothing)
+            losses = mixed_losses(self._loss, logits, batch.target, batch.mixed)
+            if losses.shape != batch.target.shape:
+                raise ConfigError(
+                    f"train.loss={self._config.loss} gave {tuple(losses.shape)} for {len(logits)} samples: it "
+                    "must give one loss for each (reduction='none')"
+                )
             loss = (losses * batch.weight).sum() / len(losses)
             # DDP averages over ranks, the ordered sum adds.
             share = self._per_step if self._gradients else self._per_rank
@@ -258,14 +305,16 @@ class Learner:
             raise ConfigError(f"the checkpoint is of another model: {error}") from error
         saved = state["optimizer"]["state"]
         names = {name for each in saved.values() for name in each}
-        if names and ("exp_avg" in names) != (self._config.optimizer == "adamw"):
+        own = self._config.optimizer in ("sgd", "adamw")
+        if own and names and ("exp_avg" in names) != (self._config.optimizer == "adamw"):
             raise ConfigError(
                 "the checkpoint has the state of another optimizer: set train.optimizer to what it was "
                 f"({'adamw' if 'exp_avg' in names else 'sgd'})"
             )
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
-        _fit_state(self._optimizer)
+        if own:
+            _fit_state(self._optimizer)
         if state["scaler"]:  # empty where it was not enabled
             self._scaler.load_state_dict(state["scaler"])
         if self._ema:

@@ -29,7 +29,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader, Pass
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
-from raypipe.train.learning import Learner, amp_dtype, learning_rate
+from raypipe.train.learning import Learner, amp_dtype, build_schedule
 from raypipe.train.run_folder import FIGURES_FILE, RunLog, stop_requested
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ class Trainer:
         )
         self.world_size = self.loader.world_size
         self.learner = Learner(run, num_classes, self.device, self.world_size)
+        self._schedule = build_schedule(run.train)
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
         if found:
             with open_state(run_uri, found.name) as file:
@@ -163,7 +164,7 @@ class Trainer:
                 first = not meter.times.images
                 if first:
                     meter.since = time.perf_counter()  # the run's start-up is reported apart
-                lr, seen = learning_rate(plan.global_step(batch.at), total, warmup, config.lr), []
+                lr, seen = self._schedule(plan.global_step(batch.at), total, warmup, config.lr), []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
             seen.append((batch.at, batch.index.tolist()))

@@ -13,7 +13,7 @@ from raypipe.config import PlanConfig, RunConfig, TrainConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import MicroBatchId
-from raypipe.train.learning import Ema, Learner, build_model, build_optimizer, learning_rate
+from raypipe.train.learning import Ema, Learner, build_model, build_optimizer, build_schedule, learning_rate
 
 
 @pytest.mark.parametrize("side", [8, 32])
@@ -31,7 +31,7 @@ def test_torchvision_models_are_built_by_name() -> None:
 
 
 def test_an_unknown_model_is_named_with_what_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"train\.model='resnet51' is neither 'small' nor .*alexnet"):
+    with pytest.raises(ConfigError, match=r"train\.model='resnet51' is neither 'small' nor .*resnet50"):
         build_model("resnet51", 5)
 
 
@@ -90,8 +90,71 @@ def test_sgd_is_nesterov_unless_there_is_no_momentum() -> None:
 CPU = torch.device("cpu")
 
 
+# Code of the user's
+
+
+def linear(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, num_classes))
+
+
+def hinge(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.multi_margin_loss(logits, target, reduction="none")
+
+
+def mean_hinge(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return hinge(logits, target).mean()
+
+
+def plain_sgd(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=lr)
+
+
+def half(step: int, total: int, warmup: int, peak: float) -> float:
+    return peak / 2
+
+
+def own(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
+    config = {"model": own("linear"), "loss": own("hinge"), "optimizer": own("plain_sgd"), "weight_decay": 0.0}
+    first = learner(**config).state()["model"]
+    found = learn(learner(**config), range(3))
+    net = linear(5)
+    net.load_state_dict(first)
+    for step in range(3):  # the same by hand
+        for micro in range(2):
+            image = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + micro))
+            (hinge(net(image), torch.arange(4)).mean() / 2).backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.data -= 0.01 * parameter.grad
+        net.zero_grad()
+    for name, value in net.state_dict().items():
+        assert torch.allclose(found["model"][name], value, atol=1e-6), name
+    learner(**config).load(found)
+    assert build_schedule(TrainConfig(schedule=own("half")))(3, 10, 2, 0.4) == 0.2
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"model": own("nothing")}, r"train\.model '.*:nothing' cannot be imported"),
+        ({"model": "builtins:dict"}, r"train\.model=builtins:dict made dict, which is no torch\.nn\.Module"),
+        ({"loss": own("mean_hinge")}, r"gave \(\) for 4 samples: .*reduction='none'"),
+        ({"loss": "hinge"}, r"train\.loss must be module:function or one of \['cross_entropy'\]"),
+        ({"optimizer": "adam"}, r"train\.optimizer must be module:function or one of \['sgd', 'adamw'\]"),
+    ],
+)
+def test_what_is_wrong_with_it_is_told(train: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        learn(learner(**train), range(1))
+
+
 def learner(num_classes: int = 5, **train: Any) -> Learner:
-    run = RunConfig(plan=PlanConfig(global_batch_size=128), train=TrainConfig(model="small", **train))
+    config = TrainConfig(**{"model": "small", **train})
+    run = RunConfig(plan=PlanConfig(global_batch_size=128), train=config)
     return Learner(run, num_classes, CPU, 1)
 
 

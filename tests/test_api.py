@@ -38,6 +38,7 @@ PACKAGES = [
     "device",
     "rayext",
     "streaming",
+    "integrations",
     "pages",
     "train",
     "commands",

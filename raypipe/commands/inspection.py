@@ -1,7 +1,7 @@
 """What a store is, and which of its samples are bad.
 
 describe   what the store says of itself, and what a few samples spread over it are; in this process
-verify     every sample, on Ray; the bad ones as a list for runs to leave out, see `raypipe.stores.bad_list`
+verify     every sample, on Ray; the bad ones as a list for runs to leave out, see `raypipe.stores.record`
 
 What cannot be read in one piece is read in smaller ones, down to single samples: damage that breaks the read of
 many is put down to those that it has hit. In a store that is read in groups that is a whole group, where its
@@ -24,8 +24,8 @@ from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
-from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.base import Store, name_of
+from raypipe.stores.record import write_bad_list
 from raypipe.transform.decode import decode
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.targets import decode_boxes, decode_mask

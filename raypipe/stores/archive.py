@@ -1,8 +1,8 @@
-"""What stores of archives, tar and zip, have in common: the files, local or remote, and reads by an index.
+"""What stores of archives, tar and zip, have in common: the files, local or remote, reads by an index, and class
+folders, `class/image.jpg`.
 
 One scan finds what is in an archive; samples are then read by position. Nothing is ever extracted, so what the
-members' names say has no effect on the disk. Which samples are those of class folders, `class/image.jpg`, is found
-here too.
+members' names say has no effect on the disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import locked, make_cache_folder, open_regular
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, as_text, part_of
+from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, as_text, by_part, join_fingerprints, part_of
 
 _NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
@@ -43,19 +43,18 @@ class Index:
     """The samples of one archive or of several, one archive after the other.
 
     Attributes:
-        types: all columns, name → binary, string or, of labels, int64; image and label first.
+        columns: image and label first. Labels are int64 of shape (N,); of others there are the places, int64 of
+            shape (N, k): position and num_bytes of each sample's member, -1 where it has none, and what else its
+            kind of archive has.
+        texts: the columns that are text.
         classes: class names, position = label; None where they are not named.
-        labels: int64 of shape (N,); None where there are none.
-        places: of each column but the label: int64 of shape (N, k), a row per sample: position and num_bytes of
-            its member, -1 where it has none, and what else its kind of archive has.
         bounds: int64 of shape (num_archives + 1,): the first sample of each archive, and N.
         fingerprint: 32 hex digits.
     """
 
-    types: dict[str, str]
+    columns: dict[str, np.ndarray]
+    texts: frozenset[str]
     classes: tuple[str, ...] | None
-    labels: np.ndarray | None
-    places: dict[str, np.ndarray]
     bounds: np.ndarray
     fingerprint: str
 
@@ -69,22 +68,15 @@ class OpenFile:
         weakref.finalize(self, os.close, self.descriptor)
 
 
+@dataclass(frozen=True)
 class _Archive:
     """One archive. A local one stays open, so that it is the one that was scanned; a remote one is cached."""
 
-    def __init__(self, address: str, remote: RemoteFile | None = None) -> None:
-        self.name, self.remote = address, remote
-        try:
-            self._file = None if remote else OpenFile(Path(address))
-        except OSError as error:
-            kind = Path(address).suffix[1:]
-            raise StoreError(f"{address} cannot be read as {kind}: {error}; check the path") from error
+    name: str
+    file: OpenFile | RemoteFile
 
     def open(self) -> OpenFile:
-        if self.remote:
-            return shared_cache().get(self.remote, OpenFile)
-        assert self._file is not None
-        return self._file
+        return self.file if isinstance(self.file, OpenFile) else shared_cache().get(self.file, OpenFile)
 
 
 class _Opened:
@@ -94,39 +86,29 @@ class _Opened:
 
     def __init__(self, kind: type[ArchiveStore], archives: list[_Archive], index: Index) -> None:
         self._kind, self._archives, self._index = kind, archives, index
-        self.columns, self.classes, self.fingerprint = tuple(index.types), index.classes, index.fingerprint
+        self.columns, self.classes, self.fingerprint = tuple(index.columns), index.classes, index.fingerprint
 
     def __len__(self) -> int:
         return int(self._index.bounds[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        index = self._index
-        result: Columns = {}
-        for name in columns:
-            if name == "label":
-                assert index.labels is not None
-                result[name] = index.labels[indices]
-            else:
-                contents = self._read(index.places[name], indices)
-                result[name] = contents if index.types[name] == "binary" else [as_text(each) for each in contents]
-        return result
+        return {name: self._read(name, indices) for name in columns}
 
-    def _read(self, places: np.ndarray, indices: np.ndarray) -> list[bytes | None]:
-        """The members at the places of some samples, read archive by archive."""
+    def _read(self, column: str, indices: np.ndarray) -> Any:
+        places = self._index.columns[column]
+        if column == "label":
+            return places[indices]
         contents: list[bytes | None] = [None] * len(indices)
-        order = np.argsort(indices, kind="stable")
-        parts = np.searchsorted(indices[order], self._index.bounds)
-        for number in np.flatnonzero(np.diff(parts)).tolist():
+        for number, positions in by_part(indices, self._index.bounds):
             archive = self._archives[number]
             file = archive.open()
-            for position in order[parts[number] : parts[number + 1]].tolist():
-                place = places[indices[position]].tolist()
+            for position, place in zip(positions.tolist(), places[indices[positions]].tolist(), strict=True):
                 contents[position] = self._kind.content(file, archive.name, place)
-        return contents
+        return list(map(as_text, contents)) if column in self._index.texts else contents
 
     def sample_name(self, index: int) -> str:
         archive = self._archives[part_of(self._index.bounds, index)[0]]
-        place = self._index.places["image"][index].tolist()
+        place = self._index.columns["image"][index].tolist()
         return f"{archive.name}, {self._kind.member(archive.open(), place)}"
 
 
@@ -150,7 +132,7 @@ class ArchiveStore(FileStore[_Opened]):
     def close(self) -> None:
         super().close()
         if self._found:
-            shared_cache().close(self._found)
+            shared_cache().close([archive.file for archive in self._found])
 
     @abstractmethod
     def _scan(self, path: Path, name: str) -> Scan:
@@ -163,21 +145,21 @@ class ArchiveStore(FileStore[_Opened]):
     @staticmethod
     @abstractmethod
     def content(file: OpenFile, name: str, place: list[int]) -> bytes | None:
-        """What is at a place of `Index.places`; None where it is damaged or over 512 MiB."""
+        """What is at a place of `Index.columns`; None where it is damaged or over 512 MiB."""
 
     @staticmethod
     @abstractmethod
     def member(file: OpenFile, place: list[int]) -> str:
-        """The name of what is at a place of `Index.places`, for errors."""
+        """The name of what is at a place of `Index.columns`, for errors."""
 
     def _open(self) -> _Opened:
-        if self._found is None:
-            listed = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
+        archives = self._found
+        if archives is None:
+            files = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
+            with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+                archives = list(pool.map(_find, files))
             if is_remote(self.address):
-                with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-                    self._found = list(pool.map(lambda file: file.checked(look_up(file.address)), listed))
-        archives = [_Archive(file.address, file) for file in self._found or ()]
-        archives = archives or [_Archive(file.address) for file in listed]
+                self._found = archives
         with ThreadPoolExecutor(_NUM_FETCHES) as pool:
             scans = list(pool.map(self._scanned, archives))
         return _Opened(type(self), archives, self._index([archive.name for archive in archives], scans))
@@ -186,10 +168,10 @@ class ArchiveStore(FileStore[_Opened]):
         """What is in an archive. Scans of remote and of large ones are kept on the node, for all its processes."""
         state: list[Any] = list(self._options)
         lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if archive.remote:
-            index = shared_cache().folder_of(archive.remote) / self.index_file
+        if isinstance(archive.file, RemoteFile):
+            index = shared_cache().folder_of(archive.file) / self.index_file
         else:
-            found = os.fstat(archive.open().descriptor)
+            found = os.fstat(archive.file.descriptor)
             state += [found.st_size, found.st_mtime_ns, found.st_ino]
             try:
                 folder = make_cache_folder("scans") if found.st_size >= _SMALL_BYTES else None
@@ -197,7 +179,8 @@ class ArchiveStore(FileStore[_Opened]):
                 folder = None
             if folder is None:
                 return self._checked_scan(Path(archive.name), archive.name)
-            index = folder / f"{_hash(os.fsencode(archive.name))}-{self.index_file}"
+            name = hashlib.blake2b(os.fsencode(archive.name), digest_size=16).hexdigest()
+            index = folder / f"{name}-{self.index_file}"
             lock = locked(index.with_suffix(".lock"))  # one process scans, and the others wait
         with lock:
             with contextlib.suppress(ConfigError, KeyError, TypeError):
@@ -219,6 +202,18 @@ class ArchiveStore(FileStore[_Opened]):
             raise StoreError(f"{name} cannot be read as {self.suffix[1:]}: {reason}") from error
 
 
+def _find(listed: RemoteFile) -> _Archive:
+    address = listed.address
+    if is_remote(address):
+        return _Archive(address, listed.checked(look_up(address)))
+    try:
+        return _Archive(address, OpenFile(Path(address)))
+    except OSError as error:
+        raise StoreError(
+            f"{address} cannot be read as {Path(address).suffix[1:]}: {error}; check the path"
+        ) from error
+
+
 def is_visible(name: PurePosixPath) -> bool:
     """Whether a member counts: not if it is hidden, or its name is absolute or leads out of its folder."""
     return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
@@ -232,14 +227,7 @@ def is_image(name: PurePosixPath) -> bool:
 def index_class_folders(address: str, scans: Sequence[Scan], num: int, hint: str = "") -> Index:
     """The index of archives of class folders: samples are sorted by archive, by class, then by name.
 
-    Args:
-        address: of the store, for errors.
-        scans: of each archive.
-        num: how many of the numbers of each member become a row of `Index.places`.
-        hint: what else such archives may hold, for errors.
-
-    Raises:
-        StoreError: there are no class folders with images.
+    The first `num` numbers of a member become its place; `hint` is what else such archives may hold, for errors.
     """
     shards = [scan["members"] for scan in scans]
     shared = [name.split("/") for members in shards for name in members if "/" in name]
@@ -254,25 +242,20 @@ def index_class_folders(address: str, scans: Sequence[Scan], num: int, hint: str
     classes = tuple(sorted({label for samples in found for label, _ in samples}))
     class_labels = {name: label for label, name in enumerate(classes)}
     pairs = list(zip(shards, found, strict=True))
+    places = [members[name][:num] for members, samples in pairs for _, name in samples]
+    labels = [class_labels[label] for samples in found for label, _ in samples]
     return Index(
-        types={"image": "binary", "label": "int64"},
+        columns={"image": np.array(places, np.int64), "label": np.array(labels, np.int64)},
+        texts=frozenset(),
         classes=classes,
-        labels=np.array([class_labels[label] for samples in found for label, _ in samples], dtype=np.int64),
-        places={"image": np.array([m[name][:num] for m, samples in pairs for _, name in samples], np.int64)},
         bounds=np.cumsum([0] + [len(samples) for samples in found]),
-        fingerprint=join_digests([_digest(members, samples) for members, samples in pairs]),
+        fingerprint=join_fingerprints([_fingerprint(members, samples) for members, samples in pairs]),
     )
 
 
-def _digest(members: dict[str, list[float]], samples: list[tuple[str, str]]) -> str:
-    lines = ("\0".join(map(str, (name, *members[name][1:]))) for _, name in samples)
-    return _hash("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
-
-
-def join_digests(digests: Sequence[str]) -> str:
-    """The fingerprint of a store whose archives have these."""
-    return digests[0] if len(digests) == 1 else _hash("".join(digests).encode())
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _fingerprint(members: dict[str, list[float]], samples: list[tuple[str, str]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for _, name in samples:
+        line = "\0".join(map(str, (name, *members[name][1:])))
+        digest.update(f"{line}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()

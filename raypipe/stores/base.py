@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -178,6 +178,21 @@ def part_of(bounds: np.ndarray, index: int) -> tuple[int, int]:
     return number, index - int(bounds[number])
 
 
+def by_part(indices: np.ndarray, bounds: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each part that holds some of the samples, see `part_of`, and their positions, by ascending index."""
+    order = np.argsort(indices, kind="stable")
+    ends = np.searchsorted(indices[order], bounds)
+    for number in np.flatnonzero(np.diff(ends)).tolist():
+        yield number, order[ends[number] : ends[number + 1]]
+
+
+def join_fingerprints(parts: Sequence[str]) -> str:
+    """That of a single file is its own; of several, the hash over theirs."""
+    if len(parts) == 1:
+        return parts[0]
+    return hashlib.blake2b("".join(parts).encode(), digest_size=16).hexdigest()
+
+
 def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address: str) -> np.ndarray:
     """Return the indices as int64 of shape (n,).
 
@@ -201,12 +216,6 @@ def check_columns(wanted: Iterable[str], present: Iterable[str], address: str) -
     for name in wanted:
         if name not in present:
             raise StoreError(f"{address} has no column {name!r}; its columns are: {', '.join(present)}")
-
-
-def image_and_label_first(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names with `image`, then `label`, in front, and the others in their given order."""
-    first = {"image": 0, "label": 1}
-    return tuple(sorted(names, key=lambda name: first.get(name, 2)))
 
 
 class MemoryStore:

@@ -9,7 +9,6 @@ Shards in an object store are opened by ranged reads of their metadata; records 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from raypipe.storage.files import RemoteFile, opened
 from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import Columns, FileStore, image_and_label_first, part_of
+from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, part_of
 from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout
 
@@ -43,14 +42,16 @@ class LMDBStore(FileStore["_Shards"]):
 
     def _open(self) -> _Shards:
         if not is_remote(self.address):
-            return _Shards([_open_local(file.address) for file in lmdb_files(self.address)])
-        self._found = self._found or _look_up(self.address)
+            return _Shards([_open_file(file.address) for file in lmdb_files(self.address)])
+        if self._found is None:
+            with ThreadPoolExecutor(_NUM_THREADS) as pool:
+                self._found = list(pool.map(_look_up, lmdb_files(self.address)))
         return _Shards(self._found)
 
     def close(self) -> None:
         super().close()
         if self._found:
-            shared_cache().close([shard.remote for shard in self._found])
+            shared_cache().close([shard.file for shard in self._found])
 
 
 def lmdb_files(address: str) -> list[RemoteFile]:
@@ -75,35 +76,31 @@ def is_foreign(address: str) -> bool:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One file of a store, and what its metadata say.
+    """One file of a store.
 
     Attributes:
         path: its path or URI, for errors.
         metadata: see above.
-        local: a local one, which stays open; a forked child goes on with its parent's, since nothing in it moves.
-        remote: the object. Nothing of it is downloaded before its first record is read.
+        file: a local one stays open; a forked child goes on with its parent's, since nothing in it moves. Nothing
+            of a remote one is downloaded before its first record is read.
     """
 
     path: str
     metadata: Metadata
-    local: LMDBFile | None = None
-    remote: RemoteFile | None = None
+    file: LMDBFile | RemoteFile
 
     def open(self) -> LMDBFile:
         """The file, from the node's cache where it is remote; raises StoreError where it is another one by now."""
-        if self.local is not None:
-            return self.local
-        assert self.remote is not None
-        return shared_cache().get(self.remote, self._open_cached)
+        return self.file if isinstance(self.file, LMDBFile) else shared_cache().get(self.file, self._open_cached)
 
     def _open_cached(self, path: Path) -> LMDBFile:
         try:
-            file, found = _open_file(path)
+            found = _open_file(path)
         except StoreError as error:
             raise StoreError(f"{self.path}, in the cache: {error}") from error
-        if found.fingerprint != self.metadata.fingerprint:
+        if found.metadata.fingerprint != self.metadata.fingerprint:
             raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
-        return file
+        return found.open()
 
 
 class _Shards:
@@ -113,8 +110,9 @@ class _Shards:
 
     def __init__(self, shards: Sequence[_Shard]) -> None:
         self._shards, first = shards, shards[0].metadata
-        self._types, self.columns, self.classes = first.types, image_and_label_first(first.types), first.classes
-        for shard in shards[1:]:
+        self._types, self.classes = first.types, first.classes
+        self.columns = tuple(sorted(first.types, key=lambda name: {"image": 0, "label": 1}.get(name, 2)))
+        for shard in shards:
             if (shard.metadata.types, shard.metadata.classes) != (self._types, self.classes):
                 raise StoreError(
                     f"{shard.path} and {shards[0].path} differ in columns or classes; "
@@ -122,37 +120,27 @@ class _Shards:
                 )
         self._layouts = [RecordLayout(shard.metadata.types) for shard in shards]
         self._offsets = np.cumsum([0] + [shard.metadata.count for shard in shards], dtype=np.int64)
-
-    @property
-    def fingerprint(self) -> str:
-        """That of a single file, as written; for shards, the hash over theirs."""
-        fingerprints = [shard.metadata.fingerprint for shard in self._shards]
-        if len(fingerprints) == 1:
-            return fingerprints[0]
-        return hashlib.blake2b("".join(fingerprints).encode(), digest_size=16).hexdigest()
+        # That of a single file, as written; for shards, the hash over theirs.
+        self.fingerprint = join_fingerprints([shard.metadata.fingerprint for shard in shards])
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        # Keys in ascending order walk the tree and the file forwards; results go where they were asked for.
-        order = np.argsort(indices, kind="stable")
-        bounds = np.searchsorted(indices[order], self._offsets)
         rows: list[dict[str, Any]] = [{}] * len(indices)
-        for number in np.flatnonzero(np.diff(bounds)).tolist():
+        for number, positions in by_part(indices, self._offsets):
             shard, layout = self._shards[number], self._layouts[number]
-            positions = order[bounds[number] : bounds[number + 1]]
             keys = indices[positions] - self._offsets[number]
             file = shard.open()
             for position, key in zip(positions.tolist(), keys.tolist(), strict=True):
                 try:
-                    parts = file.get_parts(KEY.pack(key), layout.head_bytes)
+                    record = file.get(KEY.pack(key))
                 except StoreError:
                     continue  # a bad sample like any other: its place in the file is what is damaged
                 except OSError as error:
                     raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
-                if parts is not None:
-                    rows[position] = layout.unpack_parts(*parts, columns)
+                if record is not None:
+                    rows[position] = layout.unpack(record, columns)
         return {
             name: np.array([row.get(name, 0) for row in rows], self._types[name])
             if self._types[name] in ("int64", "float64")
@@ -165,12 +153,8 @@ class _Shards:
         return f"{self._shards[number].path}, key {within}"
 
 
-def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> tuple[LMDBFile, Metadata]:
-    """Open a file, or what is read instead of it, with its metadata.
-
-    Raises:
-        StoreError: it is missing, damaged, truncated, of another version, or not raypipe's own.
-    """
+def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
+    """Open a file, or what is read instead of it, with its metadata."""
     file = LMDBFile(path, source)
     with explained(StoreError, f"{path} cannot be read"):
         try:
@@ -192,28 +176,9 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> tuple[L
         raise StoreError(
             f"{path} holds {file.num_entries - 1} samples, but was written with {found.count}; ingest it again"
         )
-    return file, found
+    return _Shard(str(path), found, file)
 
 
-def _open_local(path: str) -> _Shard:
-    file, metadata = _open_file(path)
-    return _Shard(path, metadata, local=file)
-
-
-def _look_up(address: str) -> list[_Shard]:
-    """The shards of a remote store."""
-
-    def found_at(listed: RemoteFile) -> _Shard:
-        with opened(listed.address) as (source, found):
-            return _Shard(listed.address, _open_file(listed.address, source)[1], remote=listed.checked(found))
-
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        shards = list(pool.map(found_at, lmdb_files(address)))
-    # Metadata that are equal share their class names, so that a pickled store has these once, not once per shard.
-    first = shards[0].metadata
-    return [
-        replace(shard, metadata=replace(shard.metadata, types=first.types, classes=first.classes))
-        if (shard.metadata.types, shard.metadata.classes) == (first.types, first.classes)
-        else shard
-        for shard in shards
-    ]
+def _look_up(listed: RemoteFile) -> _Shard:
+    with opened(listed.address) as (source, found):
+        return replace(_open_file(listed.address, source), file=listed.checked(found))

@@ -48,17 +48,15 @@ _LONG_VALUE = 1
 
 _HEADER = struct.Struct("<QHHHH")  # page number, unused, flags, bounds of the free space
 _OVERFLOW_HEADER = struct.Struct("<QHHI")  # page number, unused, flags, number of pages
-_DATABASE = "IHHQQQQQ"  # page size or unused, flags, depth; branch, leaf, overflow pages; entries, root
-_META_BODY = struct.Struct(f"<IIQQ{_DATABASE}{_DATABASE}QQ")  # ..., last page, transaction number
+# Magic, version, page size; of the main tree its flags, depth, entries and root; last page, transaction number.
+_META_BODY = struct.Struct("<II16xI48xHH24xQQQQ")
 _NODE = struct.Struct("<IHH")  # value length, flags, key length; in a branch: page number of 48 bits, key length
-_POINTER = struct.Struct("<H")  # also a key's length, in its node
-_KEY_BYTES_AT = 6
+_POINTER = struct.Struct("<H")
 _PAGE_NUMBER = struct.Struct("<Q")
 _HEADER_BYTES, _NODE_BYTES, _POINTER_BYTES = _HEADER.size, _NODE.size, _POINTER.size  # of either header
 
 _MIN_PAGE_BYTES, _MAX_PAGE_BYTES = 512, 32_768  # as liblmdb has them
 _MAX_DEPTH = 32  # liblmdb's; no tree that fits a disk comes near it
-_MIN_ENTRY_BYTES = _NODE_BYTES + _POINTER_BYTES
 
 # A parsed branch page takes about 20 KB. A page of 4 KiB leads to 200 others: two levels of branches and
 # their leaves, six million keys, are 200 branch pages.
@@ -75,14 +73,11 @@ class LMDBFile:
         source: an object to be read by ranges instead of a local file; whoever opened it closes it.
 
     Attributes:
-        path: the file, not the environment's folder.
+        path: as above.
         num_entries: keys in the main database, as declared; no more than the file has room for.
         num_bytes: of the file when it was opened.
         declared_bytes: of all pages that the file counts. A sound file may be shorter: pages at its end
             that hold nothing need never have been written.
-
-    Raises:
-        StoreError: it cannot be opened, is no such file, or its meta pages contradict it or themselves.
     """
 
     def __init__(self, path: Path | str, source: pa.NativeFile | None = None) -> None:
@@ -107,11 +102,6 @@ class LMDBFile:
 
     def get(self, key: bytes) -> memoryview | None:
         """Return the value of a key, None where there is none."""
-        parts = self.get_parts(key, MAX_SAMPLE_BYTES)
-        return None if parts is None else parts[0]
-
-    def get_parts(self, key: bytes, head_bytes: int) -> tuple[memoryview, bytes] | None:
-        """Return the first bytes of a value, at most so many, and the rest, which nobody then needs to copy."""
         with self._explained(f" at key {key!r}"):
             if not self._depth:
                 return None
@@ -122,7 +112,7 @@ class LMDBFile:
             page, num_nodes = self._page(number, _LEAF)
             slot = bisect_left(range(num_nodes), key, key=lambda slot: _node(page, slot)[1])
             start, found = _node(page, min(slot, num_nodes - 1))
-            return self._parts(page, start, head_bytes) if found == key else None
+            return self._value(page, start) if found == key else None
 
     def entries(self) -> Iterator[tuple[bytes, memoryview | None]]:
         """Yield all keys, which ascend, each with its value; None where damage has made the value unreadable."""
@@ -137,7 +127,7 @@ class LMDBFile:
                         raise _DamageError(f"key {key[:64]!r} comes after {last[:64]!r}")
                     last = key
                     try:
-                        value: memoryview | None = self._parts(page, start, MAX_SAMPLE_BYTES)[0]
+                        value: memoryview | None = self._value(page, start)
                     except _DamageError:
                         value = None
                     yield key, value
@@ -154,69 +144,63 @@ class LMDBFile:
 
     def _read_metas(self) -> None:
         """Set what the newer of the two meta pages says of the file and its main database."""
-        metas = [self._meta(0, 0)]
-        self._page_bytes = metas[0][0]
+        first = self._meta(0, 0)
+        self._page_bytes = first[-1]
         # Both must be sound: the older one alone would show an earlier state, and nobody would notice.
-        metas.append(self._meta(1, self._page_bytes))
-        if metas[1][0] != self._page_bytes:
-            raise _DamageError(f"its pages have {self._page_bytes} or {metas[1][0]} bytes")
-        _, _, flags, self._depth, self.num_entries, self._root, self._last_page = max(
-            metas, key=lambda meta: meta[1]
-        )
+        second = self._meta(1, self._page_bytes)
+        if second[-1] != self._page_bytes:
+            raise _DamageError(f"its pages have {self._page_bytes} or {second[-1]} bytes")
+        _, flags, self._depth, self.num_entries, self._root, self._last_page, _ = max(first, second)
         if flags:
             raise _DamageError(f"its database has the flags {flags:#x}: duplicate, reversed or integer keys")
         empty = self._root == _NO_PAGE and not self._depth and not self.num_entries
         if not empty and not 1 <= self._depth <= _MAX_DEPTH:
             raise _DamageError(f"its tree has the depth {self._depth}")
-        if self.num_entries * _MIN_ENTRY_BYTES > self.num_bytes:
+        if self.num_entries * (_NODE_BYTES + _POINTER_BYTES) > self.num_bytes:
             raise _DamageError(f"it declares {self.num_entries} entries in {self.num_bytes} bytes")
         self.declared_bytes = (self._last_page + 1) * self._page_bytes
 
     def _meta(self, number: int, start: int) -> tuple[int, ...]:
-        """Page size, transaction number, the database's flags, depth, entries and root, and the last page."""
+        """Transaction number; the main tree's flags, depth, entries and root; the last page; the page size."""
         page = self._pread(_HEADER_BYTES + _META_BODY.size, start)
         if len(page) < _HEADER_BYTES + _META_BODY.size:
             raise _DamageError(f"it ends within meta page {number}")
         found, _, flags, *_ = _HEADER.unpack_from(page)
-        magic, version, _, _, *free_and_main, last_page, transaction = _META_BODY.unpack_from(page, _HEADER_BYTES)
+        magic, version, page_bytes, *tree, last_page, transaction = _META_BODY.unpack_from(page, _HEADER_BYTES)
         if magic != _MAGIC or found != number or flags != _META:
             raise _DamageError(f"page {number} is no meta page of 64-bit little-endian LMDB")
         if version != _VERSION:
             raise _DamageError(f"its data version is {version}; this raypipe reads version {_VERSION}")
-        page_bytes, (_, main_flags, depth, _, _, _, num_entries, root) = free_and_main[0], free_and_main[8:]
         if not _MIN_PAGE_BYTES <= page_bytes <= _MAX_PAGE_BYTES or page_bytes & (page_bytes - 1):
             raise _DamageError(f"its pages have {page_bytes} bytes")
-        return page_bytes, transaction, main_flags, depth, num_entries, root, last_page
+        return transaction, *tree, last_page, page_bytes
 
-    def _parts(self, page: bytes, start: int, head_bytes: int) -> tuple[memoryview, bytes]:
-        """Return the value of the leaf's node at `start`, whose key lies within the page, in two."""
+    def _value(self, page: bytes, start: int) -> memoryview:
+        """Return the value of the leaf's node at `start`, whose key lies within the page."""
         num_bytes, flags, key_bytes = _NODE.unpack_from(page, start)
         start += _NODE_BYTES + key_bytes
         if flags == _LONG_VALUE:
             if start + _PAGE_NUMBER.size > len(page):
                 raise _DamageError(f"a page number at byte {start} of a page of {len(page)}")
-            return self._long_parts(_PAGE_NUMBER.unpack_from(page, start)[0], num_bytes, head_bytes)
+            return self._long_value(_PAGE_NUMBER.unpack_from(page, start)[0], num_bytes)
         if flags:
             raise _DamageError(f"its flags are {flags:#x}: a database within the database, or damage")
         if start + num_bytes > len(page):
             raise _DamageError(f"a value of {num_bytes} bytes at byte {start} of a page of {len(page)}")
-        value = memoryview(page)[start : start + num_bytes]
-        return value[:head_bytes], bytes(value[head_bytes:])
+        return memoryview(page)[start : start + num_bytes]
 
-    def _long_parts(self, number: int, num_bytes: int, head_bytes: int) -> tuple[memoryview, bytes]:
+    def _long_value(self, number: int, num_bytes: int) -> memoryview:
         if num_bytes > MAX_SAMPLE_BYTES:
             raise _DamageError(f"a value of {num_bytes} bytes, limit is {MAX_SAMPLE_BYTES}")
         size = _HEADER_BYTES + num_bytes
-        head_size = min(size, _HEADER_BYTES + head_bytes)
-        data = self._read(number, head_size)
-        rest = self._read(number, size, head_size) if head_size < size else b""
+        data = self._read(number, size)
         found, _, flags, num_pages = _OVERFLOW_HEADER.unpack_from(data)
         if found != number or flags != _OVERFLOW:
             raise _DamageError(f"page {number} holds a page {found} of flags {flags:#x}, and no long value")
         # It may have more pages than it needs: a value that is written over by a shorter one keeps them.
         if num_pages * self._page_bytes < size or number + num_pages > self._last_page + 1:
             raise _DamageError(f"a value of {num_bytes} bytes in {num_pages} pages from page {number}")
-        return memoryview(data)[_HEADER_BYTES:], rest
+        return memoryview(data)[_HEADER_BYTES:]
 
     def _branch(self, number: int) -> tuple[list[bytes], list[int]]:
         """Return n - 1 keys and n children of a branch page: child i has keys in [keys[i - 1], keys[i])."""
@@ -251,13 +235,13 @@ class LMDBFile:
             raise _DamageError(f"page {number} is empty")
         return page, (lower - _HEADER_BYTES) // _POINTER_BYTES
 
-    def _read(self, number: int, num_bytes: int, skip: int = 0) -> bytes:
-        """Return the first bytes of a page, and of those after it, but for some; never more than the file had."""
+    def _read(self, number: int, num_bytes: int) -> bytes:
+        """Return the first bytes of a page, and of those after it; never more than the file had."""
         start = number * self._page_bytes
         if not _NUM_METAS <= number <= self._last_page or start + num_bytes > self.num_bytes:
             raise _DamageError(f"page {number}, {num_bytes} bytes, in a file of {self.num_bytes}")
-        data = self._pread(num_bytes - skip, start + skip)
-        if len(data) < num_bytes - skip:
+        data = self._pread(num_bytes, start)
+        if len(data) < num_bytes:
             raise _DamageError(f"the file has become shorter than {start + num_bytes} bytes")
         return data
 
@@ -268,7 +252,7 @@ def _node(page: bytes, slot: int) -> tuple[int, bytes]:
     key_start = start + _NODE_BYTES
     if key_start > len(page):
         raise _DamageError(f"a node at byte {start} of a page of {len(page)}")
-    (key_bytes,) = _POINTER.unpack_from(page, start + _KEY_BYTES_AT)
+    _, _, key_bytes = _NODE.unpack_from(page, start)
     if key_start + key_bytes > len(page):
         raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {len(page)}")
     return start, page[key_start : key_start + key_bytes]

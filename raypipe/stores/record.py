@@ -1,4 +1,4 @@
-"""What raypipe's own files hold: samples as records, and a note of the whole file.
+"""What raypipe's own files hold: samples as records, a note of the whole file, and lists of bad samples.
 
 A record is one sample as one value, which files store and writers fingerprint:
 
@@ -6,21 +6,29 @@ A record is one sample as one value, which files store and writers fingerprint:
 
 Columns keep the order in which they were declared, the fixed ones (int64, float64) going before the
 variable ones (binary, string). A length of 0xFFFFFFFF says None.
+
+`raypipe inspect STORE --verify` writes a list of bad samples, and a run leaves its samples out. It belongs to the
+very contents that it was made of, which the fingerprint tells:
+
+    {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "name": "…", "error": "…"}, …]}
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores.base import MAX_SAMPLE_BYTES, as_text
+from raypipe.storage.files import read_json, write_json
+from raypipe.stores.base import Store, as_text
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
@@ -53,14 +61,7 @@ def check_column_types(types: Mapping[str, str]) -> None:
 
 
 class RecordLayout:
-    """Packs samples into records and back.
-
-    Args:
-        types: all columns, name → one of `COLUMN_TYPES`, in order.
-
-    Attributes:
-        head_bytes: of a record, where its one variable column begins, if that is binary; else more than it has.
-    """
+    """Packs samples into records and back; `types` has all columns, name → one of `COLUMN_TYPES`, in order."""
 
     def __init__(self, types: Mapping[str, str]) -> None:
         check_column_types(types)
@@ -68,15 +69,9 @@ class RecordLayout:
         self._fixed_names = [name for name, kind in types.items() if kind in _FIXED_CODES]
         self._variable_names = [name for name, kind in types.items() if kind not in _FIXED_CODES]
         self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
-        has_one = [types[name] for name in self._variable_names] == ["binary"]
-        self.head_bytes = self._fixed.size + _LENGTH.size if has_one else MAX_SAMPLE_BYTES
 
     def pack(self, sample: Mapping[str, Any]) -> bytes:
-        """Return the record of a sample.
-
-        Raises:
-            StoreError: a column is missing, undeclared, or of another type than declared.
-        """
+        """The record of a sample; raises StoreError where its columns, or their types, are not those declared."""
         if sample.keys() != self.types.keys():
             raise StoreError(f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared")
         try:
@@ -126,18 +121,6 @@ class RecordLayout:
             start = end
         return row
 
-    def unpack_parts(self, head: memoryview, rest: bytes, wanted: Collection[str]) -> dict[str, Any]:
-        """`unpack` of a record in two, the first `head_bytes` long: copies nothing where the rest is a column."""
-        if not rest:
-            return self.unpack(head, wanted)
-        (name,) = self._variable_names
-        if name in wanted and _LENGTH.unpack_from(head, self._fixed.size) != (len(rest),):  # damage
-            return self.unpack(memoryview(bytes(head) + rest), wanted)
-        row = self.unpack(head, wanted)
-        if name in wanted:
-            row[name] = rest
-        return row
-
 
 class Fingerprint:
     """Hash of a store's contents: its columns, its classes, and every record in order."""
@@ -157,15 +140,9 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What raypipe's writers note in a file of theirs.
+    """What raypipe's writers note in a file of theirs: how many samples it has, and what is the same of them all.
 
     {"version": 1, "count": …, "columns": [{"name": …, "type": …}, …], "classes": […] or null, "fingerprint": …}
-
-    Attributes:
-        count: samples in it.
-        types: column → its type, in order.
-        classes: names, position = label; None where there are none.
-        fingerprint: of its samples.
     """
 
     count: int
@@ -174,14 +151,9 @@ class Metadata:
     fingerprint: str
 
     def to_json(self) -> bytes:
-        content = {
-            "version": VERSION,
-            "count": self.count,
-            "columns": [{"name": name, "type": kind} for name, kind in self.types.items()],
-            "classes": self.classes,
-            "fingerprint": self.fingerprint,
-        }
-        return json.dumps(content).encode()
+        columns = [{"name": name, "type": kind} for name, kind in self.types.items()]
+        note = {"count": self.count, "columns": columns, "classes": self.classes, "fingerprint": self.fingerprint}
+        return json.dumps({"version": VERSION, **note}).encode()
 
     @staticmethod
     def from_json(text: bytes, where: str) -> Metadata:
@@ -194,10 +166,16 @@ class Metadata:
             types = {str(column["name"]): str(column["type"]) for column in content["columns"]}
             check_column_types(types)
             classes = content["classes"]
-            names = None if classes is None else tuple(str(name) for name in classes)
+            names = None if classes is None else _one_of_equals(tuple(map(str, classes)))
             return Metadata(count, types, names, str(content["fingerprint"]))
         except _DAMAGE as error:
             raise StoreError(f"{where}: {error!s:.500}") from error
+
+
+@functools.cache
+def _one_of_equals(classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Equal names as one object: a pickled store of many shards has them once, and not once per shard."""
+    return classes
 
 
 # The columns of what others have
@@ -209,11 +187,7 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
     Args:
         first: column → some of its values.
         where: they are from, for errors.
-        short_side: see `ingest`.
-
-    Raises:
-        StoreError: there are no images, or a column holds something that writers do not know.
-        ConfigError: images are to change their size, and lists, which may be boxes in their pixels, are not.
+        short_side: see `ingest`; with it lists, which may be boxes in pixels, are refused.
     """
     if "image" not in first:
         raise StoreError(f"{where} has no column 'image'; its columns are: {', '.join(first)}")
@@ -263,3 +237,49 @@ def _is_json(value: Any) -> bool:
         return bool(_as_json(value))
     except TypeError:  # bytes, dates and the like
         return False
+
+
+# Bad samples
+
+
+def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.ndarray:
+    """The indices of the samples that a list names: int64 (k,), sorted, each once.
+
+    Args:
+        address: of the list; empty = there is none.
+        store: that it must be a list of; None = the run reads none.
+        setting: that the address comes from, for errors.
+
+    Raises:
+        ConfigError: the list cannot be read, is malformed, was made of another store, or leaves no sample.
+    """
+    if not str(address):
+        return np.empty(0, np.int64)
+    if store is None:
+        raise ConfigError(f"{setting}: there is {address}, but no store that it could be a list of")
+    try:
+        content = read_json(address)
+        fingerprint, bad = content["fingerprint"], [entry["index"] for entry in content["bad"]]
+        if fingerprint != store.fingerprint:
+            raise ValueError(f"it was made of {content.get('store')} with fingerprint {fingerprint}")
+        for index in bad:
+            if type(index) is not int or not 0 <= index < len(store):
+                raise ValueError(f"it names sample {index!r}, outside the samples 0 to {len(store) - 1}")
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}: {address} is no list of bad samples of {store.address}, which has fingerprint "
+            f"{store.fingerprint} ({type(error).__name__}: {error}): make one by `raypipe inspect {store.address} "
+            "--verify`"
+        ) from error
+    left_out = np.unique(np.array(bad, np.int64))
+    if len(left_out) == len(store):
+        raise ConfigError(f"{setting}: {address} leaves out all {len(store)} samples: mend {store.address}")
+    return left_out
+
+
+def write_bad_list(address: str | Path, store: Store, bad: list[dict[str, Any]]) -> None:
+    """Write a store's list, whole or not at all, in place of one that is there; `bad` has the entries."""
+    about = {"store": store.address, "fingerprint": store.fingerprint, "num_samples": len(store)}
+    write_json(address, {**about, "bad": bad})

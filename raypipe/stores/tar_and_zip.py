@@ -1,8 +1,6 @@
 """Uncompressed tars and zips, as stores; what both have in common is in `raypipe.stores.archive`.
 
-A tar holds class folders, as ImageFolder has them, or the WebDataset layout, see `raypipe.stores.webdataset`; a
-zip class folders, stored or deflated. A scan of the headers, or of the central directory, makes an index, and
-trusts nothing in them: `tarfile` and `zipfile` read them.
+A scan of a tar's headers, or of a zip's central directory, by `tarfile` and `zipfile`, trusts nothing in them.
 """
 
 from __future__ import annotations
@@ -81,8 +79,7 @@ class TarStore(ArchiveStore):
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-            options = (*self._options, lambda at, num: os.pread(file.fileno(), num, at))
-            samples = find_samples(name, found, *options)
+            samples = find_samples(name, found, file.fileno(), *self._options)
         if samples is not None:
             return {"samples": samples}
         images: dict[str, Place] = {}

@@ -15,18 +15,18 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.stores.archive import Index, Scan, is_visible, join_digests
-from raypipe.stores.base import IMAGE_SUFFIXES
+from raypipe.stores.archive import Index, Scan, is_visible
+from raypipe.stores.base import IMAGE_SUFFIXES, join_fingerprints
 
-_LABEL_SUFFIX = "cls"
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
 _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
@@ -36,29 +36,24 @@ _MAX_JSON_BYTES = 1 << 20  # a label is not looked for in a larger one
 
 Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
-Members = Iterable[tuple[str, Place | None]]
-"""A tar's members in their order: names, and where the regular files are."""
 
 
-Read = Callable[[int, int], bytes]
-"""The num_bytes of a tar at a position."""
-
-
-def _label(key: str, members: Mapping[str, Place], column: str, read: Read) -> int | None:
+def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> int | None:
     """The label of a sample; None where there is none. Raises ValueError where it is none of 64 bits."""
     suffix = _label_suffix(column)
     label: Any = None
     if suffix in members:
         position, num_bytes, _ = members[suffix]
-        text = read(position, min(num_bytes, _MAX_LABEL_BYTES)).strip()
+        text = os.pread(descriptor, min(num_bytes, _MAX_LABEL_BYTES), position).strip()
         if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES:
             label = int(text)
         what = f"{key}.{suffix} is {text!r}"
     else:
         content: Any = None
-        if "json" in members and members["json"][1] <= _MAX_JSON_BYTES:
+        position, num_bytes, _ = members.get("json", (0, 0, 0.0))
+        if num_bytes <= _MAX_JSON_BYTES:
             with contextlib.suppress(ValueError, RecursionError):
-                content = json.loads(read(*members["json"][:2]))
+                content = json.loads(os.pread(descriptor, num_bytes, position))
         if not isinstance(content, dict) or column not in content:
             return None
         label = content[column]
@@ -69,18 +64,20 @@ def _label(key: str, members: Mapping[str, Place], column: str, read: Read) -> i
 
 
 def _label_suffix(column: str) -> str:
-    return _LABEL_SUFFIX if column == "label" else column.lower()
+    return "cls" if column == "label" else column.lower()
 
 
-def find_samples(name: str, found: Members, image_column: str, label_column: str, read: Read) -> Scan | None:
+def find_samples(
+    name: str, found: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, label_column: str
+) -> Scan | None:
     """Make samples of a tar's members.
 
     Args:
         name: of the tar, for errors.
-        found: its members.
+        found: its members in their order: names, and where the regular files are.
+        descriptor: of the tar.
         image_column: the suffix of the images; "image" = that of any image.
         label_column: the suffix of the labels, or their field in the JSON; "label" = as above.
-        read: see `Read`.
 
     Returns:
         None where the layout is not WebDataset's: there are no labels, and text does not stand beside every image.
@@ -90,9 +87,6 @@ def find_samples(name: str, found: Members, image_column: str, label_column: str
             none; "" is the image.
         num, first_key: how many samples, and the key of the first, for errors.
         digest: hash over the members' names, sizes and times of change, and the labels.
-
-    Raises:
-        StoreError: some samples have a label, and others none or a bad one; a member is there twice.
     """
     problem = ""
     samples: list[tuple[str, dict[str, Place]]] = []
@@ -105,7 +99,7 @@ def find_samples(name: str, found: Members, image_column: str, label_column: str
         samples.append((key, members))
     images = [_image_of(members, image_column.lower()) for _, members in samples]
     try:
-        labels = [_label(key, members, label_column, read) for key, members in samples]
+        labels = [_label(key, members, label_column, descriptor) for key, members in samples]
     except ValueError as error:
         raise _bad(name, str(error), label_column) from None
     labelled = any(label is not None for label in labels)
@@ -135,7 +129,7 @@ def find_samples(name: str, found: Members, image_column: str, label_column: str
     }
 
 
-def _parts(found: Members) -> Iterator[tuple[str, str, Place]]:
+def _parts(found: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, str, Place]]:
     """Key, suffix and place of each member that counts."""
     for name, place in found:
         folder, slash, file = name.rpartition("/")
@@ -155,41 +149,32 @@ def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
 
 def _bad(name: str, problem: str, label_column: str) -> StoreError:
     return StoreError(
-        f"{name}: {problem}. Each sample of a WebDataset tar has one .{_LABEL_SUFFIX} or one field "
+        f"{name}: {problem}. Each sample of a WebDataset tar has one .cls or one field "
         f"{label_column!r} in its .json, and its members stand one behind the other (tar --sort=name)"
     )
 
 
 def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Index:
-    """The index of tars in the WebDataset layout: samples are in the order of the tars and of their members.
-
-    Args:
-        names: of the tars, for errors.
-        scans: of each, {"samples": what `find_samples` returns}.
-
-    Raises:
-        StoreError: some have labels and others none.
-    """
+    """The index of tars of {"samples": what `find_samples` returns}, in their order; names are for errors."""
     shards = [scan["samples"] for scan in scans]
     labelled = [shard["labels"] is not None for shard in shards]
     if any(labelled) and not all(labelled):
         number = labelled.index(False)
         first = shards[number]["first_key"]
         raise StoreError(f"{names[number]}: sample {first!r} has no label, and those of other shards have one")
-    types = {"image": "binary", "label": "int64"} if labelled[0] else {"image": "binary"}
-    places = {}
-    for suffix in shards[0]["places"]:
-        if all(suffix in shard["places"] for shard in shards):  # a column is what all shards have
-            column = suffix or "image"
-            types.setdefault(column, "string" if suffix in _TEXT_SUFFIXES else "binary")
-            parts = [np.array(shard["places"][suffix], np.int64) for shard in shards]
-            places[column] = np.concatenate(parts).reshape(-1, 2)
-    labels = [np.array(shard["labels"], np.int64) for shard in shards if labelled[0]]
+    # A column is what all shards have.
+    suffixes = [suffix for suffix in shards[0]["places"] if all(suffix in shard["places"] for shard in shards)]
+    places = {
+        suffix: np.concatenate([np.array(shard["places"][suffix], np.int64) for shard in shards]).reshape(-1, 2)
+        for suffix in suffixes
+    }
+    columns = {"image": places.pop("")}
+    if labelled[0]:
+        columns["label"] = np.concatenate([np.array(shard["labels"], np.int64) for shard in shards])
     return Index(
-        types=types,
+        columns=columns | places,
+        texts=_TEXT_SUFFIXES,
         classes=None,
-        labels=np.concatenate(labels) if labels else None,
-        places=places,
         bounds=np.cumsum([0] + [shard["num"] for shard in shards]),
-        fingerprint=join_digests([shard["digest"] for shard in shards]),
+        fingerprint=join_fingerprints([shard["digest"] for shard in shards]),
     )

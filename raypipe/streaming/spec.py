@@ -12,8 +12,8 @@ from raypipe.logs import LogFormat
 from raypipe.plan.schedule import Plan, Split
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
-from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store
+from raypipe.stores.record import read_bad_list
 from raypipe.transform.contents import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_cache import check_cache

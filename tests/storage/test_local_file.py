@@ -39,7 +39,7 @@ import io, json, os, resource, signal, sys
 import h5py, numpy as np
 import raypipe.commands.ingest, raypipe.commands.inspection
 from raypipe.commands.cli import main, parse_run
-from raypipe.stores.bad_list import read_bad_list
+from raypipe.stores.record import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_source, open_store
 from raypipe.stores import base, folder, hdf5, lmdb, parquet, tar_and_zip, tfrecord

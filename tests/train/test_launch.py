@@ -23,8 +23,8 @@ from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
-from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.base import MemoryStore
+from raypipe.stores.record import write_bad_list
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import write_checkpoint

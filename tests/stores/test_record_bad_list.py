@@ -11,8 +11,8 @@ import pytest
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.stores.bad_list import read_bad_list, write_bad_list
 from raypipe.stores.base import MemoryStore
+from raypipe.stores.record import read_bad_list, write_bad_list
 from raypipe.streaming.spec import StreamSpec
 
 from conftest import picture  # isort: skip

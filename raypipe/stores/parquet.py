@@ -8,24 +8,33 @@ keeps the last ones decoded.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import os
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import open_input
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, part_of
-from raypipe.stores.parquet_files import class_names, columns_of, read_files
+from raypipe.storage.filesystem import explained, one_line, open_filesystem
+from raypipe.stores.addresses import list_files
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, by_part, part_of
 from raypipe.stores.parquet_pages import bounded
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
+
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 8  # uint32 size of the footer, then the magic
+_NUM_FOOTER_THREADS = 16  # a remote footer takes two round trips; a store may have thousands
 
 
 class ParquetStore(FileStore["_Groups"]):
@@ -68,24 +77,42 @@ class ParquetStore(FileStore["_Groups"]):
         return ParquetStore(self.address, image_column, label_column, cache_bytes=0)
 
 
+class _Group(NamedTuple):
+    """One row group: which file, and which of its groups."""
+
+    path: str
+    metadata: pq.FileMetaData
+    number: int
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, row group {self.number}"
+
+
 class _Groups:
-    """The row groups of the files, as one sequence; the last used ones are decoded."""
+    """The row groups of the files that have rows, as one sequence; the last used ones are decoded."""
 
     def __init__(self, address: str, image_column: str, label_column: str, cache_bytes: int) -> None:
-        self._filesystem, files = read_files(address)
-        first, digest = files[0], hashlib.blake2b(digest_size=16)
-        self._fields = columns_of(first, image_column, label_column)
-        self.columns, self.classes = tuple(self._fields), class_names(first.schema, label_column)
-        for file in files:
-            if not file.schema.equals(first.schema) or class_names(file.schema, label_column) != self.classes:
-                raise StoreError(
-                    f"{file.path} and {first.path} differ in schema or classes: a store has one schema"
-                )
-            digest.update(len(file.footer).to_bytes(8, "little") + file.footer)
+        files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
+        with explained(StoreError, f"{address} cannot be opened"):
+            self._filesystem, _ = open_filesystem(address)
+            paths = [open_filesystem(file.address)[1] for file in files]
+        with ThreadPoolExecutor(_NUM_FOOTER_THREADS) as pool:
+            footers = list(pool.map(lambda path: _read_footer(self._filesystem, path), paths))
+        digest, first = hashlib.blake2b(digest_size=16), None
+        self._groups: list[_Group] = []
+        for path, footer in zip(paths, footers, strict=True):
+            metadata, schema, sizes = _parse_footer(path, footer)
+            if first is None:
+                first, self.classes = schema, _class_names(schema, label_column)
+            elif not schema.equals(first) or _class_names(schema, label_column) != self.classes:
+                raise StoreError(f"{path} and {paths[0]} differ in schema or classes: a store has one schema")
+            self._groups += (_Group(path, metadata, number, size) for number, size in enumerate(sizes) if size)
+            digest.update(len(footer).to_bytes(8, "little") + footer)
         if (image_column, label_column) != ("image", "label"):  # other columns are other contents
             digest.update(repr((image_column, label_column)).encode())
-        self.fingerprint = digest.hexdigest()
-        self._groups = [group for file in files for group in file.groups()]
+        self._fields = _columns_of(paths[0], first, image_column, label_column)
+        self.columns, self.fingerprint = tuple(self._fields), digest.hexdigest()
         self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], pa.ChunkedArray] = OrderedDict()
@@ -100,17 +127,15 @@ class _Groups:
         return sum(column.get_total_buffer_size() for column in self._cache.values())
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        # Each group is visited once: its rows stand together in `order`.
-        order = np.argsort(indices, kind="stable")
-        bounds = np.searchsorted(indices[order], self.groups)
         parts: dict[str, list[Any]] = {name: [] for name in columns}
-        for group in np.flatnonzero(np.diff(bounds)).tolist():
-            rows = indices[order[bounds[group] : bounds[group + 1]]] - self.groups[group]
-            decoded = self._decoded(group, columns)
+        for number, positions in by_part(indices, self.groups):
+            decoded = self._decoded(number, columns)
             for name in columns:
-                where = f"{self._groups[group].path}, column {self._fields[name].name!r}"
+                where = f"{self._groups[number].path}, column {self._fields[name].name!r}"
+                rows = indices[positions] - self.groups[number]
                 parts[name].append(_take(decoded[name], rows, name == "label", where))
-        return {name: _join(parts[name], order, self._fields[name].type, name == "label") for name in columns}
+        places = np.argsort(np.argsort(indices, kind="stable"))
+        return {name: _join(parts[name], places, self._fields[name].type, name == "label") for name in columns}
 
     def sample_name(self, index: int) -> str:
         number, row = part_of(self.groups, index)
@@ -137,15 +162,14 @@ class _Groups:
         leaves = [f"{f.name}.bytes" if _is_hf_image(name, f) else f.name for name, f in fields.items()]
         try:
             with open_input(self._filesystem, group.path) as file:
-                bytes_of, in_dictionaries = bounded(file, group.metadata, group.row_group, leaves)
+                bytes_of, in_dictionaries = bounded(file, group.metadata, group.number, leaves)
                 options = {"metadata": group.metadata, "read_dictionary": in_dictionaries}
                 # What it reads is there, column by column: it must not ask for several at a time.
                 reader = pq.ParquetFile(bytes_of, pre_buffer=False, **options)
                 # One thread: a reader inside an actor has the CPUs of that actor and no more.
-                table = reader.read_row_group(group.row_group, columns=leaves, use_threads=False)
+                table = reader.read_row_group(group.number, columns=leaves, use_threads=False)
         except (pa.ArrowException, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())  # pyarrow's have several lines
-            raise StoreError(f"{group}, cannot be read: {reason}; copy or ingest it again") from error
+            raise StoreError(f"{group}, cannot be read: {one_line(error)}; copy or ingest it again") from error
         except StoreError as error:  # over a limit
             raise StoreError(f"{group}: {error}") from error
         if table.num_rows != group.num_rows:
@@ -156,6 +180,76 @@ class _Groups:
             name: pc.struct_field(table[f.name], "bytes") if _is_hf_image(name, f) else table[f.name]
             for name, f in fields.items()
         }
+
+
+def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
+    """Return the footer as it stands in the file, so that its hash does not depend on pyarrow's version."""
+    try:
+        with open_input(filesystem, path) as file:
+            num_bytes = file.size()
+            tail = file.read_at(_TAIL_BYTES, max(0, num_bytes - _TAIL_BYTES))
+            start = num_bytes - _TAIL_BYTES - int.from_bytes(tail[:4], "little")
+            if tail[4:] != _MAGIC or start < len(_MAGIC):
+                raise StoreError(f"{path} is truncated or no Parquet: no footer at its end; copy it again")
+            return file.read_at(num_bytes - _TAIL_BYTES - start, start)
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _parse_footer(path: str, footer: bytes) -> tuple[pq.FileMetaData, pa.Schema, list[int]]:
+    """Return what it says of the file, the schema, and the rows of each row group."""
+    # A footer between two magics is itself a Parquet file, one without data.
+    file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
+    try:
+        parsed = pq.read_metadata(pa.BufferReader(file))
+        sizes = [parsed.row_group(number).num_rows for number in range(parsed.num_row_groups)]
+        if min(sizes, default=0) < 0 or sum(sizes) != parsed.num_rows:
+            raise ValueError(
+                f"{parsed.num_rows} rows, in row groups of {sum(sizes)}, the smallest of {min(sizes, default=0)}"
+            )
+        return parsed, parsed.schema.to_arrow_schema(), sizes
+    except (pa.ArrowException, OSError, ValueError) as error:  # also UnicodeDecodeError, of a column's name
+        raise StoreError(f"{path} has a broken footer: {error}; copy or ingest it again") from error
+
+
+def _columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
+    """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
+    there = ", ".join(schema.names)
+    renamed = {"image": image_column, "label": label_column}
+    columns: dict[str, pa.Field] = {}
+    for name, stored in renamed.items():
+        if stored in schema.names:
+            columns[name] = schema.field(stored)
+        elif name == "image" or stored != "label":
+            raise StoreError(f"{path} has no column {stored!r} for {name}, only: {there}; set {name}_column")
+    image = columns["image"].type
+    if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
+        image = image.field("bytes").type
+    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
+        raise StoreError(
+            f"{path}, column {image_column!r} has type {columns['image'].type}; an image is binary, "
+            "large_binary or struct{bytes, path}"
+        )
+    if "label" in columns and not pa.types.is_integer(columns["label"].type):
+        raise StoreError(
+            f"{path}, column {label_column!r} has type {columns['label'].type}; a label is an integer; "
+            "set label_column"
+        )
+    for field in schema:
+        if field.name not in renamed.values():
+            columns.setdefault(field.name, field)
+    return columns
+
+
+def _class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
+    """The names in the label's ClassLabel of Hugging Face, None without one; older files leave out its `_type`."""
+    try:
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label_column]
+        if feature.get("_type", "ClassLabel") != "ClassLabel":
+            return None
+        return tuple(str(name) for name in feature["names"])
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def _is_hf_image(name: str, column: pa.Field) -> bool:
@@ -197,12 +291,10 @@ def _num_bytes_of(values: pa.Array | None) -> int:
     return values.nbytes
 
 
-def _join(parts: list[Any], order: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
-    """Put the parts, one per group, together as they were asked for: value i of them all belongs to order[i]."""
+def _join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
+    """Put the parts, one per group, together as they were asked for: value i is number places[i] of them all."""
     if not _is_number(kind):
-        values = [None] * len(order)
-        for position, value in zip(order.tolist(), (value for part in parts for value in part), strict=True):
-            values[position] = value
-        return values
-    joined = np.concatenate(parts)[np.argsort(order)] if parts else np.empty(0, kind.to_pandas_dtype())
+        values = list(itertools.chain.from_iterable(parts))
+        return [values[place] for place in places.tolist()]
+    joined = np.concatenate(parts)[places] if parts else np.empty(0, kind.to_pandas_dtype())
     return joined.astype(np.int64) if is_label else joined

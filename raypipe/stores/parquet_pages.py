@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -34,7 +33,7 @@ _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # kinds of pages
 _HEADERS = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # fields of a page's header: that of its kind
 _REPEATED, _DELTA_BYTE_ARRAY = {2, 8}, 7  # encodings
 # Types of Thrift's compact protocol. Of a field that has another one than it should have, pyarrow takes no notice.
-_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _STRUCT = *range(1, 9), 12
 
 
 def bounded(
@@ -42,9 +41,7 @@ def bounded(
 ) -> tuple[pa.PythonFile, list[str]]:
     """What pyarrow may read columns of a row group from, and which of them it has to leave in dictionaries.
 
-    Raises:
-        StoreError: they would take too much.
-        ValueError: a page's header is damaged.
+    StoreError where they would take too much, ValueError where a page's header is damaged.
     """
     group, starts, size = metadata.row_group(row_group), tuple(f"{leaf}." for leaf in leaves), file.size()
     chunks, ranges = [], {}
@@ -66,12 +63,12 @@ def bounded(
             for start, end in ranges.values()
         }
         parts = {start: b"".join(read.result() for read in of_range) for start, of_range in reads.items()}
-    columns = [_look(chunk, memoryview(parts[ranges[column.path][0]]), column) for chunk, column in chunks]
-    total = max(c.page_bytes for c in columns) + sum(c.num_bytes for c in columns)
+    sizes = [_sizes(chunk, memoryview(parts[ranges[column.path][0]]), column) for chunk, column in chunks]
+    total = max(largest for _, largest, _ in sizes) + sum(values for values, _, _ in sizes)
     _check(total, "unpacked", max(MAX_GROUP_BYTES, _GROWTH * num_bytes))
-    repeated = [c for c in columns if c.repeated_bytes]
-    fits = total + sum(c.repeated_bytes for c in repeated) <= MAX_GROUP_BYTES // 4
-    return pa.PythonFile(_Parts(size, parts), "r"), [] if fits else [c.path for c in repeated]
+    fits = total + sum(repeated for _, _, repeated in sizes) <= MAX_GROUP_BYTES // 4
+    repeating = [column.path for (_, column), (_, _, repeated) in zip(chunks, sizes, strict=True) if repeated]
+    return pa.PythonFile(_Parts(size, parts), "r"), [] if fits else repeating
 
 
 def _check_column(num_bytes: int, metadata: pq.FileMetaData, row_group: int, path: str) -> None:
@@ -98,15 +95,12 @@ class _Parts:
     def __init__(self, num_bytes: int, parts: dict[int, bytes]) -> None:
         self._num_bytes, self._parts, self._at, self.was_read = num_bytes, parts, 0, False
 
-    def read_buffer(self, num_bytes: int) -> memoryview:
+    def read(self, num_bytes: int) -> memoryview:
         start = max((start for start in self._parts if start <= self._at), default=0)
         first = self._at - start
         found = memoryview(self._parts.get(start, b""))[first : first + num_bytes]
         self._at, self.was_read = self._at + len(found), True
         return found
-
-    def read(self, num_bytes: int) -> bytes:
-        return bytes(self.read_buffer(num_bytes))
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence]
@@ -126,18 +120,9 @@ def _check(num_bytes: int, state: str, limit: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Column:
-    """What a column takes: all its values; its largest page and dictionary while it is unpacked; and the values
-    for which the dictionary stands, if they are written out."""
-
-    path: str
-    num_bytes: int
-    page_bytes: int
-    repeated_bytes: int
-
-
-def _look(chunk: pq.ColumnChunkMetaData, data: memoryview, column: pq.ColumnSchema) -> _Column:
+def _sizes(chunk: pq.ColumnChunkMetaData, data: memoryview, column: pq.ColumnSchema) -> tuple[int, int, int]:
+    """The bytes of all values of a column; of its largest page and dictionary, while it is unpacked; and of the
+    values for which the dictionary stands, if they are written out."""
     num_values = num_repeated = all_bytes = largest = dictionary = delta = 0
     for kind, num_bytes, num_of_page, encoding in _pages(data, chunk.num_values):
         all_bytes += num_bytes
@@ -154,7 +139,7 @@ def _look(chunk: pq.ColumnChunkMetaData, data: memoryview, column: pq.ColumnSche
         values, repeated = all_bytes + delta + num_values * _TEXT_BYTES, num_repeated * dictionary
     else:
         values, repeated = num_values * (_VALUE_BYTES + column.length), 0
-    return _Column(chunk.path_in_schema, values, largest + dictionary, repeated)
+    return values, largest + dictionary, repeated
 
 
 def _range(chunk: pq.ColumnChunkMetaData, size: int) -> tuple[int, int]:
@@ -168,15 +153,15 @@ def _range(chunk: pq.ColumnChunkMetaData, size: int) -> tuple[int, int]:
 
 def _pages(data: memoryview, num_values: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield kind, bytes unpacked, number of values and encoding of each page, until there are as many values."""
-    at = seen = 0
-    while seen < num_values and at < len(data):
-        header, at = _value(data, at, _STRUCT)
+    reader, seen = _Thrift(data), 0
+    while seen < num_values and reader.at < len(data):
+        header = reader.value(_STRUCT)
         kind, num_bytes, stored_bytes = (_integer(header, number) for number in (1, 2, 3))
         own = header.get(_HEADERS.get(kind))
         num, encoding = (_integer(own, number, 0) for number in (1, 4 if kind == _DATA_V2 else 2))
         if min(num_bytes, stored_bytes, num) < 0:
             raise ValueError(f"a page of {num_bytes} bytes, {stored_bytes} of them stored, and {num} values")
-        at += stored_bytes
+        reader.at += stored_bytes
         seen += num if kind != _DICTIONARY else 0
         yield kind, num_bytes, num, encoding
 
@@ -187,69 +172,53 @@ def _integer(fields: Any, number: int, default: int = -1) -> int:
     return value if isinstance(value, int) else default
 
 
-def _value(data: memoryview, at: int, kind: int, depth: int = 0) -> tuple[Any, int]:
-    """A value in Thrift's compact protocol, as pyarrow reads it, and where it ends.
+class _Thrift:
+    """Values in Thrift's compact protocol, as pyarrow reads them; `at` is where the next one begins."""
 
-    Of a struct it is the fields that are structs or integers of 32 bits, by number; of these an integer; of all
-    others None.
-    """
-    if depth > _MAX_DEPTH:
-        raise ValueError("a page's header is nested too deeply")
-    if kind in (_TRUE, _FALSE, _BYTE, _DOUBLE):
-        return None, at + (8 if kind == _DOUBLE else 1)
-    if kind == _STRUCT:
-        fields, number = {}, 0
-        while head := _byte(data, at):
-            at += 1
-            if head >> 4:
-                number += head >> 4
-            else:
-                number, at = _zigzag(data, at)
-            if head & 15 not in (_TRUE, _FALSE):  # a boolean is its kind
-                value, at = _value(data, at, head & 15, depth + 1)
-                fields[number] = value
-        return fields, at + 1
-    if kind in (_LIST, _SET):
-        size = _byte(data, at)
-        num, at = (size >> 4, at + 1) if size < 0xF0 else _varint(data, at + 1)
-        kinds = [size & 15]
-    elif kind == _MAP:
-        num, at = _varint(data, at)
-        kinds = [_byte(data, at) >> 4, _byte(data, at) & 15] if num else []
-        at += 1 if num else 0
-    elif kind == _I32:
-        return _zigzag(data, at)
-    elif kind in (_I16, _I64, _BINARY):
-        num, at = _varint(data, at)
-        return None, at + (num if kind == _BINARY else 0)
-    else:
-        raise ValueError(f"a page's header has a field of type {kind}")
-    for _ in range(num):
-        for each in kinds:
-            _byte(data, at)  # there is one
-            _, at = _value(data, at, each, depth + 1)
-    return None, at
+    def __init__(self, data: memoryview) -> None:
+        self._data, self.at = data, 0
 
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """Of a struct the fields that are structs or integers of 32 bits, by number; of these an integer; of all
+        others None. Page headers have no lists, sets or maps."""
+        if depth > _MAX_DEPTH:
+            raise ValueError("a page's header is nested too deeply")
+        if kind == _STRUCT:
+            fields, number = {}, 0
+            while head := self._byte():
+                number = number + (head >> 4) if head >> 4 else self._zigzag()
+                if head & 15 not in (_TRUE, _FALSE):  # a boolean is its kind
+                    fields[number] = self.value(head & 15, depth + 1)
+            return fields
+        if kind == _I32:
+            return self._zigzag()
+        if kind in (_BYTE, _DOUBLE):
+            self.at += 1 if kind == _BYTE else 8
+        elif kind in (_I16, _I64):
+            self._varint()
+        elif kind == _BINARY:
+            num_bytes = self._varint()
+            self.at += num_bytes
+        else:
+            raise ValueError(f"a page's header has a field of type {kind}")
+        return None
 
-def _byte(data: memoryview, at: int) -> int:
-    if at >= len(data):
-        raise ValueError("it ends within a page's header")
-    return data[at]
+    def _zigzag(self) -> int:
+        value = self._varint() & 0xFFFFFFFF
+        return (value >> 1) ^ -(value & 1)
 
+    def _varint(self) -> int:
+        """A number in 64 bits without a sign."""
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self._byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value & (1 << 64) - 1
+        raise ValueError("a number of more than ten bytes")
 
-def _zigzag(data: memoryview, at: int) -> tuple[int, int]:
-    value, at = _varint(data, at)
-    value &= 0xFFFFFFFF
-    return (value >> 1) ^ -(value & 1), at
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the number that begins at `at`, in 64 bits without a sign, and where it ends."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = _byte(data, at)
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & (1 << 64) - 1, at
-    raise ValueError("a number of more than ten bytes")
+    def _byte(self) -> int:
+        if self.at >= len(self._data):
+            raise ValueError("it ends within a page's header")
+        self.at += 1
+        return self._data[self.at - 1]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HOME = {
     "LMDBWriter": "writers",
     "ParquetWriter": "writers",
-    "digits_stores": "digits",
+    "digits_stores": "destination",
     "open_writer": "writers",
 }
 # Kind → its module, and its class, or the function that yields the samples of what is read once, in order.

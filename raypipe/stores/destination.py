@@ -2,6 +2,8 @@
 
 here     write beside it → rename
 remote   write here → upload every shard under a name that none has had before → manifest → remove what was there
+
+So do the stores of the digits, the data set of a first run.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.fs
 
 from raypipe.errors import StoreError
@@ -33,38 +36,29 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
-    """A path beside `dst` to write to; renamed to `dst` on success, removed otherwise.
-
-    Raises:
-        StoreError: `dst` exists, its folder does not, or another process is writing it.
-    """
+    """A path beside `dst` to write to; renamed to `dst` on success, removed otherwise."""
     if not dst.parent.is_dir():
         raise StoreError(f"{dst.parent} is not a folder: make it first")
     lock = dst.parent / f".{dst.name}.lock"
     partial, old = (dst.parent / f".{dst.name}.{kind}{dst.suffix}" for kind in ("partial", "old"))
-    held = open_lock(lock)
-    try:
+    with contextlib.ExitStack() as stack:
+        held = open_lock(lock)
+        stack.callback(os.close, held)
         # A lock that was opened before, and taken after, another process finished is on a file that is gone.
         if not try_lock(held, exclusive=True) or not os.fstat(held).st_nlink:
             raise StoreError(f"another process is writing {dst} at the moment")
-        try:
-            if old.exists() and not dst.exists():  # a process was killed between the renames below
-                old.rename(dst)
-            if dst.exists() and not overwrite:
-                raise StoreError(_exists(dst))
-            _remove(partial, old)
-            try:
-                yield partial
-                if dst.is_dir() or (dst.exists() and partial.is_dir()):  # which no rename replaces
-                    dst.rename(old)
-                partial.replace(dst)
-                _remove(old)
-            finally:
-                _remove(partial)
-        finally:
-            lock.unlink(missing_ok=True)
-    finally:
-        os.close(held)
+        stack.callback(lock.unlink, missing_ok=True)
+        if old.exists() and not dst.exists():  # a process was killed between the renames below
+            old.rename(dst)
+        if dst.exists() and not overwrite:
+            raise StoreError(_exists(dst))
+        _remove(partial, old)
+        stack.callback(_remove, partial)
+        yield partial
+        if dst.is_dir() or (dst.exists() and partial.is_dir()):  # which no rename replaces
+            dst.rename(old)
+        partial.replace(dst)
+        _remove(old)
 
 
 def _exists(dst: Path | str) -> str:
@@ -98,22 +92,16 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
     """A local path to write to, a file or a folder of shards; on success it is uploaded, and removed in any case.
 
     It is in the cache folder (RAYPIPE_CACHE), which must have room for the whole store.
-
-    Raises:
-        StoreError: there is a store at `dst`, or it cannot be written.
-        ConfigError: the bucket cannot be used.
     """
     check_bucket(dst)
     _there(dst, overwrite)
     with explained(StoreError, f"{cache_folder()} cannot be written to"):
-        folder = Path(tempfile.mkdtemp(prefix="ingest-", dir=make_cache_folder()))
-    try:
-        path = folder / f"store{Path(split(dst)[1]).suffix}"
+        made = tempfile.TemporaryDirectory(prefix="ingest-", dir=make_cache_folder(), ignore_cleanup_errors=True)
+    with made as folder:
+        path = Path(folder, f"store{Path(split(dst)[1]).suffix}")
         yield path
         with explained(StoreError, f"{dst} cannot be written"):
             _upload(sorted(path.iterdir()) if path.is_dir() else [path], dst, _there(dst, overwrite))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _there(dst: str, overwrite: bool) -> set[str]:
@@ -132,18 +120,17 @@ def _there(dst: str, overwrite: bool) -> set[str]:
 def _upload(files: list[Path], dst: str, old: set[str]) -> None:
     filesystem, path = open_filesystem(dst)
     manifest, token = f"{path}/{MANIFEST}", secrets.token_hex(4)
+    names = [f"{number:05d}-{token}{file.suffix}" for number, file in enumerate(files)]
     shards = [
-        RemoteFile(
-            join(dst, f"{number:05d}-{token}{file.suffix}"), file.stat().st_size, digest=digest_of_file(file)
-        )
-        for number, file in enumerate(files)
+        RemoteFile(join(dst, name), file.stat().st_size, digest=digest_of_file(file))
+        for name, file in zip(names, files, strict=True)
     ]
     try:
         for file, shard in zip(files, shards, strict=True):
             _copy(file, shard)
         write_manifest(dst, shards)
     except BaseException:
-        _remove_objects(filesystem, ({open_filesystem(shard.address)[1] for shard in shards} | {manifest}) - old)
+        _remove_objects(filesystem, {manifest, *(f"{path}/{name}" for name in names)} - old)
         raise
     _remove_objects(filesystem, old - {manifest})
 
@@ -164,3 +151,38 @@ def _remove_objects(filesystem: pyarrow.fs.FileSystem, paths: Iterable[str]) -> 
             pass
         except OSError as error:
             logger.warning("%s is left over and cannot be removed: %s", path, error)
+
+
+# The digits
+
+
+def digits_stores(folder: Path | None = None) -> tuple[str, str]:
+    """Addresses of the training and the validation store of the digits; written on first use.
+
+    They are the 1,797 that scikit-learn ships: real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998).
+
+    Args:
+        folder: where they are kept; None = the cache folder.
+    """
+    folder = (folder or cache_folder()) / "digits-v1"
+    train, val = folder / "train.lmdb", folder / "val.lmdb"
+    if not (train.exists() and val.exists()):
+        _write_digits(train, val)
+    return str(train), str(val)
+
+
+def _write_digits(train: Path, val: Path) -> None:
+    import cv2
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    pixels = np.round(data.images * (255 / 16)).astype(np.uint8)  # scanned with 17 grey levels
+    samples = [
+        {"image": cv2.imencode(".png", image)[1].tobytes(), "label": int(label)}
+        for image, label in zip(pixels, data.target, strict=True)
+    ]
+    # 360 are held out, the same share of each class.
+    chosen = train_test_split(samples, test_size=360, random_state=0, stratify=data.target)
+    for path, part in zip((train, val), chosen, strict=True):
+        write_atomically(str(path), part, classes=tuple("0123456789"), overwrite=True)

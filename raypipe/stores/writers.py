@@ -23,12 +23,6 @@ from raypipe.stores.record import DEFAULT_COLUMNS, KEY, METADATA_KEY, Fingerprin
 # A group of Parquet is what one read costs at least: big enough for throughput, small enough to shuffle well.
 GROUP_BYTES = 8 << 20
 _FIRST_MAP_BYTES = 1 << 30  # of LMDB: it doubles as often as needed
-_ARROW_TYPES = {
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-    "binary": pa.binary(),
-    "string": pa.string(),
-}
 
 
 class FileWriter(ABC):
@@ -137,8 +131,7 @@ class LMDBWriter(FileWriter):
     def _open(self) -> None:
         # No lock: this writer has just made the file, so nobody else can be in it. No sync before
         # the end: until then the file is worth nothing anyway.
-        self._map_bytes = _FIRST_MAP_BYTES
-        self._env = lmdb.open(str(self._path), subdir=False, lock=False, sync=False, map_size=self._map_bytes)
+        self._env = lmdb.open(str(self._path), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES)
 
     def _write(self, batch: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
         self._put([(KEY.pack(number), record) for number, (_, record) in enumerate(batch, self._count)])
@@ -165,8 +158,7 @@ class LMDBWriter(FileWriter):
                         txn.put(key, value, append=True)
                 return
             except lmdb.MapFullError:
-                self._map_bytes *= 2
-                self._env.set_mapsize(self._map_bytes)
+                self._env.set_mapsize(2 * self._env.info()["map_size"])
 
 
 class ParquetWriter(FileWriter):
@@ -194,7 +186,7 @@ class ParquetWriter(FileWriter):
             raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
         self._row_group_size = row_group_size
         types = self._layout.types
-        self._schema = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in types.items()])
+        self._schema = pa.schema(list(types.items()))  # pyarrow calls the types the same
         if classes is not None and "label" in types:
             features: dict[str, Any] = {name: {"dtype": kind, "_type": "Value"} for name, kind in types.items()}
             features["label"] = {"names": list(classes), "_type": "ClassLabel"}

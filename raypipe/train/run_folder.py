@@ -108,7 +108,7 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
     check_lasting(run_uri, "storage_path")
     check_run_folder(run_uri, bool(run.resume))
     if not run.store.train:
-        from raypipe.stores.digits import digits_stores  # which imports what writes
+        from raypipe.stores.destination import digits_stores  # which imports what writes
 
         train_address, val_address = digits_stores()
         store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)

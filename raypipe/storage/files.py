@@ -31,11 +31,7 @@ _MAX_JSON_BYTES = 1 << 30
 
 
 def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
-    """A file, open for reading; on this machine a regular one.
-
-    Raises:
-        OSError: it cannot be opened, or is something else.
-    """
+    """A file, open for reading; on this machine a regular one, and OSError where it is something else."""
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         return filesystem.open_input_file(path)
     with regular_path(path) as opened:
@@ -43,11 +39,7 @@ def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
 
 
 def read_whole(address: str) -> bytes | None:
-    """What a file holds; None where there is none.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """What a file holds, None where there is none; raises ConfigError where it cannot be read."""
     with explained(ConfigError, f"{address} cannot be read"):
         try:
             with open_input(*open_filesystem(address)) as file:
@@ -57,11 +49,7 @@ def read_whole(address: str) -> bytes | None:
 
 
 def read_json(address: str | Path) -> Any:
-    """What a file of up to 1 GiB holds.
-
-    Raises:
-        ConfigError: it cannot be read, is larger, or is no JSON.
-    """
+    """What a file of up to 1 GiB holds; raises ConfigError where it cannot be read, is larger, or is no JSON."""
     text = read_text(address, _MAX_JSON_BYTES)
     try:
         return json.loads(text)
@@ -70,11 +58,7 @@ def read_json(address: str | Path) -> Any:
 
 
 def read_text(address: str | Path, max_bytes: int) -> str:
-    """What a small file holds.
-
-    Raises:
-        ConfigError: it cannot be read, is larger than `max_bytes`, or is no UTF-8.
-    """
+    """What a small file holds; raises ConfigError where it cannot be read, is larger, or is no UTF-8."""
     with explained(ConfigError, f"{address} cannot be read"), open_input(*open_filesystem(address)) as file:
         if file.size() > max_bytes:
             raise ConfigError(f"{address} cannot be read: it has more than {max_bytes:,} bytes")
@@ -91,11 +75,7 @@ def write_json(address: str | Path, content: dict[str, Any]) -> None:
 
 
 def write_text(address: str | Path, text: str) -> None:
-    """Write a file in place of one that is there; readers see the old or the new one.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file in place of one that is there; readers see the old or the new one. It may raise ConfigError."""
     with explained(ConfigError, f"{address} cannot be written"):
         filesystem, path = open_filesystem(address)
         if is_remote(address):  # an object is there once it is written whole
@@ -185,11 +165,7 @@ class RemoteFile:
 
 
 def look_up(address: str) -> RemoteFile:
-    """What is at an address: one request.
-
-    Raises:
-        StoreError: nothing, or it cannot be reached.
-    """
+    """What is at an address, by one request; raises StoreError where that is nothing, or cannot be reached."""
     with opened(address) as (_, found):
         return found
 

@@ -100,9 +100,8 @@ def refuse_credentials(address: str | Path) -> None:
 def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     """The file system of an address, and the path on it, without a slash at its end.
 
-    Raises:
-        ConfigError: the address is malformed, holds credentials, or is of a scheme that is not understood.
-        OSError: the file system cannot be reached; see `explained`.
+    ConfigError where the address is malformed, holds credentials, or is of another scheme; OSError where the file
+    system cannot be reached, see `explained`.
     """
     uri = str(address)
     scheme, mark, rest = uri.partition("://")

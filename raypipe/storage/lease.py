@@ -39,18 +39,13 @@ _RENEW_S = 10.0
 _EXPIRES_S = 60.0  # six renewals: a store that is slow for half a minute loses nobody's run
 _LOOK_S = 0.5
 _RACE_S = 3.0  # in which who started at the same time gives up
-_ROOT = 0  # who needs no planted file to run code here
 
 
 def check_owner(run: str, trusted: bool) -> None:
-    """Raise ConfigError where a local folder, or anything in it, belongs to another user, unless that is trusted.
+    """Raise ConfigError where a run's local folder, or anything in it, is another user's, unless that is trusted.
 
     A resume imports the code that the configuration in it names. Object storage knows no users of this machine:
     who may write a bucket may run code through a resume from it.
-
-    Args:
-        run: folder or URI of a run; it need not be there.
-        trusted: what the user said of it.
     """
     filesystem, root = open_filesystem(as_uri(run))
     if trusted or not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
@@ -58,7 +53,7 @@ def check_owner(run: str, trusted: bool) -> None:
     for folder, _, files in os.walk(root):
         for path in (Path(folder), *(Path(folder, name) for name in files)):
             owners = {path.lstat().st_uid} | ({path.stat().st_uid} if path.exists() else set())
-            for owner in owners - {os.getuid(), _ROOT}:
+            for owner in owners - {os.getuid(), 0}:  # root needs no planted file to run code here
                 raise ConfigError(
                     f"{path} belongs to user {owner}, not to you, and a resume runs the code that "
                     "config.yaml names and what a search has pickled: look at what is there, then add --trust=true"
@@ -90,9 +85,7 @@ def _started(pid: Any) -> int | None:
 def taken(run_uri: str) -> Iterator[str]:
     """Within, this process alone has a run's folder, which is made if it is not there. Yields the lease's token.
 
-    Raises:
-        RunExistsError: another process has it; says who.
-        ConfigError: it cannot be written to.
+    RunExistsError says which other process has it.
     """
     claim, ended = _Claim(run_uri), threading.Event()
     renewing = threading.Thread(target=claim.renew_until, args=(ended,), daemon=True, name="raypipe-lease")
@@ -168,15 +161,10 @@ class _Claim:
 
     def _write(self) -> None:
         pid, since = os.getpid(), datetime.datetime.fromtimestamp(self._since, datetime.UTC)
-        claim = {
-            "who": f"process {pid} on {socket.gethostname()}, since {since:%Y-%m-%d %H:%M:%S} UTC",
-            "since": self._since,
-            "machine": _machine(),
-            "pid": pid,
-            "started": _started(pid),
-        }
+        who = f"process {pid} on {socket.gethostname()}, since {since:%Y-%m-%d %H:%M:%S} UTC"
+        here = {"machine": _machine(), "pid": pid, "started": _started(pid)}
         with synced_output(self._filesystem, self._path) as file:
-            file.write(json.dumps(claim).encode())
+            file.write(json.dumps({"who": who, "since": self._since, **here}).encode())
 
     def _renew(self) -> None:
         if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):

@@ -25,7 +25,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,12 +49,7 @@ _UNTOUCHED_NS = 0
 
 
 def shared_cache() -> LocalCache:
-    """This process's view of the node's cache, as the environment has it.
-
-    Raises:
-        ConfigError: its limit is no number.
-        StoreError: its folder cannot be made, or is another user's.
-    """
+    """This process's view of the node's cache, as the environment has it."""
     text = os.environ.get("RAYPIPE_CACHE_BYTES") or "0"
     if not text.isdecimal():
         raise ConfigError(f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}")
@@ -79,7 +73,7 @@ class LocalCache:
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._open: OrderedDict[RemoteFile, _Open] = OrderedDict()
+        self._open: OrderedDict[RemoteFile, tuple[Any, int]] = OrderedDict()  # and the inode of its file
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -90,9 +84,6 @@ class LocalCache:
             file: the shard.
             opener: opens the local file at a path, which may be gone afterwards. What it makes closes the file
                 when it is freed.
-
-        Raises:
-            StoreError: it is gone or has changed, cannot be read, or is larger than the cache.
         """
         held = self._open.get(file) or self._enter(file, opener)
         with self._mutex:
@@ -102,7 +93,7 @@ class LocalCache:
                 self._open.popitem(last=False)
         with contextlib.suppress(OSError):  # somebody may have emptied the cache
             os.utime(self.folder_of(file))
-        return held.content
+        return held[0]
 
     def folder_of(self, file: RemoteFile) -> Path:
         """The folder of a shard, where small files that were made of it may be kept: they are never evicted."""
@@ -118,15 +109,15 @@ class LocalCache:
     def close_evicted(self) -> None:
         """Close the shards that the cache has no more: their room is wanted."""
         with self._mutex:
-            held = [(file, open_.inode) for file, open_ in self._open.items()]
-        self.close([file for file, inode in held if _inode(self.folder_of(file) / "data") != inode])
+            held = list(self._open.items())
+        self.close([file for file, (_, inode) in held if _inode(self.folder_of(file) / "data") != inode])
 
     def _watch(self) -> None:
         while True:  # an idle process would never come to it otherwise
             time.sleep(_LOOK_S)
             self.close_evicted()
 
-    def _enter(self, file: RemoteFile, opener: Callable[[Path], Any]) -> _Open:
+    def _enter(self, file: RemoteFile, opener: Callable[[Path], T]) -> tuple[T, int]:
         data = self.folder_of(file) / "data"
         try:
             data.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +125,7 @@ class LocalCache:
                 if _is_whole(data, file):
                     inode = _inode(data)
                     try:
-                        return _Open(opener(data), inode)
+                        return opener(data), inode
                     except (OSError, StoreError):
                         if _is_whole(data, file):  # and not evicted in this moment
                             raise
@@ -169,14 +160,6 @@ class LocalCache:
                 held -= num_bytes
 
 
-@dataclass
-class _Open:
-    """A shard that this process has open, and of which file."""
-
-    content: Any
-    inode: int
-
-
 def _is_whole(data: Path, file: RemoteFile) -> bool:
     """Whether an object is there as it was downloaded."""
     try:
@@ -189,11 +172,8 @@ def _is_whole(data: Path, file: RemoteFile) -> bool:
 def _fetch(file: RemoteFile, folder: Path) -> None:
     """Download an object to `folder`/data; what is there of it is not asked for again.
 
-    It is written in order, so that its length tells how far it came, and hashed as it arrives.
-
-    Raises:
-        StoreError: it is gone, is another one now, cannot be read, or does not have the digest that was recorded.
-        OSError: the disk is full. What has arrived stays, for the next one who tries.
+    It is written in order, so that its length tells how far it came, and hashed as it arrives. What has arrived
+    when it fails, as by a full disk, stays for the next one who tries.
     """
     # By the machine's start: what was written before its power failed may be missing, in whatever place.
     partial = folder / f"partial-{boot_id()}"
@@ -219,11 +199,7 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
 
 
 def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
-    """Yield an object's bytes from `start` to its end, in order, several parts read at a time.
-
-    Raises:
-        StoreError: it is gone, is another one now, or cannot be read.
-    """
+    """Yield an object's bytes from `start` to its end, in order, several parts read at a time."""
     at_once = _NUM_AHEAD * PART_BYTES
     with opened(wanted.address) as (source, found), ThreadPoolExecutor(_NUM_AHEAD) as pool:
         wanted.check_same(found)

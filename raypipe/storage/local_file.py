@@ -65,11 +65,7 @@ def regular_path(path: str | Path) -> Iterator[str]:
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of a lock file, which is made if it is not there; closing it frees the lock.
-
-    Raises:
-        StoreError: the file cannot be made, or what is there is a link, or no file.
-    """
+    """A descriptor of a lock file, which is made if it is not there; closing it frees the lock."""
     try:
         return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -116,11 +112,7 @@ def cache_folder() -> Path:
 
 
 def make_cache_folder(name: str = "") -> Path:
-    """The cache, or a folder in it, made if it is not there. Nobody else may have put anything into it.
-
-    Raises:
-        OSError: it cannot be made, or what is there is another user's.
-    """
+    """The cache, or a folder in it, made if it is not there. OSError where what is there is another user's."""
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # who may put another in its place

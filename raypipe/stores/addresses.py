@@ -39,11 +39,7 @@ _MAX_SHARDS = 100_000
 
 
 def expand(address: str) -> list[str]:
-    """The addresses that one with `{0000..0099}` stands for; any other stands for itself.
-
-    Raises:
-        StoreError: a range goes backwards, or all together make more than 100,000 shards.
-    """
+    """The addresses that one with `{0000..0099}` stands for, up to 100,000; any other stands for itself."""
     num_shards = 1
     for each in _RANGE.finditer(address):
         num_shards *= max(0, int(each[2]) - int(each[1]) + 1)
@@ -97,10 +93,7 @@ def list_files(
 def names_at(address: str, folders: bool = False) -> set[str] | None:
     """Names of the files in a folder, with a local one's folders or without, but not of hidden ones.
 
-    None where no folder is.
-
-    Raises:
-        StoreError: it cannot be listed; nothing is at a remote address.
+    None where no folder is; raises StoreError where it cannot be listed, or nothing is at a remote address.
     """
     with explained(StoreError, f"{address} cannot be opened"):
         if not is_remote(address):
@@ -153,10 +146,11 @@ def _of_manifest(where: str) -> list[RemoteFile]:
         content = read_json(where)
         if content["version"] != VERSION:
             raise StoreError(f"{where} has version {content['version']}; this raypipe reads version {VERSION}")
+        shards = [content["shards"][0], *content["shards"][1:]]  # one at least
         folder, _ = split(where)
         return [
             RemoteFile(join(folder, str(shard["name"])), int(shard["num_bytes"]), digest=str(shard["digest"]))
-            for shard in [content["shards"][0], *content["shards"][1:]]
+            for shard in shards
         ]
     except ConfigError as error:
         raise StoreError(str(error)) from error
@@ -167,11 +161,7 @@ def _of_manifest(where: str) -> list[RemoteFile]:
 
 
 def write_manifest(address: str, shards: Iterable[RemoteFile]) -> None:
-    """Write a folder's manifest over the one that is there.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a folder's manifest over the one that is there."""
     entries = [
         {"name": split(shard.address)[1], "num_bytes": shard.num_bytes, "digest": shard.digest} for shard in shards
     ]

@@ -73,13 +73,12 @@ class _Scan:
         return digest.hexdigest()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        result: Columns = {}
-        for name in columns:
-            if name == "label":
-                result[name] = self._labels[indices]
-            else:
-                result[name] = [_bytes_of(self.sample_name(index)) for index in indices.tolist()]
-        return result
+        return {
+            name: self._labels[indices]
+            if name == "label"
+            else [_bytes_of(self.sample_name(index)) for index in indices.tolist()]
+            for name in columns
+        }
 
     def sample_name(self, index: int) -> str:
         return f"{self._root}/{self._paths[index]}"
@@ -114,15 +113,13 @@ def _images(root: str, name: str) -> Iterator[str]:
 
 def _mode(entry: os.DirEntry[str]) -> int:
     """The kind of what is in a folder, or of what a link leads to."""
-    if entry.is_symlink():
-        try:
-            return entry.stat().st_mode
-        except OSError:  # it leads nowhere: a sample that cannot be read
+    try:
+        # As the listing has it: no system call for each of a million files.
+        if entry.is_file():
             return stat.S_IFREG
-    # As the listing has it: no system call for each of a million files.
-    if entry.is_file():
+        return stat.S_IFDIR if entry.is_dir() else entry.stat().st_mode
+    except OSError:  # a link that leads nowhere: a sample that cannot be read
         return stat.S_IFREG
-    return stat.S_IFDIR if entry.is_dir() else entry.stat().st_mode
 
 
 def _bytes_of(path: str) -> bytes | None:

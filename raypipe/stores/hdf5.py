@@ -44,10 +44,6 @@ def hdf5_samples(address: str | Path, image_column: str = "", label_column: str 
         address: the file.
         image_column: path of the dataset of images in the file; empty = `images`, `image`, `x` or `X`.
         label_column: that of the labels; empty = `labels`, `label`, `y` or `Y`; there may be none of these.
-
-    Raises:
-        StoreError: the file cannot be read, holds no such datasets, or ends the process that reads it; or h5py is
-            missing.
     """
     if importlib.util.find_spec("h5py") is None:
         raise StoreError("HDF5 needs h5py: pip install 'raypipe[hdf5]'")

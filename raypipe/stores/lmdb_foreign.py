@@ -27,8 +27,6 @@ from raypipe.stores.record import METADATA_KEY
 logger = logging.getLogger(__name__)
 
 Sample = dict[str, Any]
-Parse = Callable[[bytes, memoryview], Sample]
-"""Of a key and a value; raises ValueError where they are no sample."""
 
 # Entries that tell of the others: what folder2lmdb, the scene-text tools, StyleGAN2's and BasicSR's write.
 _ABOUT_ALL = (b"__keys__", b"__len__", b"__meta__", b"length", b"meta_info.txt", b"num-samples")
@@ -45,10 +43,6 @@ def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[Sampl
     Args:
         address: see above.
         layout: "auto" = found out, or a layout's name.
-
-    Raises:
-        StoreError: a file is missing or damaged, or its layout is not known, or not the one named.
-        ConfigError: a function of the user's cannot be imported.
     """
     for found in lmdb_files(str(Path(address).absolute())):
         with explained(StoreError, f"{found.address} cannot be read"):
@@ -108,7 +102,9 @@ def _is_image(start: bytes) -> bool:
     return start.startswith(_MAGICS) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
-def _parser(file: LMDBFile, layout: str) -> Parse:
+def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Sample]:
+    """What makes a sample of a key and a value; it raises ValueError where they are none."""
+
     def with_text(key: bytes, value: memoryview) -> Sample:
         try:
             found = file.get(_TEXT + key.removeprefix(_PICTURE))
@@ -117,7 +113,7 @@ def _parser(file: LMDBFile, layout: str) -> Parse:
             text = None
         return {"image": bytes(value), "text": text}
 
-    known: dict[str, Parse] = {
+    known: dict[str, Callable[[bytes, memoryview], Sample]] = {
         "image": lambda _, value: {"image": bytes(value)},
         "scene-text": with_text,
         "pickle": _from_pickle,
@@ -158,7 +154,6 @@ _PLAIN = """
     MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET MARK EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
     EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS
 """
-_PLAIN_NAMES = frozenset(_PLAIN.split())
 
 
 def loads(data: bytes | memoryview) -> Any:
@@ -166,17 +161,14 @@ def loads(data: bytes | memoryview) -> Any:
 
     A pickle is a program, and `pickle.loads` runs it: it may name any function and call it. So its instructions
     are looked at first, and it is run only where all of them make numbers, text, bytes, tuples, lists and dicts,
-    which imports nothing and calls nothing.
-
-    Raises:
-        ValueError: it is damaged, holds more than plain data, or is a program of more than 10,000 instructions.
+    which imports nothing and calls nothing. ValueError where it is damaged, holds more, or is a long program.
     """
-    data, names = bytes(data), set[str]()
+    data, names, plain = bytes(data), set[str](), set(_PLAIN.split())
     try:
         for number, (instruction, argument, _) in enumerate(pickletools.genops(data)):
             name = instruction.name
             names.add(name)
-            if name not in _PLAIN_NAMES:
+            if name not in plain:
                 raise ValueError(f"it holds more than plain data ({name}), which is not unpickled")
             # `pickle.loads` makes room for a memo of any size that is named.
             if number > _MAX_INSTRUCTIONS or (name == "LONG_BINPUT" and int(argument or 0) > _MAX_INSTRUCTIONS):

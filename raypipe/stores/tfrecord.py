@@ -74,10 +74,6 @@ def tfrecord_samples(
         image_column: the feature that becomes `image`; empty = `image/encoded`, `image` or `image_raw`.
         label_column: the feature that becomes `label`; empty = `image/class/label` or `label`, or, where there
             is none, no labels.
-
-    Raises:
-        StoreError: a file cannot be read, is no TFRecord file, damaged or truncated; no feature has such a name;
-            an Example has no label, and others have; or a library is missing.
     """
     paths = [file.address for file in list_files(str(Path(address).absolute()), is_tfrecord, "TFRecord")]
     names: dict[str, str] = {}

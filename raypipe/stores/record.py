@@ -98,12 +98,10 @@ class RecordLayout:
         Damage never raises. A record shorter than its fixed columns has no columns at all; a variable
         column that ends beyond the record, or is no UTF-8, is None, and so are those after it.
         """
-        row: dict[str, Any] = {}
         if len(value) < self._fixed.size:
-            return row
-        if self._fixed_names:
-            numbers = zip(self._fixed_names, self._fixed.unpack_from(value), strict=True)
-            row.update((name, number) for name, number in numbers if name in wanted)
+            return {}
+        numbers = zip(self._fixed_names, self._fixed.unpack_from(value), strict=True)
+        row: dict[str, Any] = {name: number for name, number in numbers if name in wanted}
         start = self._fixed.size
         for name in self._variable_names:
             if start + _LENGTH.size > len(value):

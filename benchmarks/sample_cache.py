@@ -33,7 +33,9 @@ class Mode:
 
     def __init__(self, images: list[EncodedSample], transform: Any, cache: SampleCache | None) -> None:
         self._images, self._cache = images, cache
-        self._transform = micro_batch_transform(transform, TransformConfig(), cache=cache)
+        self._transform = micro_batch_transform(
+            transform, TransformConfig(), decoded=cache.decoded if cache else None
+        )
 
     def __call__(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, int]:
         """The pixels of a micro-batch, and the CPU time that it took, ns."""

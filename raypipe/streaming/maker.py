@@ -25,10 +25,20 @@ from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.stores.base import Store, name_of, title_of
 from raypipe.streaming.row import Made
-from raypipe.transform.batch import HostBatch, Read, read_encoded, read_samples
-from raypipe.transform.contents import Content, EncodedTransform, Images
-from raypipe.transform.micro_batch import FIRST_ATTEMPT, Attempt, MicroBatchTransform, ReadSample, Sample
-from raypipe.transform.pixels import Room
+from raypipe.transform.batch import (
+    FIRST_ATTEMPT,
+    Attempt,
+    Content,
+    HostBatch,
+    MicroBatchTransform,
+    Read,
+    ReadSample,
+    Room,
+    Sample,
+    read_encoded,
+    read_samples,
+)
+from raypipe.transform.contents import EncodedTransform, Images
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import EncodedSample, Key
@@ -69,7 +79,7 @@ class MicroBatchMaker:
                 exact=split == "val",
                 store_address=store.address,
                 sample_name=functools.partial(name_of, store),
-                cache=self.caches.get(split),
+                decoded=self.caches[split].decoded if split in self.caches else None,
             )
 
     def draws_globally(self) -> Split | None:

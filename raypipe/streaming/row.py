@@ -25,8 +25,7 @@ import pyarrow as pa
 from raypipe.failures import cause_of
 from raypipe.plan.schedule import MicroBatchId, Split
 from raypipe.streaming.blocks import Block
-from raypipe.transform.batch import HostBatch, MicroBatchResult, Read
-from raypipe.transform.pixels import Room
+from raypipe.transform.batch import HostBatch, MicroBatchResult, Read, Room
 from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import as_bytes
 

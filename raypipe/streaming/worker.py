@@ -27,9 +27,7 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import Made, block_of, made_row, reads_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
-from raypipe.transform.batch import Read
-from raypipe.transform.micro_batch import FIRST_ATTEMPT, Attempt
-from raypipe.transform.pixels import Room
+from raypipe.transform.batch import FIRST_ATTEMPT, Attempt, Read, Room
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
 # was at most as far away as the queue of its tasks.

@@ -5,18 +5,45 @@ read_samples → Read → MicroBatchTransform, whose arrays are put into a Room 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import math
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.schedule import PADDING, MicroBatchId
-from raypipe.stores.base import Store
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.stores.base import Store, title_of
+from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
 
 Read = tuple[list[EncodedSample], np.ndarray]
 """B samples, and labels int64 (B,); padding has no image, and label 0."""
+
+Sample = EncodedSample | Decoded
+
+ReadSample = Callable[[], tuple[EncodedSample, int]]
+"""Reads a sample, and its label."""
+
+Candidate = tuple[Sample | ReadSample, int, int, Key]
+"""(sample, label, index, key); a label that is read with its sample stands for nothing here."""
+
+ReadSubstitute = Callable[[int, int], Candidate]
+"""(position in the micro-batch, attempt from 0) → another sample.
+For the whole to be reproducible it must be a pure function of the plan."""
+
+Arrays = dict[str, np.ndarray]
+Take = Callable[[Callable[[int], Arrays]], Arrays]
+"""Gives the arrays (B, …) to put a micro-batch in, from a function that makes those of k; see `Room`."""
+Make = Callable[[int, np.ndarray | None], Any]
+"""(position in the micro-batch, place for the image, if it is known) → what `one` makes of the sample; None for
+padding, or a bad sample that is left out."""
+
+NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
 
 
 @dataclass
@@ -63,11 +90,7 @@ class HostBatch:
 
 
 def read_samples(store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None) -> Read:
-    """Samples and labels of int64 indices (B,).
-
-    Args:
-        targets: see `read_encoded`.
-    """
+    """Samples and labels of int64 indices (B,), of which some may be PADDING; see `read_encoded`."""
     real = indices != PADDING
     read, read_labels = read_encoded(store, indices[real], targets)
     if real.all():
@@ -96,3 +119,191 @@ def read_encoded(
     masks, boxes = (columns[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
     samples = [EncodedSample(*values) for values in zip(columns["image"], masks, boxes, strict=True)]
     return samples, columns["label"] if label else np.zeros(len(indices), np.int64)
+
+
+class Content(Protocol):
+    """What samples become, see `raypipe.transform.contents`: one sample, and the arrays of B samples.
+
+    Attributes:
+        draws_globally: it draws from generators that all threads share.
+    """
+
+    draws_globally: bool
+
+    def one(self, sample: Sample, key: Key, out: np.ndarray | None = None) -> Any: ...
+
+    def pack(self, make: Make, num_samples: int, take: Take) -> Arrays: ...
+
+
+class Room:
+    """Where the arrays of `count` micro-batches are written, one after the other, and shipped from.
+
+    Attributes:
+        arrays: each (count, B, …), made when the first micro-batch tells their shapes; empty if nothing is put in.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self._count, self._taken = count, 0
+
+    def take(self, make: Callable[[int], Arrays]) -> Arrays:
+        """The arrays (B, …) of the next micro-batch; `make` makes those of so many."""
+        self.arrays = self.arrays or make(self._count)
+        self._taken += 1
+        return {name: array[self._taken - 1] for name, array in self.arrays.items()}
+
+
+# Bytes. Below, malloc has memory at hand.
+_LEAST_REUSED = 1 << 20
+# One that is being filled, and one that is being shipped.
+_spare: deque[mmap.mmap] = deque(maxlen=2)
+
+
+def reused_memory(shape: tuple[int, ...]) -> np.ndarray:
+    """An empty array uint8; its memory serves the next one of its size once nobody holds on to it.
+
+    A block's new memory costs 0.1 ms for each image of 224 x 224 pixels: the system clears it page by page.
+    """
+    num_bytes = math.prod(shape)
+    if num_bytes < _LEAST_REUSED:
+        return np.empty(shape, np.uint8)
+    memory = None
+    with contextlib.suppress(IndexError):  # there is none, or another thread has taken it
+        memory = _spare.pop()
+    if memory is None or len(memory) != num_bytes:
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Views hold on to the array whose memory it is: to this one, since that of a mapping is no array's.
+    array = np.frombuffer(memory, np.uint8)
+    weakref.finalize(array, _spare.append, memory).atexit = False
+    return array.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What earlier attempts at a micro-batch have taught.
+
+    Attributes:
+        bad: index → reason, of samples that must not be touched.
+        before_sample: called with the index of each sample before it is touched, which begins with reading it.
+    """
+
+    bad: Mapping[int, str] = field(default_factory=dict)
+    before_sample: Callable[[int], None] | None = None
+
+
+FIRST_ATTEMPT = Attempt()
+
+
+class MicroBatchTransform:
+    """Makes the arrays of micro-batches, and judges bad samples.
+
+    Args:
+        content: what samples become.
+        on_bad_sample: "raise", or "substitute" another sample.
+        exact: for a validation: a bad sample is not substituted, its row has weight 0.
+        store_address: named in errors and records.
+        sample_name: what the store calls a sample, by its index, for errors and records.
+        decoded: of a cache of this store, and of the same settings of the decode, see `SampleCache.decoded`.
+    """
+
+    def __init__(
+        self,
+        content: Content,
+        *,
+        on_bad_sample: Literal["substitute", "raise"] = "substitute",
+        exact: bool = False,
+        store_address: str = "",
+        sample_name: Callable[[int], str] = lambda _: "",
+        decoded: Callable[[int, int, bytes | None], Decoded | None] | None = None,
+    ) -> None:
+        self.content = content
+        self._on_bad_sample, self._exact, self._decoded = on_bad_sample, exact, decoded
+        self._store_address, self._sample_name = store_address, sample_name
+
+    def run(
+        self,
+        columns: dict[str, Any],
+        keys: np.ndarray,
+        read_substitute: ReadSubstitute | None = None,
+        attempt: Attempt = FIRST_ATTEMPT,
+        room: Room | None = None,
+    ) -> MicroBatchResult:
+        """Transform one micro-batch.
+
+        Args:
+            columns: `image`, a list of B EncodedSample, Decoded, or ReadSample, which then also gives the label;
+                `label` and `index`, int64 (B,). A row whose index is -1 is padding, its sample is not looked at.
+            keys: uint64 (B, 2), one key per sample.
+            read_substitute: gives the stand-ins for bad samples, up to 8 for each.
+            attempt: what is known of the micro-batch.
+            room: where its arrays are put; None = it has its own.
+
+        Raises:
+            SampleError: a bad sample under "raise"; or one for which no good substitute was found.
+            ConfigError: a result is of another kind or size than it must be.
+        """
+        label = np.array(columns["label"], np.int64)
+        index = np.array(columns["index"], np.int64)
+        result = MicroBatchResult({}, label, index, np.ones(len(index), np.float32))
+        samples, key_of = columns["image"], keys.tolist()
+
+        def make(position: int, out: np.ndarray | None) -> Any:
+            """The content of a sample, None for weight 0; the rest of its row in the result is filled."""
+            wanted = int(index[position])
+            if wanted < 0:
+                label[position], index[position], result.weight[position] = 0, -1, 0
+                return None
+            candidate = samples[position], int(label[position]), wanted, key_of[position]
+            try:
+                made, label[position] = self._try(candidate, out, attempt)
+            except SampleError as error:
+                bad = f"{self._title(wanted)}: {error}"
+                substitute: int | None = None
+                if self._on_bad_sample == "raise":
+                    hint = "transform.on_bad_sample='substitute' would go on without it"
+                    raise SampleError(f"{bad} ({hint})") from error
+                if self._exact:
+                    made, label[position], result.weight[position] = None, 0, 0
+                elif read_substitute is None:
+                    raise SampleError(f"{bad} (and there is nothing to read a substitute with)") from error
+                else:
+                    others = (read_substitute(position, number) for number in range(NUM_SUBSTITUTES))
+                    made, label[position], substitute = self._first_good(others, bad, out, attempt)
+                    index[position] = substitute
+                record = {"store": self._store_address, "index": wanted, "name": self._sample_name(wanted)}
+                result.bad.append(record | {"substitute": substitute, "error": str(error)})
+            return made
+
+        result.arrays = self.content.pack(make, len(index), (room or Room()).take)
+        return result
+
+    def _try(self, candidate: Candidate, out: np.ndarray | None, attempt: Attempt) -> tuple[Any, int]:
+        """The content of a sample, and its label."""
+        sample, label, index, key = candidate
+        if attempt.before_sample:
+            attempt.before_sample(index)
+        if index in attempt.bad:
+            raise SampleError(attempt.bad[index])
+        if callable(sample):
+            sample, label = sample()
+        if self._decoded is not None and isinstance(sample, EncodedSample):
+            sample = self._decoded(index, label, sample.image) or sample
+        try:
+            return self.content.one(sample, key, out), label
+        except ConfigError as error:
+            raise ConfigError(f"{self._title(index)}: {error}") from error
+
+    def _first_good(
+        self, candidates: Iterable[Candidate], bad: str, out: np.ndarray | None, attempt: Attempt
+    ) -> tuple[Any, int, int]:
+        """The content, label and index of the first of several that is not bad as well."""
+        for candidate in candidates:
+            index = int(candidate[2])
+            try:
+                return *self._try(candidate, out, attempt), index
+            except SampleError as error:
+                last = f"{self._title(index)}: {error}"
+        raise SampleError(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}")
+
+    def _title(self, index: int) -> str:
+        return title_of(self._store_address, index, self._sample_name(index))

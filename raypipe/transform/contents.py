@@ -24,6 +24,7 @@ not hang on the order in which Albumentations draws): the same key gives another
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -33,18 +34,12 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
+from raypipe.transform.batch import Make, Take, reused_memory
 from raypipe.transform.decode import decode, image_size
+from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.jpeg import open_for_crop
-from raypipe.transform.pixels import Box, Undecoded, cut, reused_memory
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
-from raypipe.transform.targets import IGNORE, NO_BOX, decode_boxes, decode_mask, target_pipeline
-
-Arrays = dict[str, np.ndarray]
-Take = Callable[[Callable[[int], Arrays]], Arrays]
-"""Gives the arrays (B, …) to put a micro-batch in, from a function that makes those of k; see `pixels.Room`."""
-Make = Callable[[int, np.ndarray | None], Any]
-"""(position in the micro-batch, place for the image, if it is known) → what `one` makes of the sample; None for
-padding, or a bad sample that is left out."""
+from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, target_pipeline
 
 
 class TransformedSample(NamedTuple):
@@ -57,8 +52,6 @@ class TransformedSample(NamedTuple):
 
 class Images:
     """Decodes and transforms samples to images of one size, with their masks and boxes.
-
-    A sample is bad when any part of it cannot be decoded, or does not fit its image.
 
     Args:
         transform: for `SampleTransform`; with targets, for `target_pipeline`.
@@ -79,34 +72,26 @@ class Images:
         if self._targets:
             transform = target_pipeline(transform, "boxes" in self._targets)
         self._transform = SampleTransform(transform)
+        self.draws_globally = self._transform.draws_globally
         self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
         self._config, self._probe, self._store_address = config, probe, store_address
         self._size: tuple[int, int] | None = None
 
-    @property
-    def draws_globally(self) -> bool:
-        """Whether the transform draws from generators that all threads share."""
-        return self._transform.draws_globally
-
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> TransformedSample:
-        """Decode and transform one sample.
-
-        Args:
-            out: uint8 (H, W, 3), where the image may be put.
+        """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3).
 
         Raises:
-            SampleError: it cannot be decoded, or the transform raised on it.
+            SampleError: any part of it cannot be decoded or does not fit its image, or the transform raised on it.
             ConfigError: what the transform made is of another kind or size than it must be, or more boxes than
                 there is room for.
         """
         image = self._opened(sample)
-        targets = {}  # by the names that Albumentations has for them
-        if self._targets and isinstance(sample, EncodedSample):
+        targets: dict[str, np.ndarray] = {}
+        if self._targets:
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
-            if "mask" in self._targets:
-                targets["mask"] = decode_mask(sample.mask, size)
-            if "boxes" in self._targets:
-                targets["bboxes"] = decode_boxes(sample.boxes, size)
+            targets = decode_targets(sample._asdict(), self._targets, size)
+            if "boxes" in targets:
+                targets["bboxes"] = targets.pop("boxes")  # Albumentations' name
         try:
             made = self._transform.with_targets(image, targets, key, out)
         except (SampleError, ConfigError, MemoryError):
@@ -151,7 +136,8 @@ class Images:
 
     def pack(self, make: Make, num_samples: int, take: Take) -> dict[str, np.ndarray]:
         """The arrays of a micro-batch."""
-        arrays = take(partial(self._arrays, num_samples)) if self._size else {}
+        make_arrays = partial(self._arrays, num_samples)
+        arrays = take(make_arrays) if self._size else {}
         missing = []
         for position in range(num_samples):
             out = arrays["image"][position] if arrays else None
@@ -159,22 +145,28 @@ class Images:
             if sample is None:
                 missing.append(position)
                 continue
-            arrays = arrays or take(partial(self._arrays, num_samples))
+            arrays = arrays or take(make_arrays)
             if sample.image is not out:
                 arrays["image"][position] = sample.image
             if sample.mask is not None:
                 arrays["mask"][position] = sample.mask
             if sample.boxes is not None:
                 arrays["boxes"][position, : len(sample.boxes)] = sample.boxes
-        arrays = arrays or take(partial(self._arrays, num_samples))
+        arrays = arrays or take(make_arrays)
         arrays["image"][missing] = 0
         return arrays
 
     def _arrays(self, num_samples: int, count: int) -> dict[str, np.ndarray]:
         """Room for so many samples of so many micro-batches, without mask and boxes."""
+        for sample in () if self._size else self._probe():
+            with contextlib.suppress(SampleError):
+                self.one(sample, (0, 0))
+                break
         if self._size is None:
-            self._learn_size()
-        assert self._size is not None
+            raise ConfigError(
+                f"{self._store_address or 'the store'} has no readable sample among its first: "
+                "the size of its images cannot be told"
+            )
         shape = (count, num_samples)
         arrays: dict[str, np.ndarray] = {"image": reused_memory((*shape, *self._size, 3))}
         if "mask" in self._targets:
@@ -183,18 +175,6 @@ class Images:
             arrays["boxes"] = np.zeros((*shape, self._config.max_boxes, 5), np.float32)
             arrays["boxes"][..., 4] = NO_BOX
         return arrays
-
-    def _learn_size(self) -> None:
-        for sample in self._probe():
-            try:
-                self.one(sample, (0, 0))
-            except SampleError:
-                continue
-            return
-        raise ConfigError(
-            f"{self._store_address or 'the store'} has no readable sample among its first: "
-            "the size of its images cannot be told"
-        )
 
 
 Cut = tuple[bytes, Box, bool]
@@ -258,9 +238,6 @@ class EncodedTransform:
     def pack(self, make: Make, num_samples: int, take: Take) -> EncodedMicroBatch:
         """As of `Images`, in arrays of its own: how many bytes there are shows last."""
         return pack(make(position, None) for position in range(num_samples))
-
-
-Content = Images | EncodedTransform
 
 
 def pack(cuts: Iterable[Cut | None]) -> EncodedMicroBatch:

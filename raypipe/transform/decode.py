@@ -70,11 +70,8 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
     """(height, width) that `decode` would give, from the header.
 
     The few JPEGs that do not end with their end marker are decoded once, since that alone tells those cut short,
-    for which a substitute can be read at this place only, from those with something behind the end.
-
-    Raises:
-        SampleError: as `decode`, for no image, a header that cannot be read, a JPEG that is cut short, or what is
-            over a limit of `image_header`. Damage further in is not looked for.
+    for which a substitute can be read at this place only, from those with something behind the end. Raises
+    SampleError for what has no readable header, or is over a limit; damage further in is not looked for.
     """
     encoded, kind = _known(data)
     if kind == "JPEG":
@@ -124,22 +121,14 @@ def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
 
 
 def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
-    """Shrink an image so that its short side is `side` pixels; one that is no larger is returned as it is.
-
-    Args:
-        image: uint8 of shape (H, W, 3).
-        side: pixels, ≥ 1.
-
-    Returns:
-        uint8 of shape (h, w, 3) with min(h, w) == min(side, H, W), the aspect ratio kept to a pixel.
-    """
+    """Shrink an image, uint8 (H, W, 3), to a short side of `side` ≥ 1 pixels; what is no larger stays as it is."""
     height, width = image.shape[:2]
     short = min(height, width)
     if short <= side:
         return image
     # INTER_AREA averages all source pixels; other interpolations alias when they shrink.
-    shape = round(width * side / short), round(height * side / short)
-    return cv2.resize(image, shape, interpolation=cv2.INTER_AREA)
+    size = round(width * side / short), round(height * side / short)
+    return cv2.resize(image, size, interpolation=cv2.INTER_AREA)
 
 
 def _decode_pillow(data: bytes, kind: str, exif: bool) -> np.ndarray:

@@ -26,44 +26,48 @@ from typing import Any
 import cv2
 import numpy as np
 
-from raypipe.transform.pixels import Box, Undecoded, cut
-
 _VERSIONS = ("2.0.8",)  # of Albumentations, whose steps are called by parts
 
 Size = tuple[int, int]
 """(height, width), pixels."""
+Box = tuple[int, int, int, int]
+"""(top, left, height, width), pixels of an image, inside it."""
+DecodeBox = Callable[[Box], np.ndarray]
+"""A box → its pixels, uint8 RGB (h, w, 3), writable; they may come at a reduced scale."""
+Undecoded = tuple[tuple[int, int], DecodeBox]
+"""(height, width) of an image, pixels, and what decodes a box of it."""
 Operation = Callable[[Any, np.ndarray | None], np.ndarray]
 """(image, array to put the result in or None) → result, which may be a view of the image."""
 Draw = Callable[[Size], tuple[Size, Operation | None]]
 """A step: the size of an image → the size of the result, and what makes it; None = nothing changes."""
 
 
+def cut(image: np.ndarray, box: Box) -> np.ndarray:
+    """The box of an image; a view."""
+    top, left, height, width = box
+    return image[top : top + height, left : left + width]
+
+
 class DirectPipeline:
-    """A function of an image, or of one that is not decoded, where there is a `target`.
+    """A function of an image, or of one that is not decoded, where a random resized crop comes first.
 
     Attributes:
-        target: (height, width) to which a random resized crop at the very beginning resizes; None: there is none.
         rest: the steps that are left to the library.
         is_random: a draw decides something.
     """
 
     def __init__(self, pipeline: Any, draws: list[Draw], rest: list[Any]) -> None:
-        first = pipeline.transforms[0]
-        crops_first = type(first).__name__ == "RandomResizedCrop" and first.p >= 1
-        self.target: Size | None = tuple(first.size) if crops_first else None
         self.rest = rest
-        self.is_random = bool(rest) or any(_is_random(step) for step in pipeline.transforms)
+        self.is_random = bool(rest) or any(
+            0 < step.p < 1 or type(step).__name__ in ("RandomResizedCrop", "RandomCrop", "Affine")
+            for step in pipeline.transforms
+        )
         self._draws, self._random = draws, pipeline.py_random.random
 
     def __call__(self, image: np.ndarray | Undecoded, out: np.ndarray | None = None) -> np.ndarray:
-        """Transform an image.
+        """Transform an image, uint8 (H, W, 3), which is not written to, but by the rest.
 
-        Args:
-            image: uint8 (H, W, 3); it is not written to, but by the rest.
-            out: uint8 (h, w, 3), where to put the result.
-
-        Returns:
-            `out`, or, where the result is of another size, nothing has changed, or there is a rest, another array.
+        The result is put into `out` if that is of its size, something has changed, and there is no rest.
         """
         self._random()  # Compose draws too: whether to run at all
         size: Size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
@@ -95,31 +99,21 @@ def direct_pipeline(pipeline: Any) -> DirectPipeline | None:
     if library is None or type(pipeline) is not library.Compose or library.__version__ not in _VERSIONS:
         return None
     special = pipeline.processors or pipeline.additional_targets or pipeline.save_applied_params
-    if special or pipeline.p != 1 or any(_is_replay(step) for step in pipeline.transforms):
+    replays = any(
+        getattr(step, "deterministic", False) or getattr(step, "replay_mode", False)
+        for step in pipeline.transforms
+    )
+    if special or replays or pipeline.p != 1:
         return None
     draws: list[Draw] = []
     for step in pipeline.transforms:
-        draw = _known(step, library)
+        name = type(step).__name__
+        is_known = name in _STEPS and type(step) is getattr(library, name)
+        draw = _STEPS[name](step) if is_known else None
         if draw is None:
             break
-        draws.append(draw)
+        draws.append(draw if step.p >= 1 else partial(_now_and_then, step.p, step.py_random, draw))
     return DirectPipeline(pipeline, draws, list(pipeline.transforms[len(draws) :])) if draws else None
-
-
-def _is_replay(step: Any) -> bool:
-    return getattr(step, "deterministic", False) or getattr(step, "replay_mode", False)
-
-
-def _known(step: Any, library: Any) -> Draw | None:
-    name = type(step).__name__
-    if name not in _STEPS or type(step) is not getattr(library, name):
-        return None
-    draw = _STEPS[name](step)
-    return draw if draw is None or step.p >= 1 else partial(_now_and_then, step.p, step.py_random, draw)
-
-
-def _is_random(step: Any) -> bool:
-    return 0 < step.p < 1 or type(step).__name__ in ("RandomResizedCrop", "RandomCrop", "Affine")
 
 
 def _now_and_then(p: float, rng: Any, draw: Draw, size: Size) -> tuple[Size, Operation | None]:

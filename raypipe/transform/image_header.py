@@ -135,10 +135,7 @@ def plain_size(data: bytes, kind: str) -> tuple[int, int] | None:
     Raises:
         SampleError: it is over a limit.
     """
-    size = _webp_size(data) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
-    if size is not None:
-        check_size(size[1], size[0])
-    return size
+    return _webp_size(data) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
 
 
 def _plain_png_size(data: bytes) -> tuple[int, int] | None:
@@ -159,6 +156,7 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
             return None
         at = end + 4
     width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    check_size(width, height)
     return (height, width) if width and height else None
 
 

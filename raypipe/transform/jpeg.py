@@ -24,8 +24,8 @@ import simplejpeg
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
+from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.image_header import jpeg_size, open_pillow
-from raypipe.transform.pixels import Box, Undecoded, cut
 
 WHOLE = 8
 """Eighths: full scale."""
@@ -46,17 +46,15 @@ def decode_jpeg(data: bytes, size: tuple[int, int], min_side: int | None = None)
 
 
 def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
-    """A JPEG whose header can be read, at a reduced scale, as stored.
+    """A JPEG whose header can be read, as stored; raises SampleError where it is damaged.
 
     Args:
         short_side: pixels; the scale is the smallest of 1/8, 2/8, … at which the short side has as many, and
             none above 4/8; 0 = full size.
-
-    Raises:
-        SampleError: the JPEG is damaged.
     """
     try:
-        return _by_simplejpeg(data, short_side, 2.0 if short_side else 1.0)
+        factor = 2.0 if short_side else 1.0
+        return simplejpeg.decode_jpeg(data, "RGB", min_height=short_side, min_width=short_side, min_factor=factor)
     except Exception as error:
         damage = "truncated" if "Premature end of JPEG file" in str(error) else "damaged"
         raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
@@ -66,7 +64,6 @@ def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int
     """A JPEG by its header; None: decode it whole, as those that `exif` turns or `decode_min_side` reduces.
 
     Args:
-        config: its `crop_decode` is not "off".
         target: (height, width) to which the crop is resized, pixels.
     """
     scaled = config.crop_decode == "scaled"
@@ -94,10 +91,9 @@ def _decode_scaled(data: bytes, size: tuple[int, int], target: tuple[int, int], 
 
 
 def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
-    """Decode a box of a JPEG: the same with and without the extension.
+    """Decode a box of a JPEG whose header can be read: the same with and without the extension.
 
     Args:
-        data: a JPEG whose header can be read.
         box: of the image at its scale, inside it.
         eighths: the scale, in the DCT: 8, or, of an image of at least 16 x 16 pixels, 1, 2 or 4.
 
@@ -124,10 +120,6 @@ def _scaled_span(start: int, length: int, side: int, eighths: int) -> tuple[int,
     first = min((start * eighths + 4) // 8, scaled_side - 1)
     end = min(((start + length) * eighths + 4) // 8, scaled_side)
     return first, max(end - first, 1)
-
-
-def _by_simplejpeg(data: bytes, side: int, min_factor: float) -> np.ndarray:
-    return simplejpeg.decode_jpeg(data, "RGB", min_height=side, min_width=side, min_factor=min_factor)
 
 
 def _by_extension(
@@ -191,7 +183,7 @@ def _agrees(compiled: Callable[..., int], sampling: str) -> bool:
     noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
     data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
     for eighths in (*SCALES, WHOLE):
-        whole = _by_simplejpeg(data, -(-69 * eighths // 8), 2.0 if eighths < WHOLE else 1.0)
+        whole = decode_jpeg_at(data, _scaled(69, eighths) if eighths < WHOLE else 0)
         rows, columns = whole.shape[:2]
         box = rows // 3, columns // 2, rows // 2, columns // 3
         part = _by_extension(compiled, data, box, eighths)

@@ -44,19 +44,17 @@ def build_transform(transform: Transform | str | Steps | None, size: int) -> Tra
     found = without_files(transform)
     if isinstance(found, list):
         return build_steps(found)
-    return _named(found, size) if isinstance(found, str) else found
-
-
-def _named(transform: str, size: int) -> Transform | None:
-    _check_name(transform)
-    if transform == "none":
+    if not isinstance(found, str):
+        return found
+    _check_name(found)
+    if found == "none":
         return None
-    if ":" in transform:
-        return _imported(transform, size)
-    if transform in _TORCHVISION:
-        return _by_torchvision(transform, size)
+    if ":" in found:
+        return _imported(found, size)
+    if found in _TORCHVISION:
+        return _by_torchvision(found, size)
     library = albumentations()
-    return library.Compose(_ALBUMENTATIONS[transform](library, size))
+    return library.Compose(_ALBUMENTATIONS[found](library, size))
 
 
 def check_transform(transform: object, size: int) -> None:

@@ -43,15 +43,7 @@ from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import version_of
 from raypipe.plan.schedule import Split
-from raypipe.storage.local_file import (
-    boot_id,
-    cache_folder,
-    locked,
-    make_cache_folder,
-    open_regular,
-    try_lock,
-    wait_for_lock,
-)
+from raypipe.storage import local_file
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
 from raypipe.transform.sample_transform import Decoded
@@ -70,9 +62,7 @@ _RECORD = struct.Struct("<qqII")  # index, label, height, width
 class SampleCache:
     """The decoded samples of one store, shared by all processes of the node. Open it with `open_caches`.
 
-    Args:
-        path: of its file, which is kept as long as this object is there.
-        config: how samples are decoded.
+    Its file is kept as long as this object is there.
 
     Attributes:
         full: this process can add nothing more.
@@ -80,9 +70,9 @@ class SampleCache:
 
     def __init__(self, path: Path, config: TransformConfig) -> None:
         self._path, self._config = path, config
-        self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+        self._file = local_file.open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
         weakref.finalize(self, os.close, self._file)
-        wait_for_lock(self._file, exclusive=False)
+        local_file.wait_for_lock(self._file, exclusive=False)
         self._limit, num_samples, _ = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0))
         table = np.frombuffer(mmap.mmap(self._file, _HEADER.size + 8 * num_samples), np.uint64)
         self._header, self._words = table[:3], table[3:]
@@ -90,11 +80,7 @@ class SampleCache:
         self.full = False
 
     def find(self, indices: np.ndarray) -> dict[int, Decoded]:
-        """Position → sample, of those that are here.
-
-        Args:
-            indices: int64 (n,); negative ones are padding.
-        """
+        """Position → sample, of those of int64 indices (n,) that are here; negative ones are padding."""
         words = np.where(indices >= 0, self._words[indices], 0)
         if words.any() and os.fstat(self._file).st_size > len(self._records):
             self._records = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
@@ -123,13 +109,7 @@ class SampleCache:
         return Decoded(pixels, label)
 
     def put(self, index: int, label: int, pixels: np.ndarray) -> None:
-        """Keep a sample, if there is room.
-
-        Args:
-            index: of the sample.
-            label: int64.
-            pixels: uint8 (H, W, 3), C-contiguous.
-        """
+        """Keep a sample, if there is room: its pixels uint8 (H, W, 3), C-contiguous."""
         if self.full or self._words[index]:
             return
         record: list[Any] = [_RECORD.pack(index, label, *pixels.shape[:2]), pixels.data]
@@ -202,17 +182,18 @@ def open_caches(
     if pool.cache == "off":
         return {}
     try:
-        root = make_cache_folder("samples")
+        root = local_file.make_cache_folder("samples")
     except OSError as error:
-        why = f"{cache_folder()} cannot be used: {error}"
+        why = f"{local_file.cache_folder()} cannot be used: {error}"
         raise ConfigError(f"pool.cache: {why}; set RAYPIPE_CACHE to another folder, or pool.cache=off") from error
     num_samples = sum(len(store) for store in {store.fingerprint: store for store in stores.values()}.values())
     shared = (
-        *(_FORMAT, boot_id(), pool.cache_bytes, num_samples, transform.decode_min_side, transform.apply_exif),
+        *(_FORMAT, local_file.boot_id(), pool.cache_bytes, num_samples),
+        *(transform.decode_min_side, transform.apply_exif),
         *(version_of(name) for name in _DECODERS),
     )
     paths = {split: root / _key(store, shared) for split, store in stores.items()}
-    with locked(root / ".lock"):
+    with local_file.locked(root / ".lock"):
         caches = {path: SampleCache(path, transform) for path in paths.values() if path.exists()}
         _sweep(root)
         missing = {path: len(stores[split]) for split, path in paths.items() if path not in caches}
@@ -238,8 +219,8 @@ def _sweep(root: Path) -> None:
     for path in root.iterdir():
         # Nothing else: RAYPIPE_CACHE may be a folder with samples of the user's.
         if _KEY.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-            descriptor = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
-            if try_lock(descriptor, exclusive=True):
+            descriptor = local_file.open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+            if local_file.try_lock(descriptor, exclusive=True):
                 path.unlink()
             os.close(descriptor)
 

@@ -24,13 +24,10 @@ import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.transform.direct import direct_pipeline
-from raypipe.transform.pixels import DecodeBox, Undecoded
+from raypipe.transform.direct import DecodeBox, Undecoded, direct_pipeline
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
-
-_Generators = tuple[np.random.Generator, random.Random]
 
 Kind = Literal["none", "albumentations", "torchvision", "plain"]
 
@@ -126,8 +123,7 @@ class SampleTransform:
             And the targets.
 
         Raises:
-            ConfigError: the transform returns anything else.
-            Exception: whatever the transform, or what decodes the crop, raises.
+            ConfigError: the transform returns anything else; or what it, or the decoding of the crop, raises.
         """
         if self.transform is None:
             assert isinstance(image, np.ndarray)
@@ -215,17 +211,12 @@ def _checked(result: Any, kind: Kind) -> np.ndarray:
 
 
 class _AlbumentationsCropFirst:
-    """A Compose that begins with RandomResizedCrop, where `DirectPipeline` does not do: with masks and boxes.
+    """A copy of a Compose that begins with RandomResizedCrop, where `DirectPipeline` does not do: with targets.
 
-    Args:
-        pipeline: it is copied.
-        generators: what all its transforms draw from.
-
-    Attributes:
-        target: (height, width) to which the crop is resized, pixels.
+    Its transforms draw from the generators; `target` is the (height, width) to which the crop is resized.
     """
 
-    def __init__(self, pipeline: Any, generators: _Generators) -> None:
+    def __init__(self, pipeline: Any, generators: tuple[np.random.Generator, random.Random]) -> None:
         self._pipeline = copy.deepcopy(pipeline)
         self._pipeline.set_random_state(*generators)
         self._first = self._pipeline.transforms[0]
@@ -271,10 +262,9 @@ class _TorchvisionCropFirst:
         return result
 
 
-_CropFirst = _AlbumentationsCropFirst | _TorchvisionCropFirst
-
-
-def _find_crop_first(pipeline: Any, generators: _Generators) -> _CropFirst | None:
+def _find_crop_first(
+    pipeline: Any, generators: tuple[np.random.Generator, random.Random]
+) -> _AlbumentationsCropFirst | _TorchvisionCropFirst | None:
     """A pipeline by which a crop is drawn before the image is decoded; None = it does not surely begin with one.
 
     The library draws the crop itself, by its own code from its own generators, from an image that has the size

@@ -16,7 +16,7 @@ import io
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,19 +50,15 @@ def as_bytes(value: Any) -> bytes | None:
     """A value of a mask's or boxes' column as bytes that mean the same, to travel in an Arrow column."""
     if value is None or isinstance(value, bytes):
         return value
-    text = value if isinstance(value, str) else json.dumps(value, default=_as_plain)
-    return text.encode()
-
-
-def _as_plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    if not isinstance(value, str):
+        value = json.dumps(value, default=lambda part: part.tolist() if hasattr(part, "tolist") else str(part))
+    return value.encode()
 
 
 def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
-    """Decode a mask: 8-bit greyscale, or a palette's indices, or one bit, as 0 and 1.
+    """Decode a mask: a PNG of 8-bit greyscale, or a palette's indices, or one bit, as 0 and 1.
 
     Args:
-        data: a PNG.
         size: (height, width) of the image, pixels.
 
     Returns:
@@ -123,6 +119,14 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
         for number in np.flatnonzero(which)[:1]:
             raise SampleError(f"box {number} of {len(boxes)}, {boxes[number].tolist()}, {why}")
     return np.hstack([cut, labels[:, None]]).astype(np.float32)
+
+
+def decode_targets(
+    values: Mapping[str, Any], targets: Iterable[str], size: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """Decode what a sample has by "mask" and "boxes", of an image of this (height, width)."""
+    decoders = {"mask": decode_mask, "boxes": decode_boxes}
+    return {name: decoders[name](values[name], size) for name in targets}
 
 
 def _numbers(value: Any) -> np.ndarray:

@@ -64,10 +64,7 @@ def brief(transform: str | Steps) -> str:
 
 
 def read_steps(address: str) -> Steps:
-    """The steps of a file, a list of them as JSON or YAML.
-
-    Args:
-        address: a local path or a URI.
+    """The steps of a file at a local path or a URI, a list of them as JSON or YAML.
 
     Raises:
         ConfigError: it cannot be read, or holds no steps. Whether they can be built, `build_steps` tells.
@@ -103,10 +100,7 @@ def albumentations() -> Any:
 
 
 def build_steps(steps: Steps) -> Any:
-    """Build the pipeline that steps describe.
-
-    Returns:
-        A Compose of them; a single Compose as it is.
+    """Build the pipeline that steps describe: a Compose of them, or a single Compose as it is.
 
     Raises:
         ConfigError: a name, an argument or a value is wrong; the message names the step and what is known.

@@ -34,7 +34,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import host_batches, made_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.pixels import Room
+from raypipe.transform.batch import Room
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(

@@ -9,8 +9,7 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import MicroBatchResult
-from raypipe.transform.micro_batch import FIRST_ATTEMPT, Attempt
+from raypipe.transform.batch import FIRST_ATTEMPT, Attempt, MicroBatchResult
 
 from conftest import CLASSES, picture  # isort: skip
 

@@ -24,9 +24,8 @@ from raypipe.streaming.row import (
     source_row,
 )
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch, MicroBatchResult, read_samples
+from raypipe.transform.batch import HostBatch, MicroBatchResult, Room, read_samples
 from raypipe.transform.contents import pack
-from raypipe.transform.pixels import Room
 from raypipe.transform.sample_transform import EncodedSample
 
 BLOCK = [MicroBatchId("val", 3, 2, 0), MicroBatchId("val", 3, 2, 1)]

@@ -15,11 +15,10 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
 from raypipe.config import TransformConfig
+from raypipe.transform.batch import MicroBatchTransform, Room
 from raypipe.transform.contents import Images
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.direct import direct_pipeline
-from raypipe.transform.micro_batch import MicroBatchTransform
-from raypipe.transform.pixels import Room
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import EncodedSample, SampleTransform
 

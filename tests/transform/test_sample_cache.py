@@ -274,7 +274,7 @@ def test_another_setting_version_or_start_of_the_machine_has_another_cache(
     elif change == "version":
         monkeypatch.setattr(sample_cache, "version_of", lambda package: f"{package} 99")
     elif change == "start of the machine":
-        monkeypatch.setattr(sample_cache, "boot_id", lambda: "another")
+        monkeypatch.setattr(sample_cache.local_file, "boot_id", lambda: "another")
     else:
         os.utime(tmp_path / "store", (1, 1))
     assert opened(store, **settings).find(np.array([0])) == {}

@@ -17,9 +17,9 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.maker import micro_batch_transform
 from raypipe.streaming.spec import check_transforms
+from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import TransformedSample
 from raypipe.transform.decode import encode_jpeg
-from raypipe.transform.micro_batch import MicroBatchTransform
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import IGNORE

@@ -22,8 +22,8 @@ from torchvision.transforms import v2
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.streaming.maker import micro_batch_transform
+from raypipe.transform.batch import NUM_SUBSTITUTES, Attempt, MicroBatchTransform
 from raypipe.transform.decode import encode_jpeg
-from raypipe.transform.micro_batch import NUM_SUBSTITUTES, Attempt, MicroBatchTransform
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import EncodedSample, SampleTransform
 
@@ -188,7 +188,7 @@ def test_opencv_is_single_threaded_where_transforms_run() -> None:
 
 
 def test_import_brings_neither_torch_nor_ray_nor_albumentations() -> None:
-    code = "import sys, raypipe.transform.micro_batch"
+    code = "import sys, raypipe.transform.batch"
     code += "\nprint({'torch', 'ray', 'albumentations', 'scipy'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"

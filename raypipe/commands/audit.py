@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from raypipe.config import PlanConfig, PoolConfig, Shuffle, TransformConfig
 from raypipe.errors import ConfigError
@@ -13,11 +13,6 @@ from raypipe.logs import shown, table
 from raypipe.pages import number
 from raypipe.plan.schedule import shares
 from raypipe.stores import open_store, store_options
-
-if TYPE_CHECKING:
-    from raypipe.plan.cursor import Cursor
-    from raypipe.streaming.digest import MicroBatchDigest
-    from raypipe.streaming.spec import StreamSpec
 
 
 def inspect(
@@ -157,7 +152,7 @@ def digest(
         compare: compare with such a file; exit code 1 where they differ.
     """
     from raypipe.storage.files import check_place
-    from raypipe.streaming.digest import DigestFile, combine, digested, settings_of
+    from raypipe.streaming.digest import DigestFile, combine, digested, iterate_digests, settings_of
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.inline import inline_batches
     from raypipe.streaming.spec import StreamSpec
@@ -190,7 +185,14 @@ def digest(
     if engine == "inline":
         most, digests = 0, list(digested(inline_batches(spec, cursor)))
     else:
-        most, digests = _digests_of_cluster(spec, cursor, workers)
+        from raypipe.rayext.cluster import connect, preflight
+        from raypipe.streaming.pipeline import splits
+
+        # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
+        connect(num_cpus=max(len(os.sched_getaffinity(0)), spec.pool.max_actors, spec.pool.executions))
+        most = preflight(spec.pool).max_actors
+        iterators = splits(spec, cursor, max_actors=most, world_size=workers)
+        digests = list(iterate_digests(spec.plan, cursor, iterators))
     told = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
     made = DigestFile(output, told, {one.name: one.digest.hex() for one in digests})
     found: dict[str, Any] = {
@@ -207,19 +209,6 @@ def digest(
     if expected:
         print(_verdict(found))
     return found
-
-
-def _digests_of_cluster(spec: StreamSpec, cursor: Cursor, workers: int) -> tuple[int, list[MicroBatchDigest]]:
-    """The actors that the pool may have, and the digests of a stream that a cluster makes."""
-    from raypipe.rayext.cluster import connect, preflight
-    from raypipe.streaming.digest import iterate_digests
-    from raypipe.streaming.pipeline import splits
-
-    # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
-    connect(num_cpus=max(len(os.sched_getaffinity(0)), spec.pool.max_actors, spec.pool.executions))
-    most = preflight(spec.pool).max_actors
-    iterators = splits(spec, cursor, max_actors=most, world_size=workers)
-    return most, list(iterate_digests(spec.plan, cursor, iterators))
 
 
 def digest_diff(first: str, second: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from raypipe.stores.base import Store, name_of
 from raypipe.stores.record import write_bad_list
 from raypipe.transform.decode import decode
 from raypipe.transform.image_header import image_kind
-from raypipe.transform.targets import decode_boxes, decode_mask
+from raypipe.transform.targets import decode_targets
 
 # Samples that a description looks at: decoded within a second or two.
 _NUM_SAMPLED = 64
@@ -36,7 +36,6 @@ _NUM_SAMPLED = 64
 _TASKS_PER_CPU = 2
 
 NO_TARGETS: Mapping[str, str] = {}
-_DECODE = {"mask": decode_mask, "boxes": decode_boxes}
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
 READ = 16
@@ -51,7 +50,6 @@ class CheckedSample:
     """What reading and decoding one sample gave.
 
     Attributes:
-        index: of the sample.
         image: encoded; None where there is none.
         label: None where the store has none, or it cannot be read.
         height, width: pixels of the image; 0 where it cannot be decoded.
@@ -66,14 +64,17 @@ class CheckedSample:
     error: str
 
 
+def evenly(total: int, most: int) -> np.ndarray:
+    """Up to `most` of the numbers from 0 to total - 1, int64 (n,)."""
+    return np.unique(np.linspace(0, total - 1, min(total, most)).astype(np.int64))
+
+
 def spread(store: Store, most: int) -> np.ndarray:
     """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
-    num_samples, groups = len(store), store.groups
-    if num_samples == 0:
-        return np.empty(0, np.int64)
-    if groups is None:
-        return np.unique(np.linspace(0, num_samples - 1, most).astype(np.int64))
-    places = np.linspace(0, num_samples - 1, _NUM_PLACES).astype(np.int64)
+    groups = store.groups
+    if groups is None or not len(store):
+        return evenly(len(store), most)
+    places = np.linspace(0, len(store) - 1, _NUM_PLACES).astype(np.int64)
     near = places[:, None] + np.arange(most // _NUM_PLACES)
     ends = groups[np.searchsorted(groups, places, side="right")]
     return np.unique(near[near < ends[:, None]])
@@ -87,13 +88,7 @@ def sampled(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> list[Check
 def check_samples(
     store: Store, indices: np.ndarray, targets: Mapping[str, str] = NO_TARGETS
 ) -> Iterator[CheckedSample]:
-    """Read and decode samples in full, as a run does, 16 at a time.
-
-    Args:
-        store: of the samples.
-        indices: int64 (n,).
-        targets: columns of masks and boxes to check as well, see `TransformConfig.target_columns`.
-    """
+    """Read and decode samples of int64 indices (n,) in full, as a run does, their masks and boxes included."""
     columns = {"image": "image", **({"label": "label"} if "label" in store.columns else {}), **targets}
     for few in np.split(indices, range(READ, len(indices), READ)):
         found = {name: read_each(store, few, column) for name, column in columns.items()}
@@ -104,8 +99,7 @@ def check_samples(
             if not reason:
                 try:
                     height, width, _ = decode(of_sample["image"]).shape
-                    for name in targets:
-                        _DECODE[name](of_sample[name], (height, width))
+                    decode_targets(of_sample, targets, (height, width))
                 except SampleError as error:
                     reason = str(error)
             yield CheckedSample(

@@ -29,7 +29,7 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch, read_encoded
 from raypipe.transform.decode import decode
-from raypipe.transform.targets import decode_boxes, decode_mask
+from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
 
 # Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
@@ -104,12 +104,11 @@ class Preview:
         return (MicroBatchId("train", epoch, step, micro) if step < self.plan.steps_per_epoch else None), row
 
     def stages(self, at: MicroBatchId) -> Stages:
-        """All of one micro-batch on its way to the model.
+        """All of one micro-batch on its way to the model, bad samples substituted.
 
         Returns:
-            The micro-batch, bad samples substituted; uint8 (B, h, w, 3), what
-            the device's operations make of that; the same, mixed: what the model gets, normalisation undone; and
-            the other half of the targets, None = not mixed.
+            The micro-batch; uint8 (B, h, w, 3), what the device's operations make of it; the same, mixed: what the
+            model gets, normalisation undone; and the other half of the targets, None = not mixed.
         """
         made = self._maker.batch(at)
         image = torch.from_numpy(made.image).permute(0, 3, 1, 2)
@@ -129,14 +128,10 @@ class Preview:
     def _decoded(self, index: int) -> Tile:
         (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets)
         lines = (self._class(label), f"sample {index}")
-        drawn: dict[str, Any] = {}
         try:
             image = decode(sample.image, exif=self.config.apply_exif)
             height, width = image.shape[:2]
-            if "mask" in self._targets:
-                drawn["mask"] = decode_mask(sample.mask, (height, width))
-            if "boxes" in self._targets:
-                drawn["boxes"] = decode_boxes(sample.boxes, (height, width))
+            drawn: dict[str, Any] = decode_targets(sample._asdict(), self._targets, (height, width))
         except SampleError as error:
             return Tile(None, lines, str(error))
         return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)

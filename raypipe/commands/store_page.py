@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from raypipe import pages
-from raypipe.commands.inspection import CheckedSample, describe
+from raypipe.commands.inspection import CheckedSample, describe, evenly
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import shown
@@ -28,15 +28,10 @@ _NUM_MICRO_BATCHES = 64  # whose mixing is looked at
 _THUMBNAIL = 120  # pixels
 
 
-def write_page(store: Store, samples: list[CheckedSample], output: str, micro_batch: int = 128) -> str:
-    """Write the page of a store to a path or URI, and return its URI; other arguments are those of `render`.
-
-    Raises:
-        ConfigError: it cannot be written.
-        StoreError: the store cannot be read.
-    """
+def write_page(store: Store, samples: list[CheckedSample], output: str) -> str:
+    """Write the page of a store to a path or URI, and return its URI; raises ConfigError where it cannot."""
     where = as_uri(output)
-    write_text(where, render(store, samples, micro_batch))
+    write_text(where, render(store, samples))
     return where
 
 
@@ -44,13 +39,12 @@ def render(store: Store, samples: list[CheckedSample], micro_batch: int = 128) -
     """The page of a store, as HTML.
 
     Args:
-        store: to show.
         samples: of it, see `raypipe.commands.inspection.sampled`.
         micro_batch: B, for the mixing; as many as there are samples if it has fewer.
     """
     found = describe(store, samples=samples).items()
     try:
-        labels = store.read(_evenly(len(store), _NUM_LABELS), ("label",))["label"].tolist()
+        labels = store.read(evenly(len(store), _NUM_LABELS), ("label",))["label"].tolist()
     except RaypipeError:  # one that is damaged; `inspect --verify` finds which
         labels = []
     mixed = {shuffle: mixing(store, shuffle, micro_batch) for shuffle in ("global", "window", "off")}
@@ -61,7 +55,7 @@ def render(store: Store, samples: list[CheckedSample], micro_batch: int = 128) -
         "store.html",
         store=store,
         found=[[name.replace("_", " "), shown(value)] for name, value in found if value is not None],
-        pictures=[_picture(samples[i], store) for i in _evenly(len(samples), _NUM_SHOWN)],
+        pictures=[_picture(samples[i], store) for i in evenly(len(samples), _NUM_SHOWN)],
         classes=[(_class_name(label, store.classes), count) for label, count in Counter(labels).most_common()],
         sizes=[
             pages.chart("height, pixels", [shapes], "width"),
@@ -87,14 +81,10 @@ def mixing(store: Store, shuffle: str, micro_batch: int) -> float | None:
     except ConfigError:
         return None
     places = [
-        MicroBatchId("train", 0, step, 0) for step in _evenly(plan.steps_per_epoch, _NUM_MICRO_BATCHES).tolist()
+        MicroBatchId("train", 0, step, 0) for step in evenly(plan.steps_per_epoch, _NUM_MICRO_BATCHES).tolist()
     ]
     spreads = [np.abs(np.subtract.outer(found, found)).mean() for found in map(plan.indices, places)]
     return min(1.0, float(np.mean(spreads)) * 3 / len(store))
-
-
-def _evenly(total: int, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, total - 1, min(total, most)).astype(np.int64))
 
 
 def _picture(sample: CheckedSample, store: Store) -> tuple[str, str]:

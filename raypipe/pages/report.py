@@ -108,9 +108,6 @@ def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any
 
     Returns:
         `summary` of the run, `report`, where the page is, and `against`, the summary of the other run or None.
-
-    Raises:
-        ConfigError: a run cannot be read, or the page not be written.
     """
     runs = [read_run(one) for one in (run, against) if one]
     where = as_uri(output) if output else join(runs[0].uri, "report.html")

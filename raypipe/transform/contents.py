@@ -1,7 +1,7 @@
 """What samples become for the model: pixels made here, or encoded bytes for `transform.decode="gpu"`.
 
     Content            one sample                                  the arrays of B samples
-    Images             TransformedSample                           image uint8 (B, H, W, 3); of streams that have
+    Images             its image, mask and boxes                   image uint8 (B, H, W, 3); of streams that have
                                                                    them, mask uint8 (B, H, W), boxes float32
                                                                    (B, max_boxes, 5)
     EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, for `DeviceDecoder`
@@ -28,26 +28,18 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.batch import Make, Take, reused_memory
+from raypipe.transform.batch import Arrays, Make, Take, reused_memory
 from raypipe.transform.decode import decode, image_size
 from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
 from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, target_pipeline
-
-
-class TransformedSample(NamedTuple):
-    """uint8 (H, W, 3); of streams that have them, uint8 (H, W) and float32 (K, 5)."""
-
-    image: np.ndarray
-    mask: np.ndarray | None = None
-    boxes: np.ndarray | None = None
 
 
 class Images:
@@ -77,8 +69,11 @@ class Images:
         self._config, self._probe, self._store_address = config, probe, store_address
         self._size: tuple[int, int] | None = None
 
-    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> TransformedSample:
+    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Arrays:
         """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3).
+
+        Returns:
+            `image`, uint8 (H, W, 3); of streams that have them, `mask`, uint8 (H, W), and `boxes`, float32 (K, 5).
 
         Raises:
             SampleError: any part of it cannot be decoded or does not fit its image, or the transform raised on it.
@@ -107,22 +102,24 @@ class Images:
                 f" {self._size[0]}x{self._size[1]} is expected as for the others: end the transform with a crop"
                 " or resize to a fixed size"
             )
-        mask, boxes = made.get("mask"), made.get("bboxes")
-        if mask is not None and (mask.dtype != np.uint8 or mask.shape != (height, width)):
-            raise ConfigError(
-                f"the transform made a mask of {mask.dtype} {mask.shape} for an image of {made['image'].shape}: "
-                "expected is uint8 of the image's height and width"
-            )
-        if boxes is not None:
+        result = {"image": made["image"]}
+        if "mask" in targets:
+            mask = result["mask"] = made["mask"]
+            if mask.dtype != np.uint8 or mask.shape != (height, width):
+                raise ConfigError(
+                    f"the transform made a mask of {mask.dtype} {mask.shape} for an image of {(height, width, 3)}:"
+                    " expected is uint8 of the image's height and width"
+                )
+        if "bboxes" in targets:
             # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
-            num_boxes = max(len(boxes), len(targets["bboxes"]))
+            num_boxes = max(len(made["bboxes"]), len(targets["bboxes"]))
             if num_boxes > self._config.max_boxes:
                 raise ConfigError(
                     f"it has {num_boxes} boxes, and transform.max_boxes is {self._config.max_boxes}: raise it, or "
                     "leave the sample out"
                 )
-            boxes = np.asarray(boxes, np.float32).reshape(-1, 5)
-        return TransformedSample(made["image"], mask, boxes)
+            result["boxes"] = np.asarray(made["bboxes"], np.float32).reshape(-1, 5)
+        return result
 
     def _opened(self, sample: EncodedSample | Decoded) -> np.ndarray | Undecoded:
         """An image: decoded, or not yet where the transform begins with a random resized crop."""
@@ -134,29 +131,26 @@ class Images:
         jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
         return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
 
-    def pack(self, make: Make, num_samples: int, take: Take) -> dict[str, np.ndarray]:
+    def pack(self, make: Make, num_samples: int, take: Take) -> Arrays:
         """The arrays of a micro-batch."""
         make_arrays = partial(self._arrays, num_samples)
         arrays = take(make_arrays) if self._size else {}
         missing = []
         for position in range(num_samples):
             out = arrays["image"][position] if arrays else None
-            sample: TransformedSample | None = make(position, out)
+            sample: Arrays | None = make(position, out)
             if sample is None:
                 missing.append(position)
                 continue
             arrays = arrays or take(make_arrays)
-            if sample.image is not out:
-                arrays["image"][position] = sample.image
-            if sample.mask is not None:
-                arrays["mask"][position] = sample.mask
-            if sample.boxes is not None:
-                arrays["boxes"][position, : len(sample.boxes)] = sample.boxes
+            for name, part in sample.items():
+                if part is not out:
+                    arrays[name][position, : len(part)] = part
         arrays = arrays or take(make_arrays)
         arrays["image"][missing] = 0
         return arrays
 
-    def _arrays(self, num_samples: int, count: int) -> dict[str, np.ndarray]:
+    def _arrays(self, num_samples: int, count: int) -> Arrays:
         """Room for so many samples of so many micro-batches, without mask and boxes."""
         for sample in () if self._size else self._probe():
             with contextlib.suppress(SampleError):
@@ -168,7 +162,7 @@ class Images:
                 "the size of its images cannot be told"
             )
         shape = (count, num_samples)
-        arrays: dict[str, np.ndarray] = {"image": reused_memory((*shape, *self._size, 3))}
+        arrays = {"image": reused_memory((*shape, *self._size, 3))}
         if "mask" in self._targets:
             arrays["mask"] = np.full((*shape, *self._size), IGNORE, np.uint8)
         if "boxes" in self._targets:

@@ -1,4 +1,4 @@
-"""Decoded samples of a store that a node keeps across epochs, on its disk.
+"""Decoded samples of a store that a node keeps across epochs, on its disk; see docs/cache.md.
 
     ROOT/KEY     one file per store (its fingerprint), settings and versions of the decode, limit, and start of the
                  machine; what is in it is a pure function of these and of a sample's index
@@ -8,15 +8,10 @@
                  a shared lock on it: a process has it open; exclusive: it is being removed
     ROOT/.lock   exclusive lock: somebody opens caches, and removes those that no process has open
 
-ROOT is RAYPIPE_CACHE/samples; the page cache makes memory of it as far as there is any.
-
-A sample's word is set last and in one store of 8 bytes. So a process that dies while it writes leaves a record
-that nothing points to, and two that write the same sample leave two equal records, of which the later word shows
-one. After a start of the machine everything is new: what was written before a failure of its power may be there in
-part.
-
-When there is no room left, later samples are decoded as without a cache. Nothing is evicted: an epoch takes each
-sample once, so what would be evicted is wanted before what takes its place is wanted again.
+ROOT is RAYPIPE_CACHE/samples. A sample's word is set last and in one store of 8 bytes. So a process that dies
+while it writes leaves a record that nothing points to, and two that write the same sample leave two equal
+records, of which the later word shows one. After a start of the machine everything is new: what was written
+before a failure of its power may be there in part.
 
 Why a file that all actors map, and no objects in Ray's store: to get one takes 0.2 ms in a request for many,
 and up to 1.5 ms alone, where a small image is decoded in 0.1 ms; it is lost with the actor that made it;

@@ -172,10 +172,10 @@ def test_images_that_are_turned_or_reduced_are_left_to_the_whole_decode(mode: An
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = by_pillow(PHOTO, exif=exif)
-    assert opened(turned, mode, exif=True) is None
+    assert opened(turned, mode, apply_exif=True) is None
     assert opened(turned, mode) is not None
     exif[0x0112] = 1
-    assert opened(by_pillow(PHOTO, exif=exif), mode, exif=True) is not None
+    assert opened(by_pillow(PHOTO, exif=exif), mode, apply_exif=True) is not None
     assert opened(turned, "exact", decode_min_side=60) is None
     assert opened(turned, "exact", decode_min_side=61) is not None
 

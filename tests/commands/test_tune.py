@@ -121,8 +121,8 @@ def test_as_many_trials_as_the_cpus_have_room_for_where_there_are_no_gpus() -> N
 
 
 def test_one_trial_for_each_gpu_with_an_equal_part_of_the_cpus() -> None:
-    assert share_out(idle(96, 8), settings("yes"), 12) == (8, Allocation(1, True, 1.0, 11))
-    assert share_out(Resources(96, 8, 96, 3), settings("yes"), 12) == (3, Allocation(1, True, 1.0, 31))
+    assert share_out(idle(96, 8), settings(True), 12) == (8, Allocation(1, True, 1.0, 11))
+    assert share_out(Resources(96, 8, 96, 3), settings(True), 12) == (3, Allocation(1, True, 1.0, 31))
 
 
 def test_fewer_at_a_time_have_more_each_and_what_other_jobs_hold_is_left_to_them() -> None:

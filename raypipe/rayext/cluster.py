@@ -82,6 +82,8 @@ def connect(
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
         # Under `uv run`, Ray would build the project's environment anew for its workers, which share this one.
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    # That a cluster of one user's own on one machine asks for a token is nothing to be told of.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log == "json" else {})
     with _inherited(environment), _small_head():
         ray.init(

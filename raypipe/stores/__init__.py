@@ -156,7 +156,7 @@ def _kind_of(address: str) -> str:
         return _kind_of_folder(address, names)
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and "{" not in name:
-            raise StoreError(f"{address} does not exist; {_LAYOUTS}")
+            raise StoreError(f"{address} does not exist: name a file, a folder or an address that is there")
         # Who reads them will see whether all are of this kind.
         first = list_files(address, lambda _: True, "such", folders=True)[0].address
         kind = _kind_of(first)

@@ -1,6 +1,7 @@
 """Makes the micro-batches of a stream, one after the other, in whatever process it is in; knows no Ray.
 
 MicroBatchMaker   the stores, transforms and caches of a stream, opened
+try_samples       a few samples in the driver, before anything is started
 record_bad        the quarantine: best effort, since no run should end for want of it
 BadSampleBudget   how many bad samples a run puts up with
 """
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.config import PoolConfig, TransformConfig
-from raypipe.errors import BadSamplesError
+from raypipe.errors import BadSamplesError, ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
 from raypipe.storage.files import write_text
@@ -191,6 +192,49 @@ def micro_batch_transform(
     else:
         content = Images(build_transform(transform, config.size), config, probe, store_address)
     return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
+
+
+def try_samples(
+    plan: Plan,
+    stores: Mapping[Split, Store],
+    transforms: Mapping[Split, Any],
+    config: TransformConfig,
+    num_classes: int,
+    num: int = 8,
+) -> None:
+    """Read, decode and transform the first few samples of each split: what is wrong with all is told at once.
+
+    Args:
+        num_classes: labels are in [0, num_classes).
+
+    Raises:
+        StoreError, ConfigError: a column is missing; a label is out of range; the transform fails on each of them,
+            or makes what no micro-batch can hold.
+    """
+    for split, store in stores.items():
+        at = MicroBatchId(split, 0, 0, 0)
+        indices = plan.indices(at)
+        indices = indices[indices != PADDING][:num]
+        content = micro_batch_transform(transforms[split], config, store_address=store.address).content
+        samples, labels = read_samples(store, indices, config.target_columns)
+        bad = []
+        for sample, label, index, key in zip(
+            samples, labels.tolist(), indices.tolist(), plan.sample_keys(at, indices).tolist(), strict=True
+        ):
+            title = title_of(store.address, index, name_of(store, index))
+            if not 0 <= label < num_classes:
+                raise ConfigError(
+                    f"{title} has label {label}, outside [0, {num_classes}): set train.num_classes, or mend the "
+                    "store"
+                )
+            try:
+                content.one(sample, (key[0], key[1]))
+            except SampleError as error:
+                bad.append(f"{title}: {error}")
+            except ConfigError as error:
+                raise ConfigError(f"{title}: {error}") from error
+        if len(bad) == len(indices):
+            raise ConfigError(f"none of the first {len(bad)} {split} samples can be used; {bad[-1]}")
 
 
 def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by: str = "") -> None:

@@ -17,7 +17,8 @@ from raypipe.lookup import import_name
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.filesystem import is_remote, join, open_filesystem
+from raypipe.streaming.maker import try_samples
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import find_newest
@@ -63,6 +64,8 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     num_classes = num_classes_of(run, spec)
     check_augment(run.augment)
     check_code(run.train)
+    if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
+        try_samples(spec.plan, spec.stores, spec.transforms, spec.transform, num_classes)
 
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
     newest, passed_over = find_newest(run_uri, spec.plan.check)

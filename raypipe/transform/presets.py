@@ -136,7 +136,15 @@ def _imported(address: str, size: int) -> Transform:
     """What `module:name` names: a transform as it stands, or what a function makes of the size."""
     found = import_name(address, "transform")
     # A class or function is called with the size; an object (a Compose, a module) is the transform itself.
-    transform: Any = found(size) if isinstance(found, type) or hasattr(found, "__code__") else found
+    transform: Any = found
+    if isinstance(found, type) or hasattr(found, "__code__"):
+        try:
+            transform = found(size)
+        except Exception as error:
+            raise ConfigError(
+                f"transform {address!r} is called with the size, {size}, and returns a transform, a function of "
+                f"an image: it raised {type(error).__name__}: {error}"
+            ) from error
     if not callable(transform):
         what = type(transform).__name__
         raise ConfigError(

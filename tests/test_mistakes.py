@@ -1,0 +1,128 @@
+"""What newcomers may get wrong ends in one message of at most three lines, before Ray is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from raypipe.commands.cli import _finish, parse_run
+from raypipe.stores.destination import write_atomically
+from raypipe.train.launch import train
+
+from conftest import CLASSES, samples  # isort: skip
+
+CODE = """
+import numpy as np
+
+def floats(size):
+    return lambda image: np.zeros((8, 8, 3), np.float32)
+
+def grey(size):
+    return lambda image: np.zeros((8, 8), np.uint8)
+
+def varies(size):
+    def transform(image, rng):
+        return np.zeros((int(rng.integers(8, 20)), 8, 3), np.uint8)
+    return transform
+
+def raises(size):
+    def transform(image):
+        raise ValueError("no such thing")
+    return transform
+
+def of_an_image(image):
+    return image[:8, :8]
+"""
+
+MISTAKES = {
+    "a setting is misspelt": (["--plan.epoch=3"], "did you mean plan.epochs?"),
+    "a section is left out": (["--epochs=3"], "did you mean plan.epochs?"),
+    "an old name": (["--plan.per_step=8"], "plan.per_step is called plan.global_batch_size"),
+    "an unknown choice": (["--plan.shuffle=globl"], "plan.shuffle"),
+    "a number out of range": (["--plan.epochs=0"], "plan.epochs must be at least 1, got 0"),
+    "no file": (["--store.train=nothing.lmdb"], "nothing.lmdb does not exist"),
+    "no validation file": (["--store.val=nothing.lmdb"], "nothing.lmdb does not exist"),
+    "no such column": (["--store.train=a.parquet", "--store.image_column=img"], "has no column 'img'"),
+    "no class names": (["--store.train=unnamed.lmdb"], "set train.num_classes"),
+    "labels beyond the classes": (
+        ["--store.train=unnamed.lmdb", "--train.num_classes=3"],
+        "outside [0, 3): set train",
+    ),
+    "other classes in the validation": (["--store.val=others.lmdb"], "their labels mean different things"),
+    "a batch larger than the store": (
+        ["--plan.micro_batch_size=500"],
+        "fewer than a global batch of 500: lower plan",
+    ),
+    "batch sizes that do not divide": (["--plan.global_batch_size=20"], "such as 16 or 24, got 20"),
+    "no such preset": (["--transform.train=lihgt"], "did you mean light?"),
+    "no such function": (["--transform.train=my_code:nothing"], "'my_code:nothing' cannot be imported"),
+    "a function of an image": (
+        ["--transform.train=my_code:of_an_image"],
+        "is called with the size, 16, and returns",
+    ),
+    "floats": (["--transform.train=my_code:floats"], "float32 of shape (8, 8, 3); expected is uint8"),
+    "no channels": (["--transform.train=my_code:grey"], "uint8 of shape (8, 8); expected is uint8 HWC"),
+    "a size that varies": (["--transform.train=my_code:varies"], "end the transform with a crop or resize"),
+    "a transform that raises": (
+        ["--transform.val=my_code:raises", "--store.val=a.lmdb"],
+        "ValueError: no such thing",
+    ),
+    "no such model": (["--train.model=resnet5O"], "(resnet50, "),
+    "no such optimizer": (
+        ["--train.optimizer=adam"],
+        "train.optimizer must be module:function or one of ['sgd', ",
+    ),
+    "no such loss": (["--train.loss=my_code:nothing"], "train.loss 'my_code:nothing' cannot be imported"),
+    "no run to resume": (["--resume=runs/none"], "there is no run at "),
+    "a resume with another batch": (
+        ["--resume=runs/old", "--plan.micro_batch_size=4"],
+        "micro_batch_size, global",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    few = samples(32)
+    for name, classes in (("a.lmdb", CLASSES), ("unnamed.lmdb", None), ("others.lmdb", CLASSES[::-1])):
+        write_atomically(str(folder / name), few, classes)
+    write_atomically(str(folder / "a.parquet"), few, CLASSES)
+    (folder / "my_code.py").write_text(CODE)
+    return folder
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_it_is_told_before_anything_is_started(
+    mistake: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "my_code", raising=False)
+    monkeypatch.setattr("raypipe.train.launch.connect", None)  # further than that it must not come
+    given, expected = MISTAKES[mistake]
+    settings = ["--store.train=a.lmdb", "--train.model=small", "--plan.micro_batch_size=8", "--transform.size=16"]
+    if "--resume=runs/old" in given:
+        settings = []
+        leave_a_run(folder / "runs" / "old")
+    with pytest.raises(SystemExit) as caught:
+        _finish(lambda: train(parse_run([*settings, *given], None)))
+    shown = capfd.readouterr().err
+    assert caught.value.code in (1, 2) and expected in shown, shown
+    assert len(shown.splitlines()) <= 3 and "Traceback" not in shown and not ray.is_initialized(), shown
+
+
+def leave_a_run(run: Path) -> None:
+    """With a checkpoint of its first step."""
+    from raypipe.streaming.spec import spec_of
+    from raypipe.train.checkpoints import write_checkpoint
+    from raypipe.train.run_folder import store_config
+
+    parsed = parse_run(["--store.train=a.lmdb", "--train.model=small", "--plan.micro_batch_size=8"], None)
+    parsed = dataclasses.replace(parsed, name="old")
+    store_config(parsed, run.as_uri())
+    spec = spec_of(parsed, run.as_uri())
+    write_checkpoint(run.as_uri(), spec.plan.cursor_at(1), b"state", {})

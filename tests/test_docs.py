@@ -19,7 +19,7 @@ import yaml
 from documented import PAGES, ROOT, blocks, commands
 
 import raypipe
-from raypipe.commands import cli
+from raypipe.commands import cli, settings
 from raypipe.commands.tune import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.stores import Store
@@ -43,7 +43,7 @@ def test_every_command_is_understood(
         (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
         args = [f"{tmp_path}/run.yaml" if word.endswith("best.yaml") else word for word in words[1:]]
         args = [word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args]  # which is not asked for here
-        run, own = cli.parse_job(args, None, tune=TuneConfig)
+        run, own = settings.parse_job(args, None, tune=TuneConfig)
         assert isinstance(run, RunConfig) and own
         return
     called = []
@@ -64,7 +64,7 @@ def test_every_command_is_understood(
 def test_all_settings_are_settings(tmp_path: Path) -> None:
     for block in blocks("yaml"):
         (tmp_path / "some.yaml").write_text(block)
-        run, _ = cli.parse_job([f"--config={tmp_path / 'some.yaml'}"], None)
+        run, _ = settings.parse_job([f"--config={tmp_path / 'some.yaml'}"], None)
         assert set(yaml.safe_load(block)) <= set(vars(run))
         for transform in (run.transform.train, run.transform.val):
             check_transform(transform, run.transform.size)
@@ -327,7 +327,7 @@ def test_what_docs_transforms_has_makes_images(
         return MicroBatchMaker(*made.recipe).batch(next(made.plan.micro_batches(made.plan.start()))).image
 
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])
-    saved, _ = cli.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
+    saved, _ = settings.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
     assert saved.transform.train == "policy.json"
     image = first(transform=saved.transform)
     assert image.shape == (16, 32, 32, 3)
@@ -336,7 +336,7 @@ def test_what_docs_transforms_has_makes_images(
     at = next(spec.plan.micro_batches(spec.plan.start()))
     assert MicroBatchMaker(*spec.recipe).batch(at).image.shape == (16, 32, 32, 3)
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[2])
-    mine, _ = cli.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
+    mine, _ = settings.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
     for name in (mine.transform.train, mine.transform.val, "my_transforms:turned"):
         assert first(transform=mine.transform, train_transform=name).shape == (16, 32, 32, 3), name
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from raypipe.commands.cli import _finish, parse_run
+from raypipe.commands.cli import _finish
+from raypipe.commands.settings import parse_run
 from raypipe.stores.destination import write_atomically
 from raypipe.train.launch import train
 

@@ -4,15 +4,20 @@ what has become of a run."""
 from __future__ import annotations
 
 import dataclasses
+import inspect as introspection
 import os
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raypipe.config import PlanConfig, PoolConfig, Shuffle, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import shown, table
 from raypipe.pages import number
 from raypipe.plan.schedule import shares
+from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.stores import open_store, store_options
+
+if TYPE_CHECKING:
+    from raypipe.streaming.spec import StreamSpec
 
 
 def inspect(
@@ -128,14 +133,16 @@ def digest(
     val_exclude: str = "",
     output: str = "",
     compare: str = "",
+    trust: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
 
     Example: raypipe digest train.lmdb --epochs 2 --global-batch-size 256 --workers 2 --from-step 10 --to-step 20
+    Example: raypipe digest runs/20261121-104600-3fa2 --to-step 50
 
     Args:
-        store: the training store.
+        store: the training store; or the folder of a run, a path or a URI, whose stream it is then.
         val: the validation store; empty = no validation segments.
         epochs: passes over the store.
         actors: transform actors; 0 = what the cluster has.
@@ -150,6 +157,7 @@ def digest(
         val_exclude: the same, of the validation store.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
+        trust: audit a run in a folder that another user owns, and so run the code that it names.
     """
     from raypipe.storage.files import check_place
     from raypipe.streaming.digest import DigestFile, combine, digested, iterate_digests, settings_of
@@ -157,21 +165,27 @@ def digest(
     from raypipe.streaming.inline import inline_batches
     from raypipe.streaming.spec import StreamSpec
 
-    plan, cpu, options = stream_settings(epochs, **settings)
-    spec = StreamSpec.of(
-        open_store(store, **options),
-        open_store(val, **options) if val else None,
-        plan=plan,
-        transform=dataclasses.replace(cpu, val=val_transform),
-        pool=PoolConfig(
-            executions=executions, min_actors=max(1, actors // executions), max_actors=actors, cache=cache
-        ),
-        exclude=exclude,
-        val_exclude=val_exclude,
+    pool = PoolConfig(
+        executions=executions, min_actors=max(1, actors // executions), max_actors=actors, cache=cache
     )
+    if spec := _stream_of_run(store, trust):
+        own = {"val": val, "epochs": epochs, "val_transform": val_transform, "exclude": exclude}
+        _check_none_given(store, {**own, "val_exclude": val_exclude, **settings})
+        spec = dataclasses.replace(spec, pool=pool)
+    else:
+        plan, cpu, options = stream_settings(epochs, **settings)
+        spec = StreamSpec.of(
+            open_store(store, **options),
+            open_store(val, **options) if val else None,
+            plan=plan,
+            transform=dataclasses.replace(cpu, val=val_transform),
+            pool=pool,
+            exclude=exclude,
+            val_exclude=val_exclude,
+        )
     spec.plan.check_workers(workers)
     shares(workers, executions)
-    total = epochs * spec.plan.steps_per_epoch
+    total = spec.plan.config.epochs * spec.plan.steps_per_epoch
     to_step = to_step or total
     if not 0 <= from_step < to_step <= total:
         raise ConfigError(
@@ -209,6 +223,31 @@ def digest(
     if expected:
         print(_verdict(found))
     return found
+
+
+def _stream_of_run(address: str, trust: bool) -> StreamSpec | None:
+    """The stream that a run with this folder has, or would have; None = there is no run."""
+    from raypipe.commands.settings import parse_run
+    from raypipe.streaming.spec import spec_of
+
+    run_uri = as_uri(address)
+    if not exists(join(run_uri, "config.yaml")):
+        return None
+    run = parse_run([f"--resume={address}", f"--trust={str(trust).lower()}"], None)
+    return dataclasses.replace(spec_of(run, run_uri), quarantine="")
+
+
+def _check_none_given(run: str, settings: dict[str, Any]) -> None:
+    """Raise ConfigError where a setting of the stream is not as it is by default: the run has its own."""
+    defaults = {
+        name: parameter.default
+        for function in (stream_settings, digest)
+        for name, parameter in introspection.signature(function).parameters.items()
+    }
+    given = [name for name, value in settings.items() if value != defaults.get(name, value)]
+    if given:
+        option = given[0].replace("_", "-")
+        raise ConfigError(f"{run} is a run, which has its own settings: leave out --{option}")
 
 
 def digest_diff(first: str, second: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from raypipe.commands.cli import _finish, _normalized, main, parse_run
+from raypipe.commands.cli import _finish, _normalized, main
+from raypipe.commands.settings import parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raypipe.commands.cli import parse_job, parse_run
+from raypipe.commands.settings import parse_job, parse_run
 from raypipe.commands.tune import TuneConfig, policies, told
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, StrengthConfig, TransformConfig
 from raypipe.train.launch import check_augment

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from raypipe.commands import tune
-from raypipe.commands.cli import parse_job, parse_run
+from raypipe.commands.settings import parse_job, parse_run
 from raypipe.commands.tune import TuneConfig, policies, share_out
 from raypipe.config import (
     AugmentConfig,

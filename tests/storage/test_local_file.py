@@ -38,7 +38,8 @@ SERVER = """
 import io, json, os, resource, signal, sys
 import h5py, numpy as np
 import raypipe.commands.ingest, raypipe.commands.inspection
-from raypipe.commands.cli import main, parse_run
+from raypipe.commands.cli import main
+from raypipe.commands.settings import parse_run
 from raypipe.stores.record import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_source, open_store

@@ -12,14 +12,15 @@ import without_ray
 
 from raypipe.commands import cli
 from raypipe.commands.inspection import verify
-from raypipe.config import PlanConfig, TransformConfig
+from raypipe.config import PlanConfig, RunConfig, StoreConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.schedule import MicroBatchId
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import DigestFile, batch_digest, combine, compare, iterate_digests, settings_of
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.spec import StreamSpec, spec_of
+from raypipe.train.run_folder import store_config
 from raypipe.transform.batch import HostBatch
 
 from conftest import CLASSES, samples  # isort: skip
@@ -229,6 +230,23 @@ def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
     plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20)
     spec = StreamSpec.of(stores["train"], plan=plan, transform=TransformConfig(size=16))
     assert found["digest"] == combine(without_ray.digests(spec, 3))
+
+
+def test_the_digest_of_a_run_needs_its_folder_alone(
+    stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20, seed=4)
+    store = StoreConfig(str(stores["train"]), str(stores["val"]))
+    run = RunConfig(store, plan, TransformConfig(train="small", val="resize", size=16), name="mine")
+    store_config(run, (tmp_path / "mine").as_uri())
+    expected = without_ray.digests(spec_of(run, tmp_path.as_uri()), 3)
+    cli_main("digest", tmp_path / "mine", "--from-step", 3, "--engine", "inline")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["digest"] == combine(expected)
+    for option in (["--seed", 3], ["--val", stores["val"]], ["--epochs", 3]):
+        with pytest.raises(SystemExit):
+            cli_main("digest", tmp_path / "mine", *option)
+        message = f"mine is a run, which has its own settings: leave out {option[0]}\n"
+        assert message in capsys.readouterr().err
 
 
 # Ranges of a stream

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from full_disk import fill, make_room
 
-from raypipe.commands.cli import _finish, parse_run
+from raypipe.commands.cli import _finish
+from raypipe.commands.settings import parse_run
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,

@@ -159,6 +159,30 @@ def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
     names["optimizer"]([{"params": net.parameters()}], lr=names["schedule"](1, 10, 0, 0.1)).step()
 
 
+def test_the_code_of_llms_txt_trains_and_evaluates(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "val"):
+        shutil.copy(stores[name], tmp_path / f"{name}.lmdb")
+    (code,) = blocks("python", ROOT / "llms.txt")
+    for there, small in {
+        "epochs=90, micro_batch_size=128, global_batch_size=1024": "epochs=2, micro_batch_size=8, global_batch_size=16",
+        "size=224)": "size=16), pool=raypipe.PoolConfig(engine='inline')",
+    }.items():
+        assert there in code
+        code = code.replace(there, small)
+    seen: dict[str, list[Any]] = {"ends": [], "weight": []}
+    names: dict[str, Any] = {
+        "step": lambda image, target, mixed, last: seen["ends"].append(last),
+        "evaluate": lambda image, target, weight: seen["weight"].extend(weight.tolist()),
+    }
+    exec(compile(code, "llms.txt", "exec"), names)
+    names["train_fn"]({})
+    assert sum(seen["ends"]) == 2 * 6 and len(seen["ends"]) == 2 * 12
+    assert sum(seen["weight"]) == 2 * 22
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")

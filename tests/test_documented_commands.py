@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 COMMAND = Path(sys.executable).parent / "raypipe"
 SMALL = {
     "bench": ["--seconds=1", "--repeats=1", "--actors=1", "--size=32", "--micro-batch-size=16"],
-    "digest": ["--size=32", "--actors=1", "--micro-batch-size=16"],
+    "digest": ["--size=32", "--actors=1", "--micro-batch-size=16", "--global-batch-size=64"],
 }
 ONE_EPOCH = ["--plan.epochs=1", "--plan.micro_batch_size=8", "--plan.global_batch_size=16", "--transform.size=32"]
 ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_worker=1"]
@@ -47,6 +47,7 @@ JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--tune.trials=2", "--tune.repeats=2", "--tune.epochs=2", "--storage_path=runs"]
 ELSEWHERE = {
     ("README.md", "jobs/train.py"): "test_jobs.py",
+    **{("llms.txt", name): "here, of running.md" for name in ("jobs/train.py", "ingest", "digest")},
     **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
     **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
 }

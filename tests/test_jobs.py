@@ -110,7 +110,7 @@ def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: di
         (["digest", "STORE", "--workers", "2"], "ConfigError: 2 workers cannot share the 1 micro-batches"),
         pytest.param(
             ["digest", "STORE", "--micro-batch-size", "1000"],
-            "ConfigError: .* has 100 samples, fewer than one step",
+            "ConfigError: .* has 100 samples, fewer than a global batch",
             marks=pytest.mark.soak,  # tests/plan/test_schedule.py has it too
         ),
     ],

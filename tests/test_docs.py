@@ -167,7 +167,8 @@ def test_the_code_of_llms_txt_trains_and_evaluates(
         shutil.copy(stores[name], tmp_path / f"{name}.lmdb")
     (code,) = blocks("python", ROOT / "llms.txt")
     for there, small in {
-        "epochs=90, micro_batch_size=128, global_batch_size=1024": "epochs=2, micro_batch_size=8, global_batch_size=16",
+        "epochs=90, micro_batch_size=128, global_batch_size=1024": "epochs=2, micro_batch_size=8, "
+        "global_batch_size=16",
         "size=224)": "size=16), pool=raypipe.PoolConfig(engine='inline')",
     }.items():
         assert there in code

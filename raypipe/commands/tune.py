@@ -120,7 +120,7 @@ class Trial(tune.Trainable):
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
             next(self._epochs, None)
             metrics, plan = self._trainer.figures(), self._trainer.plan
-            # Not Tune's number of steps: what goes on from a checkpoint validates that once more.
+            # Not Tune's number of steps: what goes on from a checkpoint has done some before.
             epochs = metrics["steps"] // plan.steps_per_epoch
             if done := epochs == plan.config.epochs:
                 next(self._epochs, None)  # to the end of the stream, and of the log

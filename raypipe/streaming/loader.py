@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class Loader:
             self._go_to(cursor)
             self._open()
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str | Path) -> None:
         """Write where the run stands into a checkpoint's folder: a later `raypipe.loader` goes on from there."""
         write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
 

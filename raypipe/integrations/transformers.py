@@ -55,6 +55,12 @@ class StreamTrainer(transformers.Trainer):
                     f"{name} is {value!r}, and the plan has the epochs, each with its validation at the end: "
                     f"leave it at {allowed[-1]!r}, and set plan.epochs and plan.val_interval"
                 )
+        ahead = loader.accumulation - 1
+        if loader.device.type == "cuda" and loader.keep < ahead:
+            raise ConfigError(
+                f"a Trainer takes all {ahead + 1} batches of a step before it uses the first: raypipe.loader(…, "
+                f"keep={ahead}) lets them stay valid"
+            )
         arguments.num_train_epochs = config.epochs
         arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = config.micro_batch_size
         arguments.gradient_accumulation_steps = loader.accumulation

@@ -57,6 +57,7 @@ class Loader:
     Attributes:
         plan: the run's plan.
         rank, world_size: of this process.
+        keep: batches that stay valid beside the newest.
         cursor: the place after the last step that was handed out whole.
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
         num_bad, num_fallback: bad samples seen by this rank; and those that the host had to decode for its device.
@@ -91,7 +92,7 @@ class Loader:
         self.augment = DeviceAugment(augment, self.device, dtype, targets) if augment else None
         self.rank, self.world_size = rank, world_size
         self.num_bad = self.num_fallback = 0
-        self._spec, self._open_at, self._depth, self._keep = spec, open_at, depth, keep
+        self._spec, self._open_at, self._depth, self.keep = spec, open_at, depth, keep
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
         self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
         # Where the compute of the micro-batch that was handed out last began, and its split.
@@ -123,9 +124,7 @@ class Loader:
             self._batches = decoded_on_device(self._source, decoder, seed_of, self._depth, decoded)
         else:
             copied = functools.partial(self._clocks["train"].add, "transfer")
-            self._batches = on_device(
-                self._source, self.device, seed_of, self._depth, self._keep, on_copied=copied
-            )
+            self._batches = on_device(self._source, self.device, seed_of, self._depth, self.keep, on_copied=copied)
 
     def epochs(self) -> Iterator[Epoch]:
         """The epochs that are left, each once; of the first, what is left of it."""

@@ -123,6 +123,20 @@ def test_arguments_of_a_trainer_that_are_at_odds_with_the_plan_are_named(
         StreamTrainer(ranks.Net(), arguments, loader=loader(ranks.spec_of(str(stores["train"]))))
 
 
+def test_a_trainer_is_not_given_batches_that_are_gone_when_it_uses_them(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import TrainingArguments
+
+    from raypipe.integrations.transformers import StreamTrainer
+
+    one = loader(ranks.spec_of(str(stores["train"])), keep=2)
+    one.device = torch.device("cuda")
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match=r"takes all 4 batches of a step .* keep=3"):
+        StreamTrainer(ranks.Net(), arguments, loader=one)
+
+
 def test_lightning_is_told_what_the_plan_has(stores: dict[str, Path]) -> None:
     from raypipe.integrations.lightning import StreamDataModule
 

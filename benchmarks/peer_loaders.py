@@ -66,7 +66,8 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
             pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
         )
         (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
-        loader = Loader(spec, lambda _: (host_batches(iterator), None))
+        start = spec.plan.start()
+        loader = Loader(spec, lambda _: (host_batches(iterator), None), cursor=start)
         for epoch in loader.epochs():
             yield ((batch.image, batch.target) for batch in epoch.train)
 

@@ -231,7 +231,10 @@ def _stream_of_run(address: str, trust: bool) -> StreamSpec | None:
     from raypipe.streaming.spec import spec_of
 
     run_uri = as_uri(address)
-    if not exists(join(run_uri, "config.yaml")):
+    try:
+        if not exists(join(run_uri, "config.yaml")):
+            return None
+    except (ConfigError, OSError):  # what is wrong with the address is told by those who open it as a store
         return None
     run = parse_run([f"--resume={address}", f"--trust={str(trust).lower()}"], None)
     return dataclasses.replace(spec_of(run, run_uri), quarantine="")

@@ -249,6 +249,14 @@ def test_the_digest_of_a_run_needs_its_folder_alone(
         assert message in capsys.readouterr().err
 
 
+def test_what_is_wrong_with_an_address_is_told_of_the_store_though_a_run_is_looked_for_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli_main("digest", "foo://bucket/train.lmdb", "--engine", "inline")
+    assert capsys.readouterr().err.startswith("ConfigError: foo://bucket/train.lmdb is of an unknown scheme")
+
+
 # Ranges of a stream
 
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)

@@ -89,7 +89,7 @@ class Preview:
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
                         row += self._three(at, position, stages)
-            left_out = len(self.store) % (self.plan.config.micro_batch_size * self.plan.config.per_step)
+            left_out = len(self.store) % self.plan.global_batch_size
             reason = f"not in this epoch: its last {left_out} samples make no whole step"
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:

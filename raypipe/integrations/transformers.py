@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.plain import NOT_COUNTED, Form, plain_loaders
+from raypipe.streaming.plain import NOT_COUNTED, Form, counted_target, plain_loaders
 
 __all__ = ["StreamTrainer", "image_inputs"]
 
@@ -21,8 +21,7 @@ __all__ = ["StreamTrainer", "image_inputs"]
 def image_inputs(batch: Batch) -> dict[str, Any]:
     """What models for image classification take: `pixel_values`, and `labels` that losses leave out where a row
     does not count."""
-    counts = batch.weight > 0
-    return {"pixel_values": batch.image, "labels": batch.target.where(counts, NOT_COUNTED)}
+    return {"pixel_values": batch.image, "labels": counted_target(batch)}
 
 
 class StreamTrainer(transformers.Trainer):

@@ -194,6 +194,15 @@ def micro_batch_transform(
     return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
 
 
+def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:
+    """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
+    for row in np.flatnonzero((labels < 0) | (labels >= num_classes)).tolist():
+        raise ConfigError(
+            f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or mend "
+            "the store"
+        )
+
+
 def try_samples(
     plan: Plan,
     stores: Mapping[Split, Store],
@@ -217,18 +226,12 @@ def try_samples(
         indices = indices[indices != PADDING][:num]
         content = micro_batch_transform(transforms[split], config, store_address=store.address).content
         samples, labels = read_samples(store, indices, config.target_columns)
+        titles = [title_of(store.address, index, name_of(store, index)) for index in indices.tolist()]
+        check_labels(labels, num_classes, titles.__getitem__)
         bad = []
-        for sample, label, index, key in zip(
-            samples, labels.tolist(), indices.tolist(), plan.sample_keys(at, indices).tolist(), strict=True
-        ):
-            title = title_of(store.address, index, name_of(store, index))
-            if not 0 <= label < num_classes:
-                raise ConfigError(
-                    f"{title} has label {label}, outside [0, {num_classes}): set train.num_classes, or mend the "
-                    "store"
-                )
+        for sample, title, (k0, k1) in zip(samples, titles, plan.sample_keys(at, indices).tolist(), strict=True):
             try:
-                content.one(sample, (key[0], key[1]))
+                content.one(sample, (k0, k1))
             except SampleError as error:
                 bad.append(f"{title}: {error}")
             except ConfigError as error:

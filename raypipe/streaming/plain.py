@@ -21,6 +21,11 @@ NOT_COUNTED = -100
 it out by default, and so do the models of Transformers."""
 
 
+def counted_target(batch: Batch) -> torch.Tensor:
+    """The targets, int64 (B,), NOT_COUNTED where a row does not count."""
+    return torch.where(batch.weight > 0, batch.target, NOT_COUNTED)
+
+
 def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, PlainLoader]:
     """The loader's training, and its validation, each as a loader that a loop iterates once for each epoch.
 
@@ -117,7 +122,6 @@ class PlainLoader:
             return self._form(batch)
         if self._form == "batch":
             return batch
-        target = torch.where(batch.weight > 0, batch.target, NOT_COUNTED)
         if self._form == "tuple":
-            return batch.image, target
-        return {"image": batch.image, "target": target, "weight": batch.weight}
+            return batch.image, counted_target(batch)
+        return {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}

@@ -26,6 +26,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain, derive_keys
+from raypipe.streaming.maker import check_labels
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 
@@ -237,12 +238,7 @@ class Learner:
     def backward(self, batch: Batch, last: bool) -> torch.Tensor:
         """Accumulate the gradient of one micro-batch, maybe the last of a step; returns its detached loss."""
         # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.
-        outside = (batch.label < 0) | (batch.label >= self._num_classes)
-        if outside.any():
-            raise ConfigError(
-                f"sample {batch.index[outside][0]} has label {batch.label[outside][0]}, outside "
-                f"[0, {self._num_classes}): set train.num_classes, or mend the store"
-            )
+        check_labels(batch.label, self._num_classes, lambda row: f"sample {batch.index[row]}")
         torch.manual_seed(batch.seed)  # dropout, too, is a function of the micro-batch
         synchronise = last or self._parallel is self._model
         with contextlib.nullcontext() if synchronise else self._parallel.no_sync():  # type: ignore[operator]

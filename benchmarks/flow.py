@@ -74,7 +74,7 @@ def case(
         time.sleep(transform_s / MICRO_BATCH)
         return np.ascontiguousarray(image[:CROP, :CROP])
 
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         BitmapStore(micro_batches * MICRO_BATCH, store_s),
         plan=PlanConfig(epochs=1, micro_batch_size=MICRO_BATCH),
         transform=TransformConfig(),

@@ -119,7 +119,7 @@ def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Ite
 
 
 def streamed(args: Any, device: torch.device, store: str, decode: Any = "cpu") -> Iterator[Fed]:
-    spec = raypipe.StreamSpec.of(
+    spec = raypipe.StreamSpec(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
         transform=TransformConfig(train=args.transform, size=args.size, decode=decode),

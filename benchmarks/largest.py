@@ -64,7 +64,7 @@ def start(num: int) -> dict[str, float]:
 
     image = cv2.imencode(".jpg", np.zeros((256, 256, 3), np.uint8))[1].tobytes()
     began = time.perf_counter()
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         SimulatedStore(num, image),
         plan=PlanConfig(epochs=90, micro_batch_size=128, global_batch_size=1024),
         transform=TransformConfig(train="light"),

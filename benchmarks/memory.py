@@ -113,7 +113,7 @@ def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argpa
     from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
 
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         store,
         plan=PlanConfig(epochs=args.epochs, micro_batch_size=min(args.micro_batch_size, len(store))),
         transform=transform,

@@ -58,7 +58,7 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
 
     def start() -> Epochs:
         connect()
-        spec = StreamSpec.of(
+        spec = StreamSpec(
             work.folder / "train.lmdb",
             # One epoch more than is consumed: what is measured is not helped by actors that have no more to do.
             plan=PlanConfig(epochs=work.epochs + 1, micro_batch_size=work.batch),

@@ -56,7 +56,7 @@ def measure(
     Returns:
         `resume_start_s` and `resume_end_s`, medians; `resume_ratio`, the one over the other.
     """
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         RepeatedStore(store, NUM_SAMPLES),
         plan=PlanConfig(epochs=2, micro_batch_size=micro_batch),
         transform=transform,

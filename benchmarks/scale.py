@@ -115,7 +115,7 @@ def spec_of(case: Case) -> StreamSpec:
         time.sleep(seconds)
         return result
 
-    return StreamSpec.of(
+    return StreamSpec(
         RepeatedStore(MemoryStore([image], [0]), 4_000_000),
         plan=PlanConfig(epochs=1, micro_batch_size=case.samples, global_batch_size=case.samples * PER_STEP),
         transform=TransformConfig(),

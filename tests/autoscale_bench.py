@@ -84,7 +84,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
     from raypipe.streaming.spec import StreamSpec
     from raypipe.streaming.supervisor import start_supervisor
 
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         str(store),
         plan=PlanConfig(epochs=1000, micro_batch_size=B),
         pool=PoolConfig(max_actors=NODE_CPUS * max_nodes, grow_after_s=3.0, shrink_after_s=6.0),

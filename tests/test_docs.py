@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import json
 import re
@@ -144,8 +143,8 @@ def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
         "criterion": criterion,
     }
     exec(compile(loop, "README.md", "exec"), names)
-    names["spec"] = dataclasses.replace(
-        names["spec"], transforms={**names["spec"].transforms, "val": names["albumentations_pipeline"]}
+    names["spec"] = names["spec"].replace(
+        transforms={**names["spec"].transforms, "val": names["albumentations_pipeline"]}
     )
     names["train_fn"]({})
     assert sum(seen) == 2 * (96 + 32)  # with the rows that pad the last step of a validation
@@ -207,7 +206,7 @@ def test_the_loops_of_docs_integrations_learn(tmp_path: Path, monkeypatch: pytes
     names = program("integrations.md", monkeypatch, tmp_path)
     assert names["result"].metrics["accuracy"] > 0.5
     # The others in this process, without a cluster, as the page's end has it.
-    names["spec"] = dataclasses.replace(names["spec"], pool=raypipe.PoolConfig(engine="inline"))
+    names["spec"] = names["spec"].replace(pool=raypipe.PoolConfig(engine="inline"))
     assert names["train_accelerate"]({"folder": str(tmp_path)}) > 0.5
     given = {"folder": str(tmp_path / "trainer")}
     losses, again = (
@@ -348,7 +347,7 @@ def test_what_docs_transforms_has_makes_images(
     (tmp_path / "policy.json").write_text(policy)
 
     def first(**changes: Any) -> np.ndarray:
-        made = raypipe.StreamSpec.of("train.lmdb", plan=names["spec"].plan.config, **changes)
+        made = raypipe.StreamSpec("train.lmdb", plan=names["spec"].plan.config, **changes)
         return MicroBatchMaker(*made.recipe).batch(next(made.plan.micro_batches(made.plan.start()))).image
 
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])

@@ -171,10 +171,10 @@ def digest(
     if spec := _stream_of_run(store, trust):
         own = {"val": val, "epochs": epochs, "val_transform": val_transform, "exclude": exclude}
         _check_none_given(store, {**own, "val_exclude": val_exclude, **settings})
-        spec = dataclasses.replace(spec, pool=pool)
+        spec = spec.replace(pool=pool)
     else:
         plan, cpu, options = stream_settings(epochs, **settings)
-        spec = StreamSpec.of(
+        spec = StreamSpec(
             open_store(store, **options),
             open_store(val, **options) if val else None,
             plan=plan,
@@ -194,7 +194,7 @@ def digest(
     expected = DigestFile.read(compare) if compare else None
     if output:
         check_place(output)
-    spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
+    spec = spec.replace(plan=spec.plan.until(to_step))
     cursor = spec.plan.cursor_at(from_step)
     if engine == "inline":
         most, digests = 0, list(digested(inline_batches(spec, cursor)))
@@ -237,7 +237,7 @@ def _stream_of_run(address: str, trust: bool) -> StreamSpec | None:
     except (ConfigError, OSError):  # what is wrong with the address is told by those who open it as a store
         return None
     run = parse_run([f"--resume={address}", f"--trust={str(trust).lower()}"], None)
-    return dataclasses.replace(spec_of(run, run_uri), quarantine="")
+    return spec_of(run, run_uri).replace(quarantine="")
 
 
 def _check_none_given(run: str, settings: dict[str, Any]) -> None:

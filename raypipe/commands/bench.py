@@ -184,7 +184,7 @@ def stream_once(
     transform = dataclasses.replace(transform, val=transform.train)
     epochs = max(3, round(guess * seconds / (2 * len(store))))
     plan = PlanConfig(epochs=epochs, micro_batch_size=min(micro_batch, len(store)))
-    spec = StreamSpec.of(store, store, plan=plan, transform=transform, pool=pool)
+    spec = StreamSpec(store, store, plan=plan, transform=transform, pool=pool)
     started = time.perf_counter()
     connect()
     arrivals, segments, sizes, num_bytes = [], [], [], 0

@@ -69,7 +69,7 @@ class Preview:
     def __init__(self, store: Store, plan: PlanConfig, transform: TransformConfig, augment: AugmentConfig) -> None:
         # Without a GPU the CPU's decoder is the nearest that there is; and any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
-        spec = StreamSpec.of(store, plan=plan, transform=transform)
+        spec = StreamSpec(store, plan=plan, transform=transform)
         self.plan, self.store, self.config, self.augment = spec.plan, store, spec.transform, augment
         self._maker, self._targets = MicroBatchMaker(*spec.recipe), transform.target_columns
         device, targets = torch.device("cpu"), bool(self._targets)

@@ -77,7 +77,7 @@ def mixing(store: Store, shuffle: str, micro_batch: int) -> float | None:
     """
     config: Any = {"epochs": 1, "micro_batch_size": max(1, min(micro_batch, len(store))), "shuffle": shuffle}
     try:
-        plan = Plan.of(PlanConfig(**config), store)
+        plan = Plan.from_stores(PlanConfig(**config), store)
     except ConfigError:
         return None
     places = [

@@ -30,7 +30,7 @@ class Cursor:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def of(fields: Any) -> Cursor:
+    def from_dict(fields: Any) -> Cursor:
         """From the fields by name. Raises CursorError where they are no cursor's."""
         try:
             return Cursor(int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"]))
@@ -41,6 +41,6 @@ class Cursor:
     def from_json(text: str) -> Cursor:
         """Raises CursorError when the text is not a cursor."""
         try:
-            return Cursor.of(json.loads(text))
+            return Cursor.from_dict(json.loads(text))
         except ValueError as error:
             raise CursorError(f"not a cursor: {text[:200]!r} ({error})") from None

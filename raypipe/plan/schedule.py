@@ -119,7 +119,7 @@ def _divisors(number: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run as one stream. Build it with `Plan.of`.
+    """One run as one stream; `Plan.from_stores` makes it.
 
     Attributes:
         config: the order's settings.
@@ -141,7 +141,7 @@ class Plan:
     end_step: int | None = None
 
     @staticmethod
-    def of(
+    def from_stores(
         config: PlanConfig,
         train: Store,
         val: Store | None = None,

@@ -152,7 +152,7 @@ class Loader:
         Raises:
             CursorError: the state is none, or of another plan.
         """
-        cursor = Cursor.of(state)
+        cursor = Cursor.from_dict(state)
         self.plan.check(cursor)
         if cursor != self._start or self.first_batch_s or self._batches is None:
             self.close()

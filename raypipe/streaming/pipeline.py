@@ -227,7 +227,7 @@ def stream(
     """The stream as a plain Dataset, for people who only want the data.
 
     Args:
-        train, val, plan, transform, pool, train_transform, val_transform: see `StreamSpec.of`, which also takes
+        train, val, plan, transform, pool, train_transform, val_transform: see `StreamSpec`, which also takes
             what else is given.
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
@@ -239,7 +239,7 @@ def stream(
     Raises:
         StoreError, ConfigError, CursorError, ResourceError: what is wrong, and how to mend it.
     """
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         train,
         val,
         plan=plan,

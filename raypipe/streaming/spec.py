@@ -27,9 +27,9 @@ may be."""
 Recipe = tuple[Plan, dict[Split, Store], dict[Split, Transform], TransformConfig, PoolConfig, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class StreamSpec:
-    """Everything that fixes a stream, and the pool that makes it. Build it with `StreamSpec.of`.
+    """Everything that fixes a stream, and the pool that makes it: a plain value, which pickles.
 
     Attributes:
         plan: the order.
@@ -50,8 +50,8 @@ class StreamSpec:
     run: str = ""
     log: LogFormat = "text"
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         train: Store | str | Path,
         val: Store | str | Path | None = None,
         *,
@@ -65,7 +65,7 @@ class StreamSpec:
         quarantine: str = "",
         run: str = "",
         log: LogFormat = "text",
-    ) -> StreamSpec:
+    ) -> None:
         """Open the stores and lay out the plan.
 
         Args:
@@ -92,22 +92,30 @@ class StreamSpec:
         }
         transforms = {split: without_files(chosen[split]) for split in stores}
         check_transforms(transform, transforms, stores)
-        return StreamSpec(
-            plan=Plan.of(
+        fields = {
+            "plan": Plan.from_stores(
                 plan_config,
                 train_store,
                 val_store,
                 exclude=read_bad_list(exclude, train_store, "store.exclude"),
                 val_exclude=read_bad_list(val_exclude, val_store, "store.val_exclude"),
             ),
-            stores=stores,
-            transforms=transforms,
-            transform=transform,
-            pool=pool,
-            quarantine=quarantine,
-            run=run,
-            log=log,
-        )
+            "stores": stores,
+            "transforms": transforms,
+            "transform": transform,
+            "pool": pool,
+            "quarantine": quarantine,
+            "run": run,
+            "log": log,
+        }
+        self.__dict__.update(fields)  # the class is frozen
+
+    def replace(self, **changes: Any) -> StreamSpec:
+        """A copy with other values of some attributes."""
+        assert changes.keys() <= self.__dict__.keys()
+        copy = object.__new__(StreamSpec)
+        copy.__dict__.update(self.__dict__, **changes)
+        return copy
 
     @property
     def recipe(self) -> Recipe:
@@ -124,7 +132,7 @@ class StreamSpec:
 def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
     """The stream of a run, whose folder has the record of its bad samples."""
     options = store_options(run.store.image_column, run.store.label_column)
-    return StreamSpec.of(
+    return StreamSpec(
         open_store(run.store.train, **options),
         open_store(run.store.val, **options) if run.store.val else None,
         plan=run.plan,

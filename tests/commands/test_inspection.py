@@ -152,7 +152,7 @@ class TestVerify:
         assert found["reasons"] == [(entry["index"], entry["name"], 1, entry["error"]) for entry in written["bad"]]
         assert [entry["name"] for entry in written["bad"]] == [f"{damaged}, key {index}" for index in sorted(BAD)]
         assert (written["store"], written["num_samples"]) == (str(damaged), NUM)
-        spec = StreamSpec.of(store, plan=PlanConfig(micro_batch_size=3), exclude=output)
+        spec = StreamSpec(store, plan=PlanConfig(micro_batch_size=3), exclude=output)
         assert spec.plan.num_train == NUM - 3
 
     def test_the_command_writes_a_list_here_only_where_samples_are_bad(

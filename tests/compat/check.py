@@ -96,7 +96,7 @@ def _is_actor(process: psutil.Process) -> bool:
 
 def check_stream(store: str) -> dict[str, Any]:
     """Digest, a killed actor, growth."""
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         store,
         store,
         plan=PlanConfig(epochs=4, micro_batch_size=8, global_batch_size=16, seed=5),

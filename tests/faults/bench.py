@@ -95,7 +95,7 @@ def make_stores(folder: Path, num_samples: int, names: list[str]) -> dict[str, s
 def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
     min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
-    return StreamSpec.of(
+    return StreamSpec(
         store,
         store,
         plan=PLAN,

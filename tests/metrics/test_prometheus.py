@@ -71,7 +71,7 @@ def store(num: int, bad: set[int]) -> MemoryStore:
 @pytest.fixture(scope="module")
 def spec(ray_cluster: None) -> StreamSpec:
     """2 epochs of 64 training samples, 2 of them bad, and 20 for validation, 1 of them bad."""
-    return StreamSpec.of(
+    return StreamSpec(
         store(64, {3, 17}),
         store(20, {5}),
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16),

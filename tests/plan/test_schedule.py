@@ -33,7 +33,7 @@ def plan_of(
     val_exclude: Collection[int] = (),
     **config: Any,
 ) -> Plan:
-    return Plan.of(
+    return Plan.from_stores(
         PlanConfig(**{"epochs": 2, "micro_batch_size": 2, **config}),
         store(size, group_size),
         store(val) if val else None,
@@ -319,7 +319,7 @@ def test_the_fingerprint_changes_with_all_that_orders_the_stream(change: dict[st
 
 def test_the_fingerprint_changes_with_the_stores_contents_groups_and_windows() -> None:
     config = PlanConfig(micro_batch_size=2)
-    assert Plan.of(config, store(7, salt=1)).fingerprint != Plan.of(config, store(7)).fingerprint
+    assert Plan.from_stores(config, store(7, salt=1)).fingerprint != Plan.from_stores(config, store(7)).fingerprint
     windows = {plan_of(group_size=g, window_groups=k).fingerprint for g in (2, 3) for k in (1, 2)}
     assert len(windows) == 4
 
@@ -393,7 +393,7 @@ TRAIN, VAL = MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 1, 0, 0)
 
 def test_golden_fingerprint_keys_and_seeds() -> None:
     plan = plan_of(7, val=7, seed=3)
-    assert plan.fingerprint == "fb9ae5d1b8292732"  # a changed order needs a new version in Plan.of
+    assert plan.fingerprint == "fb9ae5d1b8292732"  # a changed order needs a new version in Plan.from_stores
     assert plan.sample_keys(TRAIN, np.array([0, 5])).tolist() == [
         [11069706689143024590, 12736252317321350365],
         [5993206361209865364, 10375007407380955260],

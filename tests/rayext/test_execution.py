@@ -77,7 +77,7 @@ def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: 
 def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
     all_cpus_held: None, stores: dict[str, Path]
 ) -> None:
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         stores["train"],
         plan=PlanConfig(micro_batch_size=10),
         transform=TransformConfig(train="small", size=8),

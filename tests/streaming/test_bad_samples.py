@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def spec_of(folder: Path, records: Path, **config: Any) -> StreamSpec:
-    return StreamSpec.of(
+    return StreamSpec(
         str(folder),
         str(folder),
         plan=PlanConfig(epochs=1, micro_batch_size=4),

@@ -13,7 +13,9 @@ from raypipe.streaming.blocks import cut, fitting, most, tasks
 
 def plan(num_train: int = 60, num_val: int = 25, per_step: int = 4, epochs: int = 2) -> Plan:
     train, val = (MemoryStore([b""] * size, np.zeros(size)) for size in (num_train, num_val))
-    return Plan.of(PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=per_step * 2), train, val)
+    return Plan.from_stores(
+        PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=per_step * 2), train, val
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -96,7 +96,7 @@ def hangs(image: np.ndarray) -> np.ndarray:
 
 
 def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStore, **config: Any) -> StreamSpec:
-    return StreamSpec.of(
+    return StreamSpec(
         store(train),
         plan=PlanConfig(epochs=1, micro_batch_size=8),
         train_transform=transform,
@@ -139,7 +139,7 @@ def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one
 
 def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
     images = [picture(i) for i in range(16)]
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         FetchedFirst(images, [0] * 16, classes=CLASSES),
         plan=PlanConfig(epochs=1, micro_batch_size=8),
         train_transform=crop,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -27,12 +26,12 @@ INLINE = PoolConfig(engine="inline")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
     transform = TransformConfig(train="light", val="resize", size=12)
-    return StreamSpec.of(stores["train"], stores["val"], plan=plan, transform=transform, pool=INLINE)
+    return StreamSpec(stores["train"], stores["val"], plan=plan, transform=transform, pool=INLINE)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_it_has_the_bits_of_a_cluster_from_any_step(spec: StreamSpec, threads: int) -> None:
-    threaded = dataclasses.replace(spec, pool=PoolConfig(engine="inline", threads=threads))
+    threaded = spec.replace(pool=PoolConfig(engine="inline", threads=threads))
     for step in (0, 3):
         found = [batch_digest(batch) for batch in inline_batches(threaded, spec.plan.cursor_at(step))]
         assert found == without_ray.digests(spec, step)
@@ -55,7 +54,7 @@ def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(stores:
         seen.append(threading.current_thread())
         return image[:8, :8]
 
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4), train_transform=transform, pool=INLINE
     )
     batch = next(next(loader(spec).epochs()).train)
@@ -64,7 +63,7 @@ def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(stores:
 
 def test_threads_refuse_a_transform_that_draws_from_what_they_share(stores: dict[str, Path]) -> None:
     pool = PoolConfig(engine="inline", threads=2)
-    spec = StreamSpec.of(stores["train"], train_transform=lambda image: image[:8, :8], pool=pool)
+    spec = StreamSpec(stores["train"], train_transform=lambda image: image[:8, :8], pool=pool)
     with pytest.raises(ConfigError, match=r"pool\.threads is 2, and the train transform draws .*pool\.threads=0"):
         next(inline_batches(spec, spec.plan.start()))
 
@@ -74,7 +73,7 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
     def broken(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         raise ValueError("no")
 
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         stores["train"],
         train_transform=broken,
         transform=TransformConfig(on_bad_sample="raise"),
@@ -92,7 +91,7 @@ def test_a_dataset_of_ray_is_not_made_without_ray(stores: dict[str, Path]) -> No
 def test_no_cluster_is_started_and_nothing_of_ray_data_or_train_is_imported(stores: dict[str, Path]) -> None:
     program = f"""
 import sys, raypipe
-spec = raypipe.StreamSpec.of({str(stores["train"])!r}, pool=raypipe.PoolConfig(engine="inline"))
+spec = raypipe.StreamSpec({str(stores["train"])!r}, pool=raypipe.PoolConfig(engine="inline"))
 for epoch in raypipe.loader(spec).epochs():
     for batch in epoch.train:
         assert batch.image.shape == (64, 3, 224, 224)

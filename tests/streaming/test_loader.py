@@ -79,7 +79,7 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
-    return StreamSpec.of(
+    return StreamSpec(
         stores["train"],
         stores["val"],
         plan=plan,
@@ -154,7 +154,7 @@ def encoded_spec(tmp_path_factory: pytest.TempPathFactory) -> StreamSpec:
     made[11]["image"] = cv2.imencode(".png", np.full((40, 48, 3), 9, np.uint8))[1].tobytes()[:-40] + b"\0" * 40
     made[13]["image"] = cv2.imencode(".png", np.full((40, 48, 3), (50, 100, 200), np.uint8))[1].tobytes()
     write_atomically(str(folder / "train.lmdb"), made, CLASSES)
-    return StreamSpec.of(
+    return StreamSpec(
         str(folder / "train.lmdb"),
         str(folder / "train.lmdb"),
         plan=PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24),
@@ -208,7 +208,7 @@ def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_
 def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:
     strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
     store: Any = MemoryStore([encoded_spec.stores["train"].read(np.array([11]))["image"][0]] * 6, [0] * 6)
-    spec = StreamSpec.of(store, plan=PlanConfig(micro_batch_size=6), transform=strict)
+    spec = StreamSpec(store, plan=PlanConfig(micro_batch_size=6), transform=strict)
     with pytest.raises(SampleError, match=r"sample [0-5]: "):
         delivered(spec, None)
 
@@ -225,7 +225,7 @@ def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, An
     store = MemoryStore([b""] * 6, [0] * 6)
     transform = TransformConfig(**{"train": "light", "decode": "gpu", **settings})
     with pytest.raises(ConfigError, match=message):
-        StreamSpec.of(store, transform=transform)
+        StreamSpec(store, transform=transform)
 
 
 def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
@@ -248,7 +248,7 @@ def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
 
 @pytest.fixture(scope="module")
 def inline(spec: StreamSpec) -> StreamSpec:
-    return dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
+    return spec.replace(pool=PoolConfig(engine="inline"))
 
 
 def test_an_epoch_has_its_training_then_its_validation_and_tells_where_steps_end(inline: StreamSpec) -> None:
@@ -290,7 +290,7 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: Str
         if batch.ends_step:
             states.append(json.loads(json.dumps(whole.state_dict())))
     for state in states:
-        left = set(plan.micro_batches(Cursor.of(state)))
+        left = set(plan.micro_batches(Cursor.from_dict(state)))
         for rank in range(world_size):
             rest = ranked(inline, rank, world_size)
             rest.load_state_dict(state)

@@ -41,7 +41,7 @@ SMALL = TransformConfig(train="light", val="center", size=24)
 
 
 def spec_of(stores: dict[str, Path], train: str = "train", **changes: Any) -> StreamSpec:
-    return StreamSpec.of(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
+    return StreamSpec(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
 
 
 def corner(image: np.ndarray) -> np.ndarray:
@@ -56,7 +56,7 @@ def digests_of(spec: StreamSpec, cursor: Cursor, **options: int) -> list[bytes]:
 def digests(
     spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0, block: int = 0
 ) -> list[bytes]:
-    spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=block))
+    spec = spec.replace(pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=block))
     return digests_of(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
 
 
@@ -127,7 +127,7 @@ def test_each_rank_gets_the_same_from_any_number_of_executions(
     for executions, from_step in cases:
         pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
         # It fails where a rank gets what another should.
-        shared = dataclasses.replace(spec, pool=pool)
+        shared = spec.replace(pool=pool)
         found = digests_of(shared, spec.plan.cursor_at(from_step), max_actors=executions, world_size=4)
         assert found == alone[4 * from_step :]
     with pytest.raises(ConfigError, match=r"one execution: pool\.executions is 2"):
@@ -166,9 +166,9 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
             seg = b"bad" if number == 5 else mask
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
     settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_boxes=3)
-    spec = StreamSpec.of(path, path, plan=dataclasses.replace(PLAN, epochs=1), transform=settings)
+    spec = StreamSpec(path, path, plan=dataclasses.replace(PLAN, epochs=1), transform=settings)
     alone = without_ray.digests(spec)
-    in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
+    in_actors = spec.replace(pool=PoolConfig(read="actor", cpus_per_actor=0.5))
     assert digests_of(in_actors, spec.plan.start(), max_actors=1, world_size=2) == alone
     # Of Parquet a task of its own reads.
     seen = list(without_ray.every_batch(loader(spec, max_actors=1)))
@@ -223,7 +223,7 @@ def test_while_the_consumer_stands_still_little_is_in_flight_and_nothing_spins(
             file.write("x")
         return np.zeros((4, 4, 3), np.uint8)
 
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         stores["train"],
         plan=PlanConfig(epochs=20, micro_batch_size=4),
         train_transform=traced,
@@ -255,7 +255,7 @@ ONE_EPOCH = PlanConfig(epochs=1, micro_batch_size=8)
 
 
 def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(tmp_path: Path) -> None:
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         with_bad(BAD),
         with_bad(BAD),
         plan=ONE_EPOCH,
@@ -268,7 +268,7 @@ def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(t
         return [(b.at, b.index.tolist(), b.label.tolist(), b.weight.tolist(), b.num_bad) for b in batches]
 
     rows = rows_of(host_batches(splits(spec, spec.plan.start(), max_actors=2)[0]))
-    other = dataclasses.replace(spec, quarantine=(tmp_path / "two").as_uri())
+    other = spec.replace(quarantine=(tmp_path / "two").as_uri())
     assert rows_of(without_ray.host_batches(other)) == rows
     assert sum(row[4] for row in rows) == 6
     for at, index, label, weight, _ in rows:
@@ -301,7 +301,7 @@ def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
     transform: TransformConfig, error: type[Exception], message: str
 ) -> None:
     store = with_bad({**BAD, 5: picture(5, 30, 30)})
-    spec = StreamSpec.of(store, plan=ONE_EPOCH, transform=transform)
+    spec = StreamSpec(store, plan=ONE_EPOCH, transform=transform)
     with pytest.raises(error, match=message) as caught:
         list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
     assert type(caught.value) is error
@@ -309,7 +309,7 @@ def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
 
 def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: dict[str, Path]) -> None:
     few = [s["image"] for s in samples(3)]
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         stores["train"],
         MemoryStore(few, [0, 1, 2], classes=CLASSES),
         plan=PlanConfig(epochs=1, micro_batch_size=10, global_batch_size=50),

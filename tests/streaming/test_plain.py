@@ -21,7 +21,7 @@ from raypipe.streaming.spec import StreamSpec
 
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
-    return StreamSpec.of(
+    return StreamSpec(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),

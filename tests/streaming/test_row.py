@@ -109,7 +109,7 @@ def test_encoded_micro_batches_of_unlike_lengths_come_out_of_a_block_as_they_wen
 
 
 def test_of_a_stream_at_its_end_ranks_get_nothing_and_no_execution_is_needed(stores: dict[str, Path]) -> None:
-    spec = StreamSpec.of(stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8))
+    spec = StreamSpec(stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8))
     end = Cursor(1, 0, spec.plan.fingerprint)
     for apart in (False, True):
         found = splits(spec, end, max_actors=1, world_size=2, apart=apart)

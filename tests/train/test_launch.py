@@ -47,7 +47,7 @@ def store(classes: tuple[str, ...] | None, size: int = 4) -> MemoryStore:
 
 
 def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
-    return StreamSpec.of(train, val, plan=RUN.plan)
+    return StreamSpec(train, val, plan=RUN.plan)
 
 
 # Credentials
@@ -127,7 +127,7 @@ def test_a_run_without_actors_says_who_makes_the_stream_and_asks_for_no_object_s
     shown = describe(run, spec(store(("a",))), Allocation(2, False, 1.0, 0), "file:///runs/mine")
     assert "transform  in the trainers themselves (pool.engine=inline)" in shown
     # No cluster is asked.
-    check_memory(dataclasses.replace(spec(store(("a",))), pool=run.pool), 0, 2)
+    check_memory(spec(store(("a",))).replace(pool=run.pool), 0, 2)
 
 
 def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:

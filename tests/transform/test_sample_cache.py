@@ -313,7 +313,7 @@ def test_it_is_refused_where_what_is_decoded_is_not_the_same_in_each_epoch(
     transform: TransformConfig, message: str, stores: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        StreamSpec.of(str(stores["train"]), transform=transform, pool=PoolConfig(cache="disk"))
+        StreamSpec(str(stores["train"]), transform=transform, pool=PoolConfig(cache="disk"))
 
 
 # The stream
@@ -346,7 +346,7 @@ BAD = {37, 38, 39}
 
 
 def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = LIMIT, **plan: Any) -> StreamSpec:
-    return StreamSpec.of(
+    return StreamSpec(
         store,
         store,
         plan=PlanConfig(**{"epochs": 2, "micro_batch_size": 6, "seed": 3} | plan),
@@ -445,7 +445,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
 ) -> None:
     monkeypatch.undo()  # actors are processes of the cluster, and know nothing of this test's places
     limit = (8 << 20) + os.getpid()  # another cache than the last session's
-    spec = StreamSpec.of(
+    spec = StreamSpec(
         str(stores[name]),
         str(stores["val"]),
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5),

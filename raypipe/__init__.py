@@ -19,7 +19,7 @@ os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 
 if TYPE_CHECKING:
-    from raypipe.commands.ingest import ingest as ingest
+    from raypipe.commands.convert import convert as convert
     from raypipe.commands.inspection import describe as describe
     from raypipe.commands.inspection import verify as verify
     from raypipe.commands.preview import preview as preview
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
 _NAMES = {
-    "commands.ingest": ["ingest"],
+    "commands.convert": ["convert"],
     "commands.inspection": ["describe", "verify"],
     "commands.preview": ["preview"],
     "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "StrengthConfig", "TransformConfig"],

@@ -3,7 +3,7 @@
     python tests/stream_hashes.py before.json           write them
     python tests/stream_hashes.py --against before.json   and say which have changed; exit code 1 if any has
 
-Every store, transform and target of small data made here goes through `raypipe ingest`, `raypipe digest` and
+Every store, transform and target of small data made here goes through `raypipe convert`, `raypipe digest` and
 jobs/train.py as a user would call them, so that no change within the program needs a change here.
 """
 
@@ -71,8 +71,8 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     }
     pyarrow.parquet.write_table(pa.table(columns), folder / "targets.parquet", row_group_size=16)
 
-    def ingest(source: Path, name: str, *options: str) -> str:
-        command = [RAYPIPE, "ingest", str(source), str(folder / name), *options]
+    def convert(source: Path, name: str, *options: str) -> str:
+        command = [RAYPIPE, "convert", str(source), str(folder / name), *options]
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         return str(folder / name)
 
@@ -80,13 +80,13 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
         "folder": str(images),
         "zip": str(folder / "images.zip"),
         "tar": str(folder / "images.tar"),
-        "lmdb": ingest(images, "images.lmdb"),
-        "lmdb-shards": ingest(images, "shards.lmdb", "--shards=3"),
-        "parquet": ingest(images, "images.parquet"),
+        "lmdb": convert(images, "images.lmdb"),
+        "lmdb-shards": convert(images, "shards.lmdb", "--shards=3"),
+        "parquet": convert(images, "images.parquet"),
         "webdataset": webdataset(images, folder / "webdataset.tar"),
-        "short-side": ingest(images, "short.lmdb", "--short_side=32"),
-        "from-tfrecord": ingest(folder / "images.tfrecord", "tfrecord.lmdb"),
-        "from-hdf5": ingest(folder / "images.h5", "hdf5.lmdb"),
+        "short-side": convert(images, "short.lmdb", "--short_side=32"),
+        "from-tfrecord": convert(folder / "images.tfrecord", "tfrecord.lmdb"),
+        "from-hdf5": convert(folder / "images.h5", "hdf5.lmdb"),
         "targets": str(folder / "targets.parquet"),
     }
 

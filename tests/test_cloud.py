@@ -19,7 +19,7 @@ import without_ray
 from s3_server import FaultyProxy, environment
 from small_runs import small_run
 
-from raypipe.commands.ingest import ingest
+from raypipe.commands.convert import convert
 from raypipe.config import RunConfig
 from raypipe.metrics.records import parse
 from raypipe.storage.filesystem import open_filesystem
@@ -162,8 +162,8 @@ def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("name", ["x.lmdb", "x.parquet"])
-def test_ingest_writes_to_a_bucket(name: str, bucket: str, stores: dict[str, Path]) -> None:
-    found = ingest(str(stores["train"]), f"{bucket}/{name}", shards=2, progress=False)
+def test_convert_writes_to_a_bucket(name: str, bucket: str, stores: dict[str, Path]) -> None:
+    found = convert(str(stores["train"]), f"{bucket}/{name}", shards=2, progress=False)
     assert (found["samples"], found["classes"]) == (100, 5)
     store, source = open_store(f"{bucket}/{name}"), open_store(stores["train"])
     assert store.classes == source.classes and len(store) == 100

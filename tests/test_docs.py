@@ -30,7 +30,7 @@ from conftest import samples, write_tar  # isort: skip
 
 def test_there_are_commands_of_every_kind() -> None:
     assert {words[0] for words in commands()} == {"raypipe", "jobs/train.py", "jobs/tune.py"}
-    assert {words[1] for words in commands() if words[0] == "raypipe"} >= {"ingest", "digest", "stop"}
+    assert {words[1] for words in commands() if words[0] == "raypipe"} >= {"convert", "digest", "stop"}
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -232,7 +232,7 @@ def test_the_program_of_docs_own_store_streams_audits_and_copies(
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_program_of_docs_formats_ingests_samples_and_a_dataset(
+def test_the_program_of_docs_formats_converts_samples_and_a_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program("formats.md", monkeypatch, tmp_path)

@@ -30,7 +30,7 @@ from raypipe.stores.destination import write_atomically
 
 from conftest import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
-from test_ingest_sources import write_lmdb  # isort: skip
+from test_convert_sources import write_lmdb  # isort: skip
 from test_capacity import CONTENT  # isort: skip
 from test_report import make_run  # isort: skip
 
@@ -47,7 +47,7 @@ JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--tune.trials=2", "--tune.repeats=2", "--tune.epochs=2", "--storage_path=runs"]
 ELSEWHERE = {
     ("README.md", "jobs/train.py"): "test_jobs.py",
-    **{("llms.txt", name): "here, of running.md" for name in ("jobs/train.py", "ingest", "digest")},
+    **{("llms.txt", name): "here, of running.md" for name in ("jobs/train.py", "convert", "digest")},
     **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
     **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
 }
@@ -110,12 +110,12 @@ def runs(*what: tuple[str, str]) -> Callable[[Callable[..., None]], Callable[...
     return lambda test: test
 
 
-@runs(("running.md", "ingest"), ("running.md", "inspect"), ("running.md", "digest"))
+@runs(("running.md", "convert"), ("running.md", "inspect"), ("running.md", "digest"))
 @pytest.mark.usefixtures("ray_cluster", "s3")
-def test_docs_running_ingests_verifies_and_audits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_running_converts_verifies_and_audits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = samples(64)
     write_tar("photos.tar", (few[i % 64] for i in range(1600)))
-    here, there = of("running.md", "ingest")
+    here, there = of("running.md", "convert")
     assert run(here, capsys)["samples"] == 1600
     (verify,) = of("running.md", "inspect")
     assert run(verify, capsys)["bad"] == 0 and Path("bad.json").exists()
@@ -157,12 +157,12 @@ def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(kept, capsys)["equal"]
 
 
-@runs(("cloud.md", "ingest"))
+@runs(("cloud.md", "convert"))
 @pytest.mark.usefixtures("ray_cluster", "folder", "s3")
-def test_docs_cloud_ingests_into_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_cloud_converts_into_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
     write_tar("photos.tar", samples(100))
-    (ingest,) = of("cloud.md", "ingest")
-    assert run(ingest, capsys)["samples"] == 100 == len(open_store(ingest[3]))
+    (convert,) = of("cloud.md", "convert")
+    assert run(convert, capsys)["samples"] == 100 == len(open_store(convert[3]))
 
 
 @runs(("costs.md", "bench"), ("costs.md", "plan-capacity"))
@@ -171,7 +171,7 @@ def test_docs_cloud_ingests_into_a_bucket(capsys: pytest.CaptureFixture[str]) ->
 def test_docs_costs_sizes_a_cluster_for_a_store_in_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
     write_tar("photos.tar", samples(100))
     (bench,), (plan,) = of("costs.md", "bench"), of("costs.md", "plan-capacity")
-    run_alone(["raypipe", "ingest", "photos.tar", bench[2]])
+    run_alone(["raypipe", "convert", "photos.tar", bench[2]])
     assert run_alone(bench)["store"] == bench[2]
     assert run(plan, capsys)["images_per_s"] == 8 * 2500
 
@@ -198,11 +198,11 @@ def test_docs_tuning_measures() -> None:
         assert run_alone(words)["ratio"] > 0
 
 
-@runs(("moving.md", "ingest"))
+@runs(("moving.md", "convert"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_moving_ingests_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_moving_converts_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(Path("train"))
-    (words,) = of("moving.md", "ingest")
+    (words,) = of("moving.md", "convert")
     assert run(words, capsys)["samples"] == 40 == len(open_store(words[3]))
 
 
@@ -277,9 +277,9 @@ GIVEN: dict[str, Callable[[], None]] = {
 }
 
 
-@runs(("formats.md", "ingest"), ("formats.md", "inspect"), ("formats.md", "preview"))
+@runs(("formats.md", "convert"), ("formats.md", "inspect"), ("formats.md", "preview"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
-@pytest.mark.parametrize("words", of("formats.md", "ingest", "inspect", "preview"), ids=" ".join)
+@pytest.mark.parametrize("words", of("formats.md", "convert", "inspect", "preview"), ids=" ".join)
 def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if "fine_label" in words:
         write_hugging_face("img", "fine_label")
@@ -288,7 +288,7 @@ def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.C
     own = "my_layout:sample" in words
     found = run_alone(words) if own else run(words, capsys)
     assert found["samples"] == (6 if words[1] == "preview" else 30)
-    if words[1] != "ingest":
+    if words[1] != "convert":
         assert "--html" not in words or Path(words[-1]).stat().st_size > 10_000
         return
     store = open_store(words[3])
@@ -329,7 +329,7 @@ def test_the_jobs_of_docs_running_run() -> None:
     (verify,) = of("running.md", "inspect")
     run_alone(verify)
     assert job(without_bad)["steps"] == 10
-    run_alone(["raypipe", "ingest", "train.lmdb", in_bucket[2]])
+    run_alone(["raypipe", "convert", "train.lmdb", in_bucket[2]])
     assert job(in_bucket)["run_dir"].startswith("s3://bucket/runs/")
     Path("my_package").mkdir()
     Path("my_package", "__init__.py").touch()
@@ -351,11 +351,11 @@ def test_the_jobs_of_docs_cloud_and_docs_cluster_run() -> None:
     first, resume = of("cloud.md", "jobs/train.py")
     write_stores("train.lmdb", "val.parquet")
     for name in ("train.lmdb", "val.parquet"):
-        run_alone(["raypipe", "ingest", name, f"s3://bucket/{name}"])
+        run_alone(["raypipe", "convert", name, f"s3://bucket/{name}"])
     assert job(first, f"--name={RUN_ID}")["steps"] == 10
     assert run_alone(resume)["run_dir"] == f"s3://bucket/runs/{RUN_ID}"
     for name in ("train", "val"):
-        run_alone(["raypipe", "ingest", "val.parquet", f"s3://my-bucket/{name}.parquet"])
+        run_alone(["raypipe", "convert", "val.parquet", f"s3://my-bucket/{name}.parquet"])
     standing, words = of("cluster.md", "jobs/train.py")
     assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
     assert job(standing, "--storage_path=runs", "--train.num_classes=10")["run_dir"].endswith(

@@ -108,8 +108,8 @@ def plan_capacity(
     advice = {
         "execution": f"{apart}raise pool.block (to {larger:,}, say)",
         "gpu_host_network": "send fewer bytes (transform.size, transform.decode=gpu), or fewer GPUs to a host",
-        "store": "ingest with --short-side, or spread the store over more disks",
-        "cpu_nodes": "allow more, ingest with --short-side, or transform less on CPUs",
+        "store": "convert the store with --short-side, or spread the store over more disks",
+        "cpu_nodes": "allow more, convert the store with --short-side, or transform less on CPUs",
     }
     shares = {
         "execution": passed,

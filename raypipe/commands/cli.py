@@ -27,7 +27,7 @@ from raypipe.stores import open_source, open_store, store_options
 set_parsing_settings(add_print_completion_argument=True)
 
 
-def ingest(
+def convert(
     src: str,
     dst: str,
     *,
@@ -41,7 +41,7 @@ def ingest(
 ) -> dict[str, Any]:
     """Copy any store into a new LMDB or Parquet store.
 
-    Example: raypipe ingest imagenet.tar imagenet.lmdb --short-side 256 --quality 92
+    Example: raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
 
     Args:
         src: LMDB, Parquet, tar, zip, a folder of class folders, TFRecord or HDF5; several as 'train-*.parquet'.
@@ -53,10 +53,10 @@ def ingest(
         overwrite: replace a store at dst.
         layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
-    from raypipe.commands import ingest as ingest_module
+    from raypipe.commands import convert as convert_module
 
     options = {} if layout == "auto" else {"layout": layout}
-    return ingest_module.ingest(
+    return convert_module.convert(
         open_source(src, **options, **store_options(**columns)),
         dst,
         short_side=short_side,
@@ -122,7 +122,7 @@ def stop(run: str) -> dict[str, Any]:
     return {"run_dir": run, "stop_requested": True}
 
 
-_ALL: list[Callable[..., dict[str, Any]]] = [ingest, bench.bench, audit.digest, audit.digest_diff, audit.inspect]
+_ALL: list[Callable[..., dict[str, Any]]] = [convert, bench.bench, audit.digest, audit.digest_diff, audit.inspect]
 _ALL += [capacity.plan_capacity, preview, audit.report, doctor.doctor, stop]
 COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
 _FLAGS = {"--overwrite", "--verify", "--no_ray"}

@@ -142,8 +142,8 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
     if times.decode_s > busy_s:
         what = f"Decoding on the {name} limits the run"
         advice = (
-            "ingest with --short-side, so that there is less to decode, or set transform.decode=cpu if the "
-            "cluster has CPUs to spare"
+            "convert the store with --short-side, so that there is less to decode, or set transform.decode=cpu if "
+            "the cluster has CPUs to spare"
         )
     elif times.transfer_s > busy_s:
         what = "The copy to the device limits the run"
@@ -156,11 +156,11 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
         advice = "raise pool.max_in_flight"
     elif times.read_s > 0.5 * times.work_s:
         what = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
-        advice = "ingest into LMDB or keep the store on a local disk, or raise pool.max_actors"
+        advice = "convert the store to LMDB or keep the store on a local disk, or raise pool.max_actors"
     else:
         what = "Decoding and transforming on CPUs limits the run"
         advice = (
-            "raise pool.max_actors and give the cluster the CPUs, ingest with --short-side, set "
+            "raise pool.max_actors and give the cluster the CPUs, convert the store with --short-side, set "
             "transform.crop_decode=scaled or transform.decode_min_side, or choose a lighter transform"
         )
     return f"{what}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."

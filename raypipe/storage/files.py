@@ -149,7 +149,7 @@ class RemoteFile:
         """What is there, with the digest that it should have; raises StoreError where it has another size."""
         if self.num_bytes not in (-1, found.num_bytes):
             raise StoreError(
-                f"{self.address} has {found.num_bytes} bytes, and was written with {self.num_bytes}: ingest it "
+                f"{self.address} has {found.num_bytes} bytes, and was written with {self.num_bytes}: convert it "
                 "again"
             )
         return replace(found, digest=self.digest)

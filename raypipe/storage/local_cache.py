@@ -151,7 +151,7 @@ class LocalCache:
         if file.num_bytes > limit:
             raise StoreError(
                 f"{file.address} has {file.num_bytes:,} bytes, the cache in {self._folder} a limit of {limit:,}: "
-                "raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or ingest into smaller shards "
+                "raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or convert it into smaller shards "
                 "(--shards)"
             )
         for path, num_bytes in sizes.items():
@@ -193,7 +193,7 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
         partial.unlink()
         raise StoreError(
             f"{file.address} has the checksum {digest.hexdigest()}, and was written with {file.digest}: it is "
-            "damaged; ingest it again"
+            "damaged; convert it again"
         )
     partial.replace(folder / "data")
 

@@ -1,6 +1,6 @@
 """Stores: indexed, read-only collections of encoded samples, and the writers that make them.
 
-`open_store` finds out which store an address is, `open_source` what else `raypipe ingest` copies. A store's
+`open_store` finds out which store an address is, `open_source` what else `raypipe convert` copies. A store's
 module, and the library behind it, is imported when the first such store is opened; each other public name when it
 is first used.
 """
@@ -64,7 +64,7 @@ _LAYOUTS = """understood are:
   tar      an uncompressed *.tar of class/image.jpg, or of WebDataset's key.jpg beside key.cls; a folder of *.tar
   zip      a *.zip of class/image.jpg
   folder   a folder of class/image.jpg
-  TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe ingest` copies them
+  TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe convert` copies them
   HDF5     a *.h5 or *.hdf5 file; likewise
 several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and the first four at s3://, gs://, az://
 or abfs:// too"""
@@ -93,19 +93,19 @@ def open_store(address: str | Path, **options: Any) -> Store:
         options: arguments of the store's class, such as `image_column` of `ParquetStore`.
 
     Raises:
-        StoreError: there is nothing at the address, nothing that is understood, or what must be ingested first.
+        StoreError: there is nothing at the address, nothing that is understood, or what must be converted first.
         ConfigError: the store has no such option, or the address holds credentials.
     """
     found = _open(address, options, sources=False)
     if isinstance(found, Iterator):
         raise StoreError(
-            f"{address} is read once, in order: copy it by `raypipe ingest {address} NEW.lmdb`, and open that"
+            f"{address} is read once, in order: copy it by `raypipe convert {address} NEW.lmdb`, and open that"
         )
     return found
 
 
 def open_source(address: str | Path, **options: Any) -> Store | Iterator[dict[str, Any]]:
-    """What `raypipe.ingest` copies from an address: a store, see `open_store`, or the samples of TFRecord,
+    """What `raypipe.convert` copies from an address: a store, see `open_store`, or the samples of TFRecord,
     HDF5, or LMDB that others wrote, whose option is `layout`."""
     return _open(address, options, sources=True)
 

@@ -8,7 +8,7 @@ train-{00000..01023}-of-01024.tfrecord
 Data sets come in files named by their split, `train-00000-of-00002.parquet`, which often lie in one folder. A
 folder is one store, so it must hold one split, whole.
 
-A folder in an object store that `raypipe ingest` wrote has a manifest, `_raypipe.json`, which is written last and
+A folder in an object store that `raypipe convert` wrote has a manifest, `_raypipe.json`, which is written last and
 names its shards, so that no half of a store is read; one that is written over stays the old one until then:
 
     {"version": 1, "shards": [{"name": "00000-8 hex digits.lmdb", "num_bytes": n, "digest": 32 hex digits}, …]}
@@ -34,7 +34,7 @@ PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.
 """train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
 _SPLIT = re.compile(r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])", re.IGNORECASE)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")  # what an ingest calls its shards in an object store
+_UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")  # what a conversion calls its shards in an object store
 _MAX_SHARDS = 100_000
 
 
@@ -80,8 +80,8 @@ def list_files(
             return _of_manifest(join(address, MANIFEST))
         if is_remote(address) and any(map(_UPLOADED.fullmatch, names)):
             raise StoreError(
-                f"{address} is not complete: it is being written, or its ingest was broken off. Wait for it, or "
-                "ingest it again with --overwrite"
+                f"{address} is not complete: it is being written, or the conversion was broken off. Wait for it, "
+                "or convert it again with --overwrite"
             )
         found = [name for name in names if is_one(name)]
         check_one_split(address, found)
@@ -156,7 +156,7 @@ def _of_manifest(where: str) -> list[RemoteFile]:
         raise StoreError(str(error)) from error
     except (LookupError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{where} is no manifest ({type(error).__name__}: {error}): ingest the store again"
+            f"{where} is no manifest ({type(error).__name__}: {error}): convert the store again"
         ) from None
 
 

@@ -96,7 +96,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
     check_bucket(dst)
     _there(dst, overwrite)
     with explained(StoreError, f"{cache_folder()} cannot be written to"):
-        made = tempfile.TemporaryDirectory(prefix="ingest-", dir=make_cache_folder(), ignore_cleanup_errors=True)
+        made = tempfile.TemporaryDirectory(prefix="convert-", dir=make_cache_folder(), ignore_cleanup_errors=True)
     with made as folder:
         path = Path(folder, f"store{Path(split(dst)[1]).suffix}")
         yield path

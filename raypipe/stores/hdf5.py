@@ -1,4 +1,4 @@
-"""HDF5 files, a source of `raypipe ingest`, which reads them once: a dataset of images and one of labels, by rows.
+"""HDF5 files, a source of `raypipe convert`, which reads them once: a dataset of images, one of labels, by rows.
 
     images   uint8 (N, H, W, 3), (N, H, W, 1) or (N, H, W): pixels
              a list of uint8 of any length (vlen): encoded images

@@ -165,16 +165,16 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
             record = memoryview(b"")
     if record is None:
         raise StoreError(
-            f"{path} is LMDB that raypipe did not write: copy it by `raypipe ingest`, which reads it from a disk"
+            f"{path} is LMDB that raypipe did not write: copy it by `raypipe convert`, which reads it from a disk"
         )
     if file.num_bytes < file.declared_bytes:
         raise StoreError(
-            f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or ingest it again"
+            f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or convert it again"
         )
     found = Metadata.from_json(bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record")
     if file.num_entries != found.count + 1:
         raise StoreError(
-            f"{path} holds {file.num_entries - 1} samples, but was written with {found.count}; ingest it again"
+            f"{path} holds {file.num_entries - 1} samples, but was written with {found.count}; convert it again"
         )
     return _Shard(str(path), found, file)
 

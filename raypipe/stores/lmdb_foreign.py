@@ -1,4 +1,4 @@
-"""LMDB that others wrote, a source of `raypipe ingest`, which reads it once, in the order of its keys. Layouts:
+"""LMDB that others wrote, a source of `raypipe convert`, which reads it once, in the order of its keys. Layouts:
 
 image        every value is an encoded image, as in LSUN; what the keys say is unknown
 scene-text   image-000000001, …, with its text at label-000000001, and num-samples (CRNN, ASTER, PARSeq)
@@ -52,7 +52,7 @@ def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[Sampl
 def _samples(file: LMDBFile, layout: str) -> Iterator[Sample]:
     if file.get(METADATA_KEY) is not None:
         raise StoreError(
-            f"{file.path} is raypipe's own: ingest it without a layout, and apart from files of others"
+            f"{file.path} is raypipe's own: convert it without a layout, and apart from files of others"
         )
     layout = _recognized(file) if layout == "auto" else layout
     parse = _parser(file, layout)

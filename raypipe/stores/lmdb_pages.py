@@ -96,7 +96,7 @@ class LMDBFile:
         except OSError as error:
             raise StoreError(f"{path} cannot be opened as LMDB: {error}") from error
         except _DamageError as error:
-            raise StoreError(f"{path} cannot be opened as LMDB: {error}; copy or ingest it again") from None
+            raise StoreError(f"{path} cannot be opened as LMDB: {error}; copy or convert it again") from None
         # Threads may add to it at one time: each finds a whole entry or none.
         self._branches: dict[int, tuple[list[bytes], list[int]]] = {}
 
@@ -140,7 +140,7 @@ class LMDBFile:
         try:
             yield
         except _DamageError as error:
-            raise StoreError(f"{self.path} is damaged{where}: {error}; copy or ingest it again") from None
+            raise StoreError(f"{self.path} is damaged{where}: {error}; copy or convert it again") from None
 
     def _read_metas(self) -> None:
         """Set what the newer of the two meta pages says of the file and its main database."""

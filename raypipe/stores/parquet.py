@@ -169,12 +169,12 @@ class _Groups:
                 # One thread: a reader inside an actor has the CPUs of that actor and no more.
                 table = reader.read_row_group(group.number, columns=leaves, use_threads=False)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise StoreError(f"{group}, cannot be read: {one_line(error)}; copy or ingest it again") from error
+            raise StoreError(f"{group}, cannot be read: {one_line(error)}; copy or convert it again") from error
         except StoreError as error:  # over a limit
             raise StoreError(f"{group}: {error}") from error
         if table.num_rows != group.num_rows:
             raise StoreError(
-                f"{group}, has {table.num_rows} rows, but declares {group.num_rows}; copy or ingest it again"
+                f"{group}, has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
         return {
             name: pc.struct_field(table[f.name], "bytes") if _is_hf_image(name, f) else table[f.name]
@@ -209,7 +209,7 @@ def _parse_footer(path: str, footer: bytes) -> tuple[pq.FileMetaData, pa.Schema,
             )
         return parsed, parsed.schema.to_arrow_schema(), sizes
     except (pa.ArrowException, OSError, ValueError) as error:  # also UnicodeDecodeError, of a column's name
-        raise StoreError(f"{path} has a broken footer: {error}; copy or ingest it again") from error
+        raise StoreError(f"{path} has a broken footer: {error}; copy or convert it again") from error
 
 
 def _columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:

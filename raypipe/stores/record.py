@@ -185,7 +185,7 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
     Args:
         first: column → some of its values.
         where: they are from, for errors.
-        short_side: see `ingest`; with it lists, which may be boxes in pixels, are refused.
+        short_side: see `convert`; with it lists, which may be boxes in pixels, are refused.
     """
     if "image" not in first:
         raise StoreError(f"{where} has no column 'image'; its columns are: {', '.join(first)}")

@@ -1,4 +1,4 @@
-"""TFRecord files of `tf.train.Example`, a source of `raypipe ingest`, which reads them once, in order.
+"""TFRecord files of `tf.train.Example`, a source of `raypipe convert`, which reads them once, in order.
 
 uint64 length | uint32 masked CRC32C of the length | data | uint32 masked CRC32C of the data
 """

@@ -184,7 +184,7 @@ class Supervisor:
             return ""
         return (
             f"a reader has died {deaths} times while it read {what}: {_LOOK}; check the file by `raypipe inspect "
-            "--verify`, ingest it again with smaller row groups, or raise pool.max_attempts"
+            "--verify`, convert it again with smaller row groups, or raise pool.max_attempts"
         )
 
     def has_read(self, task: str) -> None:

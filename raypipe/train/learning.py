@@ -340,6 +340,6 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     if val is not None and val.classes is not None and val.classes != classes:
         raise ConfigError(
             f"{run.store.train} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
-            "or in another order: their labels mean different things. Ingest both with the same classes"
+            "or in another order: their labels mean different things. Convert both with the same classes"
         )
     return len(classes)

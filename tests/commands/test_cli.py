@@ -257,7 +257,7 @@ def test_a_shell_completes_commands_options_and_choices(
     for words, expected in (
         (["pre"], "preview"),
         (["digest", "--excl"], "--exclude"),
-        (["ingest", "a.tar", "b.lmdb", "--on_bad_sample", "s"], "skip"),
+        (["convert", "a.tar", "b.lmdb", "--on_bad_sample", "s"], "skip"),
     ):
         command = ["bash", "-c", TAB, str(script), "raypipe", *words]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [expected]

@@ -1,4 +1,4 @@
-"""Tasks of commands; what an error does to them is tested with ingest, which undoes the most."""
+"""Tasks of commands; what an error does to them is tested with convert, which undoes the most."""
 
 from __future__ import annotations
 

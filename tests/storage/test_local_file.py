@@ -37,7 +37,7 @@ def _linked(path: Path, make: Callable[[Path], object]) -> None:
 SERVER = """
 import io, json, os, resource, signal, sys
 import h5py, numpy as np
-import raypipe.commands.ingest, raypipe.commands.inspection
+import raypipe.commands.convert, raypipe.commands.inspection
 from raypipe.commands.cli import main
 from raypipe.commands.settings import parse_run
 from raypipe.stores.record import read_bad_list
@@ -69,7 +69,7 @@ READERS = {
     "digests": DigestFile.read,
     "transform": read_steps,
     "inspect": lambda path: command("inspect", path),
-    "ingest": lambda path: command("ingest", path, path + ".lmdb"),
+    "convert": lambda path: command("convert", path, path + ".lmdb"),
     "settings": lambda path: parse_run(["--config", path], "doc"),
 }
 for line in sys.stdin:
@@ -134,7 +134,7 @@ def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reader", "suffix"),
-    [("inspect", "tar"), ("inspect", "parquet"), ("ingest", "tar"), ("ingest", "parquet"), ("ingest", "h5")],
+    [("inspect", "tar"), ("inspect", "parquet"), ("convert", "tar"), ("convert", "parquet"), ("convert", "h5")],
 )
 def test_a_command(suffix: str, reader: str, read: Read, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"train.{suffix}")

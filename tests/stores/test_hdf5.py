@@ -86,7 +86,7 @@ def test_encoded_images_of_any_length(tmp_path: Path) -> None:
 
 
 def test_it_is_no_store_and_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"is read once, in order: copy it by `raypipe ingest .*a\.h5 NEW"):
+    with pytest.raises(StoreError, match=r"is read once, in order: copy it by `raypipe convert .*a\.h5 NEW"):
         open_store(write_encoded(tmp_path / "a.h5"))
 
 

@@ -78,7 +78,7 @@ def test_truncated(tmp_path: Path, missing_bytes: int | str) -> None:
     left = {"half": num_bytes // 2, "most": 2 * PAGE_BYTES, "header": 1000, "all": 0}
     remaining = num_bytes - missing_bytes if isinstance(missing_bytes, int) else left[missing_bytes]
     os.truncate(path, remaining)
-    with pytest.raises(StoreError, match="copy or ingest it again") as raised:
+    with pytest.raises(StoreError, match="copy or convert it again") as raised:
         LMDBStore(path).read(np.arange(20))
     assert str(path) in str(raised.value)
     if remaining > 2 * PAGE_BYTES:

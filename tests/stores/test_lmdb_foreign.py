@@ -64,11 +64,11 @@ def images(path: Path, layout: str = "auto") -> list[bytes | None]:
     return [sample["image"] for sample in read(path, layout)]
 
 
-def test_lsun_is_ingested_and_not_opened(tmp_path: Path) -> None:
+def test_lsun_is_converted_and_not_opened(tmp_path: Path) -> None:
     path = write_lsun(tmp_path / "church_outdoor_train.lmdb")
     by_key = sorted(IMAGES, key=lambda image: hashlib.sha1(image).hexdigest())
     assert read(path) == [{"image": image} for image in by_key]
-    with pytest.raises(StoreError, match=r"train\.lmdb is LMDB that raypipe did not write: .*`raypipe ingest`"):
+    with pytest.raises(StoreError, match=r"train\.lmdb is LMDB that raypipe did not write: .*`raypipe convert`"):
         len(open_store(path))
 
 
@@ -209,7 +209,7 @@ def test_layouts_that_are_not_there(tmp_path: Path) -> None:
 
 def test_raypipe_s_own_is_a_store_and_has_no_layout(stores: dict[str, Path]) -> None:
     assert len(open_source(stores["train"])) > 0  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match="is raypipe's own: ingest it without a layout"):
+    with pytest.raises(StoreError, match="is raypipe's own: convert it without a layout"):
         read(stores["train"], "pickle")
 
 

@@ -154,7 +154,7 @@ def test_a_damaged_meta_page_is_an_error_on_opening(
     data = bytearray(tree(tmp_path / "a").read_bytes())
     damage(data)
     (tmp_path / "a").write_bytes(data)
-    with pytest.raises(StoreError, match=rf"a cannot be opened as LMDB: .*{message}.*; copy or ingest it again"):
+    with pytest.raises(StoreError, match=rf"a cannot be opened as LMDB: .*{message}.*; copy or convert it again"):
         LMDBFile(tmp_path / "a")
 
 

@@ -223,7 +223,7 @@ def test_broken_footer(tmp_path: Path) -> None:
     [
         ([0], r"a broken footer: 62 rows, in row groups of 61,"),
         ([-1], r"a broken footer: 61 rows, in row groups of 62,"),
-        ([0, -1], r"row group 0, has 61 rows, but declares 62; copy or ingest it again"),
+        ([0, -1], r"row group 0, has 61 rows, but declares 62; copy or convert it again"),
     ],
 )
 def test_a_footer_that_miscounts_its_rows(tmp_path: Path, changed: list[int], message: str) -> None:
@@ -244,7 +244,7 @@ def test_a_footer_whose_counts_of_nulls_are_of_another_schema_does_not_end_the_p
     content = path.read_bytes()
     assert content.count(b"\x25\x02\x18\x05image") == 1
     path.write_bytes(content.replace(b"\x25\x02\x18\x05image", b"\x25\x00\x18\x05image"))
-    with pytest.raises(StoreError, match=r"a\.parquet, row group 0, cannot be read: .*; copy or ingest it again"):
+    with pytest.raises(StoreError, match=r"a\.parquet, row group 0, cannot be read: .*; copy or convert it again"):
         ParquetStore(path).read(np.arange(3))
     assert ParquetStore(path).read(np.arange(3), ("label",))["label"].tolist() == [0, 1, 2]
 

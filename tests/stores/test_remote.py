@@ -232,7 +232,7 @@ def upload(folder: Path, address: str, first: bytes = b"", overwrite: bool = Fal
 def test_an_uploaded_store_reads_back_and_leaves_nothing_here(name: str, bucket: str, tmp_path: Path) -> None:
     store = upload(tmp_path, f"{bucket}/{name}")
     assert store.read(np.arange(len(IMAGES)))["image"] == IMAGES and store.classes == CLASSES
-    assert not list((tmp_path / "cache").glob("ingest-*"))
+    assert not list((tmp_path / "cache").glob("convert-*"))
     manifest = read_json(f"{bucket}/{name}/{MANIFEST}")
     assert len(manifest["shards"]) == 3
     with pytest.raises(StoreError, match=rf"{name} exists: choose another destination, or overwrite it"):
@@ -285,7 +285,7 @@ def test_a_store_that_is_not_complete_is_neither_read_nor_written_over_unasked(
     address = f"{bucket}/x.lmdb"
     write(tmp_path / "a.lmdb")
     put(tmp_path / "a.lmdb", f"{address}/00000-0123abcd.lmdb")
-    with pytest.raises(StoreError, match=r"x\.lmdb is not complete: it is being written, or its ingest was"):
+    with pytest.raises(StoreError, match=r"x\.lmdb is not complete: it is being written, or the conversion was"):
         len(open_store(address))
     with pytest.raises(StoreError, match=r"x\.lmdb exists: choose another destination"):
         upload(tmp_path, address)

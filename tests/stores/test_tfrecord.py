@@ -80,7 +80,7 @@ def test_files_of_a_split_are_one_source(tmp_path: Path) -> None:
 
 
 def test_it_is_no_store_and_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"is read once, in order: copy it by `raypipe ingest .*a\.tfrecord NEW"):
+    with pytest.raises(StoreError, match=r"is read once, in order: copy it by `raypipe convert .*a\.tfrecord NEW"):
         open_store(write(tmp_path / "a.tfrecord"))
 
 

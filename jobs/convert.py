@@ -1,7 +1,7 @@
 """Copy any store into a new LMDB, Parquet or WebDataset store, on the cluster that it is submitted to.
 
-    uv run jobs/ingest.py photos.tar train.lmdb --short-side 256
-    ray job submit --working-dir . -- python jobs/ingest.py s3://bucket/raw.parquet /shared/train.lmdb
+    uv run jobs/convert.py photos.tar train.lmdb --short-side 256
+    ray job submit --working-dir . -- python jobs/convert.py s3://bucket/raw.parquet /shared/train.lmdb
 
 The last line of standard output is one JSON object: samples, classes, bytes, skipped.
 """
@@ -11,4 +11,4 @@ import sys
 from raypipe.commands.cli import main
 
 if __name__ == "__main__":
-    main(["ingest", *sys.argv[1:]])
+    main(["convert", *sys.argv[1:]])

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypipe.commands import cli, tasks
-from raypipe.commands.ingest import ingest as _ingest
+from raypipe.commands.convert import convert as _convert
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore, Store
@@ -35,8 +35,8 @@ LABELS = [i * len(CLASSES) // NUM for i in range(NUM)]
 IMAGES = [picture(i, 8, 8) for i in range(NUM)]
 
 
-def ingest(src: str | Store, dst: Path, **options: Any) -> dict[str, int]:
-    return _ingest(src, str(dst), progress=False, **options)
+def convert(src: str | Store, dst: Path, **options: Any) -> dict[str, int]:
+    return _convert(src, str(dst), progress=False, **options)
 
 
 def contents(store: Store) -> dict[str, list[Any]]:
@@ -87,7 +87,7 @@ SOURCES: list[Callable[[Path], Store]] = [make_memory, make_folder, make_tar, ma
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-class TestIngest:
+class TestConvert:
     @pytest.mark.parametrize("make", SOURCES)
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
     @pytest.mark.parametrize("shards", [1, 3])
@@ -96,7 +96,7 @@ class TestIngest:
     ) -> None:
         source, dst = make(tmp_path), tmp_path / "out" / f"copy{suffix}"
         dst.parent.mkdir()
-        found = ingest(source, dst, shards=shards)
+        found = convert(source, dst, shards=shards)
         assert found == {
             "samples": NUM,
             "classes": len(CLASSES),
@@ -119,18 +119,18 @@ class TestIngest:
             "mask": [b"", b"\0\1", None, b"x", b"None"],
         }
         dst = tmp_path / f"copy{suffix}"
-        ingest(MemoryStore(IMAGES[:5], LABELS[:5], columns=extra), dst, shards=2)
+        convert(MemoryStore(IMAGES[:5], LABELS[:5], columns=extra), dst, shards=2)
         expected = {name: [None if v is None else v for v in values] for name, values in extra.items()}
         assert contents(open_store(dst)) == {"image": IMAGES[:5], "label": LABELS[:5], **expected}
         assert open_store(dst).classes is None
 
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
     def test_a_source_without_labels_gives_a_copy_without_labels(self, suffix: str, tmp_path: Path) -> None:
-        ingest(MemoryStore(IMAGES[:3], None), tmp_path / f"copy{suffix}", shards=1)
+        convert(MemoryStore(IMAGES[:3], None), tmp_path / f"copy{suffix}", shards=1)
         assert contents(open_store(tmp_path / f"copy{suffix}")) == {"image": IMAGES[:3]}
 
     def test_no_shard_is_empty_however_many_are_asked_for(self, tmp_path: Path) -> None:
-        ingest(MemoryStore(IMAGES[:3], LABELS[:3]), tmp_path / "copy.lmdb", shards=7)
+        convert(MemoryStore(IMAGES[:3], LABELS[:3]), tmp_path / "copy.lmdb", shards=7)
         assert len(names(tmp_path / "copy.lmdb")) == 3
         assert contents(open_store(tmp_path / "copy.lmdb"))["image"] == IMAGES[:3]
 
@@ -138,7 +138,7 @@ class TestIngest:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        ingest(MemoryStore(IMAGES[:3], LABELS[:3]), Path("copy.lmdb"))
+        convert(MemoryStore(IMAGES[:3], LABELS[:3]), Path("copy.lmdb"))
         assert names(tmp_path) == ["copy.lmdb"]
 
     def test_reencoded_images_have_the_short_side_and_none_is_enlarged(self, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ class TestIngest:
         source = MemoryStore(images, range(7), "abcdefg")
         for quality in (30, 95):
             dst = tmp_path / f"q{quality}.lmdb"
-            found = ingest(source, dst, shards=2, short_side=64, quality=quality)
+            found = convert(source, dst, shards=2, short_side=64, quality=quality)
             copy = contents(open_store(dst))
             assert found["bytes"] == sum(map(len, copy["image"]))
             assert copy["label"] == list(range(7))
@@ -168,7 +168,7 @@ class TestIngest:
     def test_a_bad_sample_is_named_and_nothing_is_left(self, shards: int, suffix: str, tmp_path: Path) -> None:
         source = MemoryStore([*IMAGES[:100], b"", *IMAGES[101:]], LABELS)
         with pytest.raises(SampleError, match=rf"{source.address}: sample 100: .*--on-bad-sample skip") as caught:
-            ingest(source, tmp_path / f"copy{suffix}", shards=shards)
+            convert(source, tmp_path / f"copy{suffix}", shards=shards)
         assert "\n" not in str(caught.value)
         assert names(tmp_path) == []
 
@@ -176,9 +176,9 @@ class TestIngest:
         bad = {0: b"", 70: None, 71: b"no image", 149: IMAGES[149][:100]}
         source = MemoryStore([bad.get(i, image) for i, image in enumerate(IMAGES)], LABELS, CLASSES)
         # Without decoding, bytes are bytes.
-        copied = ingest(source, tmp_path / "bytes.lmdb", shards=2, on_bad_sample="skip")
+        copied = convert(source, tmp_path / "bytes.lmdb", shards=2, on_bad_sample="skip")
         assert (copied["samples"], copied["skipped"]) == (NUM - 2, 2)
-        found = ingest(source, tmp_path / "pixels.lmdb", shards=3, on_bad_sample="skip", short_side=8)
+        found = convert(source, tmp_path / "pixels.lmdb", shards=3, on_bad_sample="skip", short_side=8)
         assert (found["samples"], found["skipped"]) == (NUM - 4, 4)
         copy = open_store(tmp_path / "pixels.lmdb")
         assert contents(copy)["label"] == [label for i, label in enumerate(LABELS) if i not in bad]
@@ -186,18 +186,18 @@ class TestIngest:
             image for i, image in enumerate(contents(source)["image"]) if i not in (0, 70)
         ]
         with pytest.raises(SampleError, match="sample 71: not an image"):
-            ingest(MemoryStore([*IMAGES[:71], b"no image"], LABELS[:72]), tmp_path / "x.lmdb", short_side=8)
+            convert(MemoryStore([*IMAGES[:71], b"no image"], LABELS[:72]), tmp_path / "x.lmdb", short_side=8)
 
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
     def test_a_whole_shard_may_be_skipped(self, suffix: str, tmp_path: Path) -> None:
         source = MemoryStore([*IMAGES[:2], b"", b"", *IMAGES[4:6]], LABELS[:6])
-        found = ingest(source, tmp_path / f"copy{suffix}", shards=3, on_bad_sample="skip")
+        found = convert(source, tmp_path / f"copy{suffix}", shards=3, on_bad_sample="skip")
         assert (found["samples"], found["skipped"]) == (4, 2)
         assert contents(open_store(tmp_path / f"copy{suffix}"))["image"] == [*IMAGES[:2], *IMAGES[4:6]]
 
     def test_nothing_but_bad_samples(self, tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="no readable sample; the first: sample 0: it has no bytes"):
-            ingest(MemoryStore([b"", b""], [0, 1]), tmp_path / "copy.lmdb", shards=2, on_bad_sample="skip")
+            convert(MemoryStore([b"", b""], [0, 1]), tmp_path / "copy.lmdb", shards=2, on_bad_sample="skip")
         assert names(tmp_path) == []
 
     # Refusals
@@ -205,23 +205,23 @@ class TestIngest:
     def test_an_existing_destination_is_kept_unless_overwritten(self, tmp_path: Path) -> None:
         dst = tmp_path / "copy.parquet"
         first, second = (MemoryStore(images, LABELS[:5]) for images in (IMAGES[:5], IMAGES[5:10]))
-        ingest(first, dst, shards=1)
+        convert(first, dst, shards=1)
         with pytest.raises(StoreError, match=rf"{re.escape(str(dst))} exists: .*--overwrite"):
-            ingest(second, dst, shards=1)
+            convert(second, dst, shards=1)
         assert contents(open_store(dst)) == contents(first)
         for shards in (2, 2, 1, 1):  # a folder for a file, for a folder, and back
-            ingest(second, dst, shards=shards, overwrite=True)
+            convert(second, dst, shards=shards, overwrite=True)
             assert contents(open_store(dst)) == contents(second)
             assert dst.is_dir() == (shards == 2)
             assert names(tmp_path) == [dst.name]
-        ingest(str(dst), dst, short_side=4, overwrite=True)  # onto itself
+        convert(str(dst), dst, short_side=4, overwrite=True)  # onto itself
         assert all(min(decode(image).shape[:2]) == 4 for image in contents(open_store(dst))["image"])
 
     def test_a_failed_overwrite_leaves_the_old_store(self, tmp_path: Path) -> None:
         dst = tmp_path / "copy.lmdb"
-        ingest(MemoryStore(IMAGES[:5], LABELS[:5]), dst)
+        convert(MemoryStore(IMAGES[:5], LABELS[:5]), dst)
         with pytest.raises(SampleError):
-            ingest(MemoryStore([b""], [0]), dst, overwrite=True)
+            convert(MemoryStore([b""], [0]), dst, overwrite=True)
         assert contents(open_store(dst))["image"] == IMAGES[:5]
         assert names(tmp_path) == [dst.name]
 
@@ -251,12 +251,12 @@ class TestIngest:
     ) -> None:
         target = dst if "://" in dst else str(tmp_path / dst)
         with pytest.raises(error, match=message):
-            _ingest(MemoryStore(IMAGES[:3], LABELS[:3]), target, progress=False, **options)
+            _convert(MemoryStore(IMAGES[:3], LABELS[:3]), target, progress=False, **options)
         assert names(tmp_path) == []
 
     def test_an_empty_source(self, tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="has no samples"):
-            ingest(MemoryStore([], []), tmp_path / "copy.lmdb")
+            convert(MemoryStore([], []), tmp_path / "copy.lmdb")
         assert names(tmp_path) == []
 
     # What goes wrong on the way
@@ -269,7 +269,7 @@ class TestIngest:
                 return super().read(indices, columns)
 
         with pytest.raises(ResourceError, match=r"process of this command died \(WorkerCrashedError\).* memory"):
-            ingest(Deadly(IMAGES, LABELS), tmp_path / "copy.lmdb", shards=1)
+            convert(Deadly(IMAGES, LABELS), tmp_path / "copy.lmdb", shards=1)
         assert names(tmp_path) == []
 
     def test_an_error_in_one_shard_stops_the_others_first(self, tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ class TestIngest:
         out = tmp_path / "out"
         out.mkdir()
         with pytest.raises(SampleError, match="sample 0"):
-            ingest(Slow([b"x"] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6)
+            convert(Slow([b"x"] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6)
         size = log.stat().st_size
         assert names(out) == []
         time.sleep(0.6)
@@ -299,7 +299,7 @@ class TestIngest:
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 1.0)
         with pytest.raises(ResourceError, match="needs 1 CPU, other jobs hold all 4 of this node"):
-            ingest(make_memory(tmp_path), tmp_path / "copy.lmdb")
+            convert(make_memory(tmp_path), tmp_path / "copy.lmdb")
         assert names(tmp_path) == []
 
     # The command
@@ -308,7 +308,7 @@ class TestIngest:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         make_tar(tmp_path)
-        args = ["ingest", str(tmp_path / "source.tar"), str(tmp_path / "copy.parquet"), "--shards=2"]
+        args = ["convert", str(tmp_path / "source.tar"), str(tmp_path / "copy.parquet"), "--shards=2"]
         cli.main(args)
         size = sum(map(len, IMAGES))
         expected = {"samples": NUM, "classes": 5, "bytes": size, "skipped": 0}
@@ -466,11 +466,11 @@ def wait_for_end(started: dict[int, str], timeout_s: float) -> list[int]:
 
 
 class Command:
-    """`raypipe ingest` in a session of its own, on a local cluster of its own unless it is given another's."""
+    """`raypipe convert` in a session of its own, on a local cluster of its own unless it is given another's."""
 
     def __init__(self, src: Path, dst: Path, ray_address: str) -> None:
         self.dst = dst
-        args = ["ingest", str(src), str(dst), "--shards", "2", "--short-side", "256"]
+        args = ["convert", str(src), str(dst), "--shards", "2", "--short-side", "256"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "raypipe.commands.cli", *args],
             stdout=subprocess.PIPE,
@@ -536,7 +536,7 @@ def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) 
 
 
 @pytest.mark.cluster
-def test_a_killed_ingest_leaves_no_store_and_the_next_one_succeeds(
+def test_a_killed_conversion_leaves_no_store_and_the_next_one_succeeds(
     command: Callable[..., Command], large: Path, tmp_path: Path
 ) -> None:
     killed = command()

@@ -1,4 +1,4 @@
-"""`raypipe ingest` of what others wrote, by its command, and of samples and Datasets from Python."""
+"""`raypipe convert` of what others wrote, by its command, and of samples and Datasets from Python."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ IMAGES = [picture(i, 8, 8) for i in range(30)]
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
-def ingested(capsys: pytest.CaptureFixture[str], src: str | Path, dst: Path, *options: str) -> Store:
-    cli.main(["ingest", str(src), str(dst), *options])
+def converted(capsys: pytest.CaptureFixture[str], src: str | Path, dst: Path, *options: str) -> Store:
+    cli.main(["convert", str(src), str(dst), *options])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     store = open_store(dst)
     assert found["samples"] == len(store)
@@ -53,20 +53,20 @@ def write_lmdb(path: Path, entries: dict[bytes, bytes]) -> Path:
 
 def test_lmdb_of_images_and_of_pickles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     src = write_lmdb(tmp_path / "a.lmdb", {b"%040x" % i: image for i, image in enumerate(IMAGES)})
-    assert contents(ingested(capsys, src, tmp_path / "b.parquet")) == {"image": IMAGES}
+    assert contents(converted(capsys, src, tmp_path / "b.parquet")) == {"image": IMAGES}
     pickled = {b"%02d" % i: pickle.dumps((image, i)) for i, image in enumerate(IMAGES)}
     src = write_lmdb(tmp_path / "c.lmdb", pickled | {b"__len__": pickle.dumps(30)})
-    store = ingested(capsys, src, tmp_path / "d.lmdb", "--layout=pickle")
+    store = converted(capsys, src, tmp_path / "d.lmdb", "--layout=pickle")
     assert contents(store) == {"image": IMAGES, "label": list(range(30))}
     with pytest.raises(SystemExit):
-        cli.main(["ingest", str(src), str(tmp_path / "e.lmdb")])
+        cli.main(["convert", str(src), str(tmp_path / "e.lmdb")])
     assert "--layout pickle" in capsys.readouterr().err
 
 
 def test_tfrecord(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(2):
         shutil.copy(DATA / "tensorflow-train.tfrecord", tmp_path / f"train-{number:05d}-of-00002")
-    store = ingested(capsys, f"{tmp_path}/train-*", tmp_path / "train.lmdb")
+    store = converted(capsys, f"{tmp_path}/train-*", tmp_path / "train.lmdb")
     found = contents(store)
     expected = json.loads((DATA / "tensorflow-train.json").read_text()) * 2
     assert [hashlib.sha256(image).hexdigest() for image in found["image"]] == [one["sha256"] for one in expected]
@@ -79,7 +79,7 @@ def test_a_damaged_record_is_skipped_where_that_is_asked_for(
     data = bytearray((DATA / "tensorflow-train.tfrecord").read_bytes())
     data[-30] ^= 1
     (tmp_path / "a.tfrecord").write_bytes(data)
-    command = ["ingest", f"{tmp_path}/a.tfrecord", f"{tmp_path}/a.lmdb"]
+    command = ["convert", f"{tmp_path}/a.tfrecord", f"{tmp_path}/a.lmdb"]
     with pytest.raises(SystemExit):
         cli.main(command)
     assert "sample 7: it has no bytes" in capsys.readouterr().err
@@ -90,7 +90,7 @@ def test_a_damaged_record_is_skipped_where_that_is_asked_for(
 
 def test_a_split_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     src = DATA / "hugging-face" / "train-*.parquet"
-    store = ingested(capsys, src, tmp_path / "train.lmdb")
+    store = converted(capsys, src, tmp_path / "train.lmdb")
     assert contents(store) == contents(open_store(src)) and store.classes == ("cat", "dog", "owl")
 
 
@@ -98,11 +98,11 @@ def test_pixels_of_hdf5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     pixels = np.random.default_rng(0).integers(0, 256, (70, 6, 5, 3), np.uint8)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["pixels"], file["y"] = pixels, np.arange(70)
-    store = ingested(capsys, tmp_path / "a.h5", tmp_path / "b.lmdb", "--image-column", "pixels", "--shards=2")
+    store = converted(capsys, tmp_path / "a.h5", tmp_path / "b.lmdb", "--image-column", "pixels", "--shards=2")
     found = contents(store)
     assert np.array_equal([decode(image) for image in found["image"]], pixels)
     assert found["label"] == list(range(70))
-    store = ingested(
+    store = converted(
         capsys, tmp_path / "a.h5", tmp_path / "c.lmdb", "--image-column=pixels", "--short-side=4", "--quality=80"
     )
     assert all(image.startswith(b"\xff\xd8\xff") for image in contents(store)["image"])
@@ -123,7 +123,7 @@ def expected_of(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet"])
 def test_any_iterable_of_samples(tmp_path: Path, suffix: str) -> None:
     address, samples = str(tmp_path / f"a.{suffix}"), labelled()
-    found = raypipe.ingest(iter(samples), address, classes=tuple("abcde"), shards=2, progress=False)
+    found = raypipe.convert(iter(samples), address, classes=tuple("abcde"), shards=2, progress=False)
     assert found == {"samples": 150, "classes": 5, "bytes": sum(len(s["image"]) for s in samples), "skipped": 0}
     store = open_store(address)
     assert contents(store) == expected_of(samples) and store.classes == tuple("abcde")
@@ -146,7 +146,7 @@ def test_any_dataset_in_its_order(tmp_path: Path) -> None:
         i = int(row["i"])
         return {"image": images[i % 30], "label": i % 5, "name": f"n{i}", "boxes": [[float(i), 1.5]]}
 
-    raypipe.ingest(rows.map(sample), str(tmp_path / "a.lmdb"), progress=False)
+    raypipe.convert(rows.map(sample), str(tmp_path / "a.lmdb"), progress=False)
     found = contents(open_store(tmp_path / "a.lmdb"))
     assert [json.loads(boxes) for boxes in found.pop("boxes")] == [sample["boxes"] for sample in samples]
     expected = expected_of(samples)
@@ -156,8 +156,8 @@ def test_any_dataset_in_its_order(tmp_path: Path) -> None:
 def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
     pixels = [np.random.default_rng(i).integers(0, 256, (6, 5 + i, 3), np.uint8) for i in range(4)]
     grey = [{"image": each[..., 0], "label": np.int32(7)} for each in pixels]
-    raypipe.ingest(({"image": each} for each in pixels), str(tmp_path / "a.lmdb"), progress=False)
-    raypipe.ingest(grey, str(tmp_path / "b.lmdb"), progress=False)
+    raypipe.convert(({"image": each} for each in pixels), str(tmp_path / "a.lmdb"), progress=False)
+    raypipe.convert(grey, str(tmp_path / "b.lmdb"), progress=False)
     images = contents(open_store(tmp_path / "a.lmdb"))["image"]
     assert all(np.array_equal(decode(image), each) for image, each in zip(images, pixels, strict=True))
     found = contents(open_store(tmp_path / "b.lmdb"))
@@ -177,7 +177,7 @@ def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
 )
 def test_samples_that_are_none(tmp_path: Path, samples: list[Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        raypipe.ingest(samples, str(tmp_path / "a.lmdb"), progress=False)
+        raypipe.convert(samples, str(tmp_path / "a.lmdb"), progress=False)
     assert not (tmp_path / "a.lmdb").exists() and list((tmp_path / "cache").glob("samples-*")) == []
 
 
@@ -187,7 +187,7 @@ def test_an_iterable_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
-        raypipe.ingest(samples(), str(tmp_path / "a.lmdb"), progress=False)
+        raypipe.convert(samples(), str(tmp_path / "a.lmdb"), progress=False)
     assert not (tmp_path / "a.lmdb").exists() and list((tmp_path / "cache").glob("samples-*")) == []
 
 
@@ -204,5 +204,5 @@ def test_each_format_on_files_of_its_own_library(tmp_path: Path, capsys: pytest.
     writer.close()
     order = sorted(range(30), key=lambda i: (i % 3, i))
     for name, expected in (("a.zip", order), ("w.tar", range(30)), ("a.tfrecord", range(30))):
-        found = contents(ingested(capsys, tmp_path / name, tmp_path / f"{name}.lmdb"))
+        found = contents(converted(capsys, tmp_path / name, tmp_path / f"{name}.lmdb"))
         assert found == {"image": [IMAGES[i] for i in expected], "label": [i % 3 for i in expected]}

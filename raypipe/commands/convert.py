@@ -47,7 +47,7 @@ Part = tuple[int, int, list[tuple[int, str]]]
 """What a task has written: how many samples, bytes of images; and the indices skipped, each with its reason."""
 
 
-def ingest(
+def convert(
     src: str | Path | Store | ray.data.Dataset | Iterable[Sample],
     dst: str,
     *,
@@ -155,7 +155,7 @@ def _kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, shor
     """Within, the file of a store in the cache folder that has the samples, in their order.
 
     Args:
-        samples: see `raypipe.ingest`; each is taken once. One whose image is None may lack the other columns.
+        samples: see `raypipe.convert`; each is taken once. One whose image is None may lack the other columns.
         classes: names, position = label.
         short_side: see `column_types`.
     """

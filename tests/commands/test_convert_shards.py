@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.commands import ingest as ingest_module
-from raypipe.commands.ingest import digest_of, ingest, write_shard
+from raypipe.commands import convert as convert_module
+from raypipe.commands.convert import convert, digest_of, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore
@@ -126,7 +126,7 @@ def test_a_source_without_images() -> None:
 @pytest.mark.parametrize("values", [(-1, 90), (0, 0), (0, 101)])
 def test_sizes_and_qualities_that_cannot_be(values: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match=f"got 0, {values[0]} and {values[1]}"):
-        ingest(MemoryStore([b"x"], [0]), "x.lmdb", short_side=values[0], quality=values[1])
+        convert(MemoryStore([b"x"], [0]), "x.lmdb", short_side=values[0], quality=values[1])
 
 
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
@@ -141,7 +141,7 @@ def test_one_byte_that_changes_on_the_disk_is_found(
         file.write_bytes(content)
         return digest_of(wanted, file, columns)
 
-    monkeypatch.setattr(ingest_module, "digest_of", damaged)
+    monkeypatch.setattr(convert_module, "digest_of", damaged)
     copy = write_shard(
         tmp_path, MemoryStore(images, None), tmp_path / f"a{suffix}", 0, 100, {"image": "binary"}, 0, 90, "raise"
     )

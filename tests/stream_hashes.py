@@ -105,23 +105,24 @@ def webdataset(images: Path, tar: Path) -> str:
 
 def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of `raypipe digest`: what the actors make."""
-    usual = ["--epochs=2", "--micro-batch-size=8", "--global-batch-size=16", "--size=24", "--seed=3"]
+    usual = ["--plan.epochs=2", "--plan.micro_batch_size=8", "--plan.global_batch_size=16", "--plan.seed=3"]
+    usual += ["--transform.size=24"]
     for name, address in stores.items():
         yield name, [address, *usual]
     lmdb, parquet = stores["lmdb"], stores["parquet"]
     for name in ("heavy", "light", "small", "resize", "center"):
-        yield f"transform {name}", [lmdb, *usual, f"--transform={name}"]
+        yield f"transform {name}", [lmdb, *usual, f"--transform.train={name}"]
     for name in ("global", "window", "off"):
-        yield f"shuffle {name}", [parquet, *usual, f"--shuffle={name}"]
-    both = [lmdb, "--val", parquet, *usual]
+        yield f"shuffle {name}", [parquet, *usual, f"--plan.shuffle={name}"]
+    both = [lmdb, "--store.val", parquet, *usual]
     yield "train and val", both
-    yield "two actors", [*both, "--actors=2"]
-    yield "two workers", [*both, "--workers=2"]
-    yield "two executions", [*both, "--workers=2", "--executions=2"]
+    yield "two actors", [*both, "--pool.max_actors=2"]
+    yield "two workers", [*both, "--train.num_workers=2"]
+    yield "two executions", [*both, "--train.num_workers=2", "--pool.executions=2"]
     yield "resume", [*both, "--from_step=4"]
-    yield "cache", [*both, "--cache=disk"]
-    yield "masks", [stores["targets"], *usual, "--mask_column=mask"]
-    yield "boxes", [stores["targets"], *usual, "--boxes_column=boxes"]
+    yield "cache", [*both, "--pool.cache=disk"]
+    yield "masks", [stores["targets"], *usual, "--transform.mask_column=mask"]
+    yield "boxes", [stores["targets"], *usual, "--transform.boxes_column=boxes"]
 
 
 FED = """

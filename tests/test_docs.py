@@ -38,8 +38,8 @@ def test_every_command_is_understood(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
     if words[0] != "raypipe":
-        (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
         args = [f"{tmp_path}/run.yaml" if word.endswith("best.yaml") else word for word in words[1:]]
         args = [word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args]  # which is not asked for here
         run, own = settings.parse_job(args, None, tune=TuneConfig)
@@ -252,19 +252,17 @@ def test_the_digests_of_docs_determinism_are_equal_and_differ_as_it_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "determinism.md"
-    (make,) = re.findall(r'python -c "(.*)"$', page.read_text(), re.M)
-    exec(make, {})
     shown = []
     *digests, diff = commands(page)
     # One of them on a cluster: that it is equal to the others says the most.
     for number, words in enumerate(digests):
-        cli.main([*words[1:], *([] if number == 1 else ["--engine=inline"])])
+        cli.main([*words[1:], *([] if number == 1 else ["--pool.engine=inline"])])
         shown.append(capsys.readouterr().out)
     with pytest.raises(SystemExit, match="1"):
         cli.main(diff[1:])
     shown.append(capsys.readouterr().out)
     assert len(digests) == 3 and "equal over 16 micro-batches" in shown[1]
-    assert "44 of 44 micro-batches differ" in shown[3] and "train-e0000-s000000-m000" in shown[3]
+    assert "44 of 56 micro-batches differ" in shown[3] and "train-e0000-s000000-m000" in shown[3]
     assert json.loads(shown[3].splitlines()[-1])["settings"].keys() == {"plan", "plan.seed"}
 
 
@@ -392,5 +390,5 @@ def test_what_docs_targets_trains_learns(
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["samples"], found["bad"]) == (256, 0)
     for words in others:
-        cli.main([*words[1:], *(["--engine=inline"] if words[1] == "digest" else [])])
+        cli.main([*words[1:], *(["--pool.engine=inline"] if words[1] == "digest" else [])])
     assert Path("grid.png").stat().st_size > 10_000

@@ -37,9 +37,10 @@ from test_report import make_run  # isort: skip
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 COMMAND = Path(sys.executable).parent / "raypipe"
+SIZES = ["--transform.size=32", "--plan.micro_batch_size=16"]
 SMALL = {
-    "bench": ["--seconds=1", "--repeats=1", "--actors=1", "--size=32", "--micro-batch-size=16"],
-    "digest": ["--size=32", "--actors=1", "--micro-batch-size=16", "--global-batch-size=64"],
+    "bench": ["--seconds=1", "--repeats=1", "--pool.max_actors=1", *SIZES],
+    "digest": ["--pool.max_actors=1", "--plan.global_batch_size=64", *SIZES],
 }
 ONE_EPOCH = ["--plan.epochs=1", "--plan.micro_batch_size=8", "--plan.global_batch_size=16", "--transform.size=32"]
 ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_worker=1"]
@@ -119,8 +120,13 @@ def test_docs_running_converts_verifies_and_audits(folder: Path, capsys: pytest.
     assert run(here, capsys)["samples"] == 1600
     (verify,) = of("running.md", "inspect")
     assert run(verify, capsys)["bad"] == 0 and Path("bad.json").exists()
-    whole, part = of("running.md", "digest")
-    assert run([*whole, "--engine=inline"], capsys)["micro_batches"] == 200
+    whole, part, of_run = of("running.md", "digest")
+    Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
+    Path(of_run[2]).mkdir(parents=True)
+    Path(of_run[2], "config.yaml").write_text(Path("run.yaml").read_text())
+    made = run([*whole, "--pool.engine=inline"], capsys)
+    assert made["micro_batches"] == 200
+    assert run([*of_run, "--pool.engine=inline"], capsys)["digest"] == made["digest"]
     found = run(part, capsys)
     assert found["equal"] and found["compared"] == 40
     write_tar("photos.tar", few)
@@ -213,7 +219,7 @@ def test_docs_transforms_draws_steps_and_hashes_a_file_of_them(capsys: pytest.Ca
     Path("policy.json").write_text('[{"RandomResizedCrop": {"size": [32, 32]}}, {"HorizontalFlip": {}}]')
     (preview,), (digest,) = of("transforms.md", "preview"), of("transforms.md", "digest")
     assert run(preview, capsys)["samples"] == 6
-    assert run([*digest, "--engine=inline"], capsys)["samples"] == 64
+    assert run([*digest, "--pool.engine=inline"], capsys)["samples"] == 64
     assert Path("grid.png").stat().st_size > 1000
 
 

@@ -61,24 +61,24 @@ def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(
         "raypipe.commands.cli",
         "digest",
         str(stores["train"]),
-        "--epochs",
+        "--plan.epochs",
         "2",
-        "--micro-batch-size",
+        "--plan.micro_batch_size",
         "10",
     ]
-    command += ["--global-batch-size", "20", "--seed", "3", "--size", "16"]
-    one = last_line(run(*command, "--actors", "1", "--output", str(tmp_path / "one.json")))
+    command += ["--plan.global_batch_size", "20", "--plan.seed", "3", "--transform.size", "16"]
+    one = last_line(run(*command, "--pool.max_actors", "1", "--output", str(tmp_path / "one.json")))
     assert one["samples"] == 200 and one["micro_batches"] == 20 and len(one["digest"]) == 32
-    part = ["--workers", "2", "--from-step", "4", "--compare", str(tmp_path / "one.json")]
-    other = last_line(run(*command, "--actors", "3", *part))
+    part = ["--train.num_workers", "2", "--from-step", "4", "--compare", str(tmp_path / "one.json")]
+    other = last_line(run(*command, "--pool.max_actors", "3", *part))
     assert other["equal"] and other["micro_batches"] == other["compared"] == 12
 
 
 @pytest.mark.cluster
 @pytest.mark.soak  # tests/commands/test_bench.py measures a stream
 def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
-    command = ["-m", "raypipe.commands.cli", "bench", str(stores["train"]), "--transform", "light", "--size", "64"]
-    done = run(*command, "--seconds", "2", "--micro-batch-size", "32", "--actors", "1")
+    command = ["-m", "raypipe.commands.cli", "bench", str(stores["train"]), "--transform.size", "64"]
+    done = run(*command, "--seconds", "2", "--plan.micro_batch_size", "32", "--pool.max_actors", "1")
     found = last_line(done)
     assert list(found)[:5] == [
         "ceiling_images_per_s",
@@ -107,9 +107,12 @@ def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: di
     ("arguments", "message"),
     [
         (["digest", "/nowhere.lmdb"], "StoreError: /nowhere.lmdb does not exist"),
-        (["digest", "STORE", "--workers", "2"], "ConfigError: 2 workers cannot share the 1 micro-batches"),
+        (
+            ["digest", "STORE", "--train.num_workers", "2"],
+            "ConfigError: 2 workers cannot share the 1 micro-batches",
+        ),
         pytest.param(
-            ["digest", "STORE", "--micro-batch-size", "1000"],
+            ["digest", "STORE", "--plan.micro_batch_size", "1000"],
             "ConfigError: .* has 100 samples, fewer than a global batch",
             marks=pytest.mark.soak,  # tests/plan/test_schedule.py has it too
         ),

@@ -4,31 +4,28 @@ what has become of a run."""
 from __future__ import annotations
 
 import dataclasses
-import inspect as introspection
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from raypipe.config import PlanConfig, PoolConfig, Shuffle, TransformConfig
+from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import shown, table
 from raypipe.pages import number
 from raypipe.plan.schedule import shares
-from raypipe.storage.filesystem import as_uri, exists, join
-from raypipe.stores import open_store, store_options
+from raypipe.storage.filesystem import as_uri, join
+from raypipe.streaming.spec import open_train, spec_of
 
-if TYPE_CHECKING:
-    from raypipe.streaming.spec import StreamSpec
+# Actors of a digest that a machine with fewer CPUs lets share them.
+_SHARING = 4
 
 
 def inspect(
-    store: str,
+    run: RunConfig,
+    target: str = "",
     *,
     verify: bool = False,
     output: str = "",
     html: str = "",
-    mask_column: str = "",
-    boxes_column: str = "",
-    **columns: str,
 ) -> dict[str, Any]:
     """Print or draw what a store is, or find every sample of it that cannot be read and decoded.
 
@@ -36,13 +33,12 @@ def inspect(
     Example: raypipe inspect train.lmdb --verify --output bad.json
 
     Args:
-        store: LMDB, Parquet, tar, zip, or a folder of class folders.
+        run: settings, of which those of the store, and of masks and boxes, matter.
+        target: see `settings.command_parser`.
         verify: read and decode every sample, in parallel on Ray.
         output: with --verify: where to write the list of bad samples, for --store.exclude, a local path or
             a URI; empty = NAME.bad.json in this folder, if any are bad.
         html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
-        mask_column: column of masks to decode and check as well; empty = none.
-        boxes_column: the same, of boxes.
     """
     from raypipe.commands import inspection
     from raypipe.transform.targets import check_columns
@@ -51,9 +47,8 @@ def inspect(
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
     if html and verify:
         raise ConfigError("--html shows what a store is, and --verify finds its bad samples: give one at a time")
-    opened = open_store(store, **store_options(**columns))
-    targets = TransformConfig(mask_column=mask_column, boxes_column=boxes_column).target_columns
-    check_columns(opened, targets, "--{}-column")
+    opened, targets = open_train(run), run.transform.target_columns
+    check_columns(opened, targets, "transform.{}_column")
     if not verify:
         samples = inspection.sampled(opened, targets)
         found = inspection.describe(opened, samples=samples)
@@ -61,7 +56,7 @@ def inspect(
             from raypipe.commands import store_page
 
             found["html"] = store_page.write_page(opened, samples, html)
-        table(store, _rows(found))
+        table(str(opened.address), _rows(found))
         return found
     found = inspection.verify(opened, output, targets=targets)
     reasons = found.pop("reasons")
@@ -71,7 +66,7 @@ def inspect(
         rows.append((f"sample {first}{others}", f"{error} ({name})" if name else error))
     if found["bad"]:
         rows += [("to exclude them", f"--store.exclude {found['list']}")]
-    table(store, rows)
+    table(str(opened.address), rows)
     return found
 
 
@@ -84,107 +79,37 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     return rows + [(name, f"{one} / {other}") for name, (one, other) in differ.items()]
 
 
-def stream_settings(
-    epochs: int,
-    *,
-    micro_batch_size: int = 64,
-    global_batch_size: int = 0,
-    seed: int = 0,
-    shuffle: Shuffle = "auto",
-    transform: str | list[dict[str, Any]] = "light",
-    size: int = 224,
-    mask_column: str = "",
-    boxes_column: str = "",
-    **columns: str,
-) -> tuple[PlanConfig, TransformConfig, dict[str, str]]:
-    """The options that commands on a run's stream have in common, as settings of the run and of `open_store`.
-
-    Args:
-        epochs: of the run.
-        micro_batch_size: B, samples in a micro-batch.
-        global_batch_size: samples in a step, a multiple of it; 0 = one micro-batch.
-        seed: the run's seed.
-        shuffle: global, window, off, or auto.
-        transform: of training: preset, module:function, a list of Albumentations transforms, or a file of one
-            (*.yaml, *.json).
-        size: side of the images that a preset makes, in pixels.
-        mask_column: column of masks; empty = none.
-        boxes_column: column of boxes; empty = none.
-    """
-    cpu = TransformConfig(train=transform, size=size, mask_column=mask_column, boxes_column=boxes_column)
-    plan = PlanConfig(epochs, micro_batch_size, global_batch_size, seed, shuffle)
-    return plan, cpu, store_options(**columns)
-
-
 def digest(
-    store: str,
+    run: RunConfig,
+    target: str = "",
     *,
-    val: str = "",
-    epochs: int = 1,
-    actors: int = 0,
-    workers: int = 1,
-    executions: int = 1,
     from_step: int = 0,
     to_step: int = 0,
-    val_transform: str | list[dict[str, Any]] = "center",
-    cache: Literal["off", "disk"] = "off",
-    engine: Literal["ray", "inline"] = "ray",
-    exclude: str = "",
-    val_exclude: str = "",
     output: str = "",
     compare: str = "",
-    trust: bool = False,
-    **settings: Any,
 ) -> dict[str, Any]:
     """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
 
-    Example: raypipe digest train.lmdb --epochs 2 --global-batch-size 256 --workers 2 --from-step 10 --to-step 20
-    Example: raypipe digest runs/20261121-104600-3fa2 --to-step 50
+    Example: raypipe digest train.lmdb --plan.epochs 2 --train.num_workers 2 --from-step 10 --to-step 20
+    Example: raypipe digest runs/20261121-104600-3fa2 --to-step 50 --pool.engine inline
 
     Args:
-        store: the training store; or the folder of a run, a path or a URI, whose stream it is then.
-        val: the validation store; empty = no validation segments.
-        epochs: passes over the store.
-        actors: transform actors; 0 = what the cluster has.
-        workers: W, consumers that share each step.
-        executions: G, Ray Data executions that share the workers.
+        run: settings. train.num_workers consumers share each step, 1 where it is 0; of the pool's actors there may
+            be more than CPUs.
+        target: see `settings.command_parser`.
         from_step: resume at this training step, counted through all epochs.
         to_step: end before this training step, a validation that lies before it included; 0 = at the end.
-        val_transform: of validations, as transform.
-        cache: keep decoded samples on each node, see pool.cache.
-        engine: "inline": without Ray, in this process; actors, workers and executions are then nothing.
-        exclude: list of bad samples of the training store, from `raypipe inspect --verify`, to exclude.
-        val_exclude: the same, of the validation store.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
-        trust: audit a run in a folder that another user owns, and so run the code that it names.
     """
     from raypipe.storage.files import check_place
     from raypipe.streaming.digest import DigestFile, combine, digested, iterate_digests, settings_of
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.inline import inline_batches
-    from raypipe.streaming.spec import StreamSpec
 
-    pool = PoolConfig(
-        executions=executions, min_actors=max(1, actors // executions), max_actors=actors, cache=cache
-    )
-    if spec := _stream_of_run(store, trust):
-        own = {"val": val, "epochs": epochs, "val_transform": val_transform, "exclude": exclude}
-        _check_none_given(store, {**own, "val_exclude": val_exclude, **settings})
-        spec = spec.replace(pool=pool)
-    else:
-        plan, cpu, options = stream_settings(epochs, **settings)
-        spec = StreamSpec(
-            open_store(store, **options),
-            open_store(val, **options) if val else None,
-            plan=plan,
-            transform=dataclasses.replace(cpu, val=val_transform),
-            pool=pool,
-            exclude=exclude,
-            val_exclude=val_exclude,
-        )
+    spec, workers = spec_of(run), run.train.num_workers or 1
     spec.plan.check_workers(workers)
-    shares(workers, executions)
+    shares(workers, spec.pool.executions)
     total = spec.plan.config.epochs * spec.plan.steps_per_epoch
     to_step = to_step or total
     if not 0 <= from_step < to_step <= total:
@@ -196,15 +121,17 @@ def digest(
         check_place(output)
     spec = spec.replace(plan=spec.plan.until(to_step))
     cursor = spec.plan.cursor_at(from_step)
-    if engine == "inline":
+    if spec.pool.engine == "inline":
         most, digests = 0, list(digested(inline_batches(spec, cursor)))
     else:
         from raypipe.rayext.cluster import connect, preflight
         from raypipe.streaming.pipeline import splits
 
-        # Asked for more actors than there are CPUs: let them share, so that any pool can be tried anywhere.
-        connect(num_cpus=max(len(os.sched_getaffinity(0)), spec.pool.max_actors, spec.pool.executions))
-        most = preflight(spec.pool).max_actors
+        # A few actors may share a CPU, so that pools can be compared anywhere; a large run's is made smaller.
+        pool = dataclasses.replace(spec.pool, min_actors=min(spec.pool.min_actors, _SHARING))
+        few = max(pool.least_actors, min(pool.max_actors, _SHARING))
+        connect(num_cpus=max(len(os.sched_getaffinity(0)), few))
+        most, spec = preflight(pool).max_actors, spec.replace(pool=pool)
         iterators = splits(spec, cursor, max_actors=most, world_size=workers)
         digests = list(iterate_digests(spec.plan, cursor, iterators))
     told = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
@@ -219,38 +146,10 @@ def digest(
         found["output"] = output
     if expected:
         found |= compared_with(expected, made)
-    table(store, _rows(found))
+    table(spec.stores["train"].address, _rows(found))
     if expected:
         print(_verdict(found))
     return found
-
-
-def _stream_of_run(address: str, trust: bool) -> StreamSpec | None:
-    """The stream that a run with this folder has, or would have; None = there is no run."""
-    from raypipe.commands.settings import parse_run
-    from raypipe.streaming.spec import spec_of
-
-    run_uri = as_uri(address)
-    try:
-        if not exists(join(run_uri, "config.yaml")):
-            return None
-    except (ConfigError, OSError):  # what is wrong with the address is told by those who open it as a store
-        return None
-    run = parse_run([f"--resume={address}", f"--trust={str(trust).lower()}"], None)
-    return spec_of(run, run_uri).replace(quarantine="")
-
-
-def _check_none_given(run: str, settings: dict[str, Any]) -> None:
-    """Raise ConfigError where a setting of the stream is not as it is by default: the run has its own."""
-    defaults = {
-        name: parameter.default
-        for function in (stream_settings, digest)
-        for name, parameter in introspection.signature(function).parameters.items()
-    }
-    given = [name for name, value in settings.items() if value != defaults.get(name, value)]
-    if given:
-        option = given[0].replace("_", "-")
-        raise ConfigError(f"{run} is a run, which has its own settings: leave out --{option}")
 
 
 def digest_diff(first: str, second: str) -> dict[str, Any]:
@@ -276,19 +175,22 @@ def _verdict(found: dict[str, Any]) -> str:
     return f"{found['different']} of {found['compared']} micro-batches differ"
 
 
-def report(run: str, *, against: str = "", output: str = "") -> dict[str, Any]:
+def report(run: RunConfig, target: str = "", *, against: str = "", output: str = "") -> dict[str, Any]:
     """Write the HTML page of a run, also of one that is still going on, or compare two runs on one page.
 
     Example: raypipe report runs/baseline --against runs/strong
 
     Args:
-        run: the run's folder, a path or a URI.
+        run: settings: without a target, the run that they name.
+        target: the run's folder, a path or a URI.
         against: another run, to draw into the same charts.
         output: where to write the page, a local path or a URI; also -o; empty = report.html in the run's folder.
     """
     from raypipe.pages.report import write_report
 
-    found = write_report(run, against, output)
+    if not (target or run.name):
+        raise ConfigError("there is no run to report: name its folder, or set name to that of the run")
+    found = write_report(target or join(as_uri(run.storage_path), run.name), against, output)
     for summary in filter(None, (found, found["against"])):
         table(summary["run"], _rows({name: value for name, value in summary.items() if name != "against"}))
     return found

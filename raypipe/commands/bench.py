@@ -21,16 +21,17 @@ import platform
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
 from raypipe.logs import table
 from raypipe.lookup import versions
 from raypipe.pages import number
 from raypipe.storage.files import check_place, write_json
-from raypipe.stores import Store, open_store, store_options
+from raypipe.stores import Store
+from raypipe.streaming.spec import open_train
 from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
@@ -41,51 +42,40 @@ Figures = dict[str, float]
 
 
 def bench(
-    store: str,
-    *,
-    transform: str | list[dict[str, Any]] = "heavy",
-    size: int = 224,
-    cache: Literal["off", "disk"] = "off",
-    actors: int = 0,
-    micro_batch_size: int = 256,
-    seconds: float = 20.0,
-    repeats: int = 1,
-    output: str = "",
-    **columns: str,
+    run: RunConfig, target: str = "", *, seconds: float = 20.0, repeats: int = 1, output: str = ""
 ) -> dict[str, Any]:
     """Measure the stream against the ceiling of this machine, or, submitted, of the cluster.
 
-    Example: raypipe bench imagenet.lmdb --repeats 3
+    Example: raypipe bench imagenet.lmdb --transform.train heavy --repeats 3
 
     Args:
-        store: the images.
-        transform: preset, module:function, a list of Albumentations transforms, or a file of one (*.yaml, *.json).
-        size: side of the images that the preset makes, in pixels.
-        cache: keep decoded samples on each node, see pool.cache; the ceiling does without, and the stream's first
-            epoch is not measured.
-        actors: transform actors, and processes of the ceiling; 0 = one per CPU.
-        micro_batch_size: samples in a micro-batch.
+        run: settings; those of the training store, transform.train, the micro-batch's size and the pool matter.
+            pool.max_actors is also how many processes the ceiling has; 0 = one per CPU. The ceiling does not use
+            pool.cache; with it the stream's first epoch is not measured.
+        target: see `settings.command_parser`.
         seconds: that each stream runs for, about.
         repeats: how often all is measured; medians are printed.
         output: write what is found to this file too, for plan-capacity; a local path or a URI.
     """
     if output:
         check_place(output)
-    opened = open_store(store, **store_options(**columns))
-    actors = actors or _cpus_here()
-    config = config_without_files(TransformConfig(train=transform, size=size))
-    pool = PoolConfig(min_actors=actors, max_actors=actors, cache=cache)
+    opened = open_train(run)
+    actors = run.pool.max_actors or _cpus_here()
+    config = config_without_files(run.transform)
+    pool = dataclasses.replace(run.pool, engine="ray", min_actors=actors, max_actors=actors)
+    micro_batch = run.plan.micro_batch_size
     measured = []
     for _ in range(repeats):
         before = ceiling(opened, config, actors, seconds / 2)
-        stream = stream_once(opened, config, pool, micro_batch_size, seconds, before["images_per_s"])
+        stream = stream_once(opened, config, pool, micro_batch, seconds, before["images_per_s"])
         measured.append(compared(before, stream, ceiling(opened, config, actors, seconds / 2)))
     found = summary(measured)
-    report = found | measured_settings(opened, config, actors, micro_batch_size) | {"cache": cache}
+    report = found | measured_settings(opened, config, actors, micro_batch) | {"cache": pool.cache}
     if output:
         write_json(output, report)
-    title = f"{store}: {brief(config.train)} at {size} px, {actors} actors, micro-batches of {micro_batch_size}"
-    table(f"{title}, {repeats} repeats", [(name.replace("_", " "), number(found[name])) for name in found])
+    what = f"{opened.address}: {brief(config.train)} at {config.size} px"
+    how = f"{actors} actors, micro-batches of {micro_batch}, {repeats} repeats"
+    table(f"{what}, {how}", [(name.replace("_", " "), number(found[name])) for name in found])
     return report
 
 

@@ -1,5 +1,8 @@
 """The command line. Every command ends with one JSON object on the last line of standard output.
 
+All commands on a store or a stream take the settings of a run, as jobs/train.py does: `--config run.yaml`, and any
+setting by its name, such as `--plan.seed 1`.
+
 Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, or a machine that
 is not fit; 2 wrong usage; 130 interrupted.
 
@@ -9,25 +12,38 @@ options and choices; it needs shtab.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, Literal
 
-from jsonargparse import auto_cli, set_parsing_settings
+from jsonargparse import set_parsing_settings
 
-from raypipe.commands import audit, bench, capacity, doctor
-from raypipe.commands.settings import Parser, check_no_pipe, parse_job
-from raypipe.config import AugmentConfig
+from raypipe.commands import audit, bench, capacity, doctor, settings
+from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
 from raypipe.logs import printable
 from raypipe.storage.filesystem import as_uri
-from raypipe.stores import open_source, open_store, store_options
+from raypipe.stores import open_source, store_options
+from raypipe.streaming.spec import open_train
 
 set_parsing_settings(add_print_completion_argument=True)
 
 
+def train(run: RunConfig) -> dict[str, Any]:
+    """Train a classifier on one stream, as jobs/train.py does, which is what one submits to a cluster.
+
+    Example: raypipe train --config run.yaml --plan.epochs 90
+    """
+    from raypipe.train.launch import train as train_run
+
+    return train_run(run)
+
+
 def convert(
+    run: RunConfig,
     src: str,
     dst: str,
     *,
@@ -37,13 +53,14 @@ def convert(
     on_bad_sample: Literal["raise", "skip"] = "raise",
     overwrite: bool = False,
     layout: str = "auto",
-    **columns: str,
 ) -> dict[str, Any]:
     """Copy any store into a new LMDB or Parquet store.
 
     Example: raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
 
     Args:
+        run: settings, of which store.image_column and store.label_column matter; they name TFRecord's features and
+            HDF5's datasets too.
         src: LMDB, Parquet, tar, zip, a folder of class folders, TFRecord or HDF5; several as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
@@ -57,7 +74,7 @@ def convert(
 
     options = {} if layout == "auto" else {"layout": layout}
     return convert_module.convert(
-        open_source(src, **options, **store_options(**columns)),
+        open_source(src, **options, **store_options(run.store.image_column, run.store.label_column)),
         dst,
         short_side=short_side,
         quality=quality,
@@ -68,39 +85,36 @@ def convert(
 
 
 def preview(
-    store: str,
+    run: RunConfig,
+    target: str = "",
     *,
     output: str = "preview.png",
-    epochs: int = 3,
-    of_epochs: int = 0,
+    show_epochs: int = 3,
     samples: int = 6,
     indices: list[int] = [],  # noqa: B006  nobody changes it
-    augment: AugmentConfig = AugmentConfig(),  # noqa: B008  frozen
-    **settings: Any,
 ) -> dict[str, Any]:
     """Draw what becomes of samples: decoded, transformed, augmented and mixed, as a run feeds them. No Ray.
 
     Example: raypipe preview train.lmdb -o grid.png --augment.preset strong --augment.cutmix-alpha 1
+    Example: raypipe preview --config run.yaml
 
     Args:
-        store: the training store.
+        run: settings of the run; an augmentation that does nothing is replaced by an example.
+        target: see `settings.command_parser`.
         output: the PNG to write; also -o.
-        epochs: how many epochs to show, evenly spread over the run.
-        of_epochs: epochs of the run; 0 = as many as are shown.
+        show_epochs: how many epochs to show, evenly spread over the run.
         samples: show the first so many of the run.
         indices: show these samples instead, as in [3,14,15].
-        augment: the device side; one that does nothing is replaced by an example.
     """
     from raypipe.commands import preview as preview_module
 
-    plan, transform, options = audit.stream_settings(of_epochs or epochs, **settings)
     return preview_module.preview(
-        open_store(store, **options),
+        open_train(run),
         output,
-        plan=plan,
-        transform=transform,
-        augment=augment,
-        epochs=epochs,
+        plan=run.plan,
+        transform=run.transform,
+        augment=run.augment,
+        epochs=min(show_epochs, run.plan.epochs),
         samples=samples,
         indices=indices,
     )
@@ -122,41 +136,46 @@ def stop(run: str) -> dict[str, Any]:
     return {"run_dir": run, "stop_requested": True}
 
 
-_ALL: list[Callable[..., dict[str, Any]]] = [convert, bench.bench, audit.digest, audit.digest_diff, audit.inspect]
-_ALL += [capacity.plan_capacity, preview, audit.report, doctor.doctor, stop]
+_ALL: list[Callable[..., dict[str, Any]]] = [train, convert, bench.bench, audit.digest, audit.digest_diff]
+_ALL += [audit.inspect, capacity.plan_capacity, preview, audit.report, doctor.doctor, stop]
 COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
-_FLAGS = {"--overwrite", "--verify", "--no_ray"}
 
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
-    given = [_normalized(arg) for arg in (sys.argv[1:] if args is None else args)]
-    options: dict[str, Any] = {"as_positional": True, "allow_abbrev": False, "parser_class": Parser}
+    given = settings.with_dashes(sys.argv[1:] if args is None else args)
 
-    def parsed() -> dict[str, Any]:
-        check_no_pipe(given)
-        return auto_cli(COMMANDS, args=given, prog="raypipe", **options)  # type: ignore[arg-type]
+    def command() -> dict[str, Any]:
+        name = given[0] if given else "--help"
+        if name not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, 1)
+            if not name.startswith("-"):
+                settings.Parser().error(
+                    f"there is no command {name}" + (f": did you mean {near[0]}?" if near else "")
+                )
+            _parser_of_all().parse_args([name, *given[1:]])  # help or completion, which ends the program
+        function = COMMANDS[name]
+        takes_run = "run" in inspect.signature(function).parameters
+        parser = settings.command_parser(name, function)
+        return function(**settings.parse_command(parser, given[1:], takes_run=takes_run))
 
-    _finish(parsed)
+    _finish(command)
 
 
-def _normalized(arg: str) -> str:
-    """An option as the parser knows it: `--micro-batch-size=8` as `--micro_batch_size=8`, `--overwrite` as
-    `--overwrite=true`, `-o` as `--output`."""
-    if arg == "-o" or arg.startswith("-o="):  # auto_cli makes no short options
-        return "--output" + arg[2:]
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg.partition("=")
-    name = "--" + name[2:].replace("-", "_")
-    return name + ("=true" if name in _FLAGS and not equals else equals + value)
+def _parser_of_all() -> settings.Parser:
+    parser = settings.Parser(prog="raypipe", description=__doc__)
+    subcommands = parser.add_subcommands()
+    for name, function in COMMANDS.items():
+        about = (function.__doc__ or "").partition("\n")[0]
+        subcommands.add_subcommand(name, settings.command_parser(name, function), help=about)
+    return parser
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: type) -> None:
     """The body of a script in jobs/: settings in, see `settings.parse_job`, one JSON object out."""
 
     def parsed() -> dict[str, Any]:
-        run, own = parse_job(None, doc, **sections)
+        run, own = settings.parse_job(None, doc, **sections)
         return job(run, **own)
 
     _finish(parsed)

@@ -200,7 +200,7 @@ def preview(
     if not len(store):
         raise ConfigError(f"{store.address} holds no samples: there is nothing to show")
     if not 1 <= epochs <= plan.epochs:
-        raise ConfigError(f"--epochs must be in [1, {plan.epochs}], the epochs of the run, got {epochs}")
+        raise ConfigError(f"--show-epochs must be in [1, {plan.epochs}], the epochs of the run, got {epochs}")
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
         raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")

@@ -1,10 +1,13 @@
-"""The settings of a run, from YAML files and the command line."""
+"""The settings of a run, from YAML files and the command line: of jobs and of commands alike."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import re
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +19,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, without_credentials
 from raypipe.logs import printable
 from raypipe.storage.files import read_whole
-from raypipe.storage.filesystem import as_uri, join
+from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.storage.lease import check_owner
 
 
@@ -30,18 +33,75 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
 
     Unknown keys, in the file or on the command line, end the program with exit code 2.
     """
-    args = sys.argv[1:] if args is None else args
-    check_no_pipe(args)
-    parser = Parser(description=doc, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
-    parser.add_class_arguments(RunConfig, as_group=False)
+    parser = Parser(description=doc)
     for name, section in sections.items():
         parser.add_class_arguments(section, name)
+    own = _parsed(parser, with_dashes(sys.argv[1:] if args is None else args))
+    return own.pop("run"), own
+
+
+def command_parser(name: str, command: Callable[..., Any]) -> Parser:
+    """The parser of a command, by its parameters; those without defaults are given by their places.
+
+    One named `run` stands for all settings of a run, and one named `target` for the place of an optional argument.
+    """
+    about = (inspect.getdoc(command) or "").partition("\nArgs:")[0]
+    parameters = inspect.signature(command).parameters
+    places = ["[STORE|RUN]"] if "target" in parameters else []
+    places += [
+        each.name.upper() for each in parameters.values() if each.default is each.empty and each.name != "run"
+    ]
+    parser = Parser(prog=f"raypipe {name}", usage=" ".join(["%(prog)s", *places, "[--OPTION VALUE …]"]))
+    parser.description = about
+    if "target" in parameters:
+        parser.add_argument("target", nargs="?", default="", help=_TARGET)
+    parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"run", "target"})
+    if "run" in parameters:
+        _add_run(parser)
+    return parser
+
+
+def parse_command(parser: Parser, args: list[str], *, takes_run: bool) -> dict[str, Any]:
+    """The arguments of a command; `target`, if it is a run's folder, has settings that the others override."""
+    if takes_run:
+        return _parsed(parser, args)
+    check_no_pipe(args)
+    return parser.instantiate_classes(parser.parse_args(args)).as_dict()
+
+
+def with_dashes(args: list[str]) -> list[str]:
+    """Options as the parsers know them: `--micro-batch-size=8` as `--micro_batch_size=8`, `--overwrite` as
+    `--overwrite=true`, `-o` as `--output`."""
+    return [_normalized(arg) for arg in args]
+
+
+def _normalized(arg: str) -> str:
+    if arg == "-o" or arg.startswith("-o="):  # such parsers make no short options
+        return "--output" + arg[2:]
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    name = "--" + name[2:].replace("-", "_")
+    return name + ("=true" if name in _FLAGS and not equals else equals + value)
+
+
+def _add_run(parser: Parser) -> None:
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings of a run below")
+    parser.add_class_arguments(RunConfig, as_group=False)
+
+
+def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
+    """The settings of a run as `run`, and what else the parser knows, by name."""
+    check_no_pipe(args)
+    if not any(action.dest == "config" for action in parser._actions):
+        _add_run(parser)
     given = parser.parse_args(args)
-    if given.resume:
-        check_owner(given.resume, given.trust)
-        base = _stored_config(given.resume)
-    elif not given.store.train:
+    target = given.get("target", "")
+    of_run = given.resume or (target if _is_run(target) else "")
+    if of_run:
+        check_owner(of_run, given.trust)
+        base = _stored_config(of_run)
+    elif not (target or given.store.train):
         base = (files("raypipe") / "digits.yaml").read_text()
     else:
         base = ""
@@ -49,8 +109,20 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
     values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
     values.pop("config", None)
     values["trust"] = given.trust  # whatever the stored configuration says
-    own = {name: values.pop(name) for name in sections}
-    return RunConfig(**values), own
+    run = RunConfig(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunConfig)})
+    if target and not of_run:
+        run = dataclasses.replace(run, store=dataclasses.replace(run.store, train=target))
+    return {"run": run, **values}
+
+
+def _is_run(address: str) -> bool:
+    """Whether it is the folder of a run, rather than a store."""
+    if not address:
+        return False
+    try:
+        return exists(join(as_uri(address), "config.yaml"))
+    except (ConfigError, OSError):  # what is wrong with the address is told by those who open it as a store
+        return False
 
 
 def _stored_config(run: str) -> str:
@@ -67,6 +139,9 @@ def check_no_pipe(args: list[str]) -> None:
         if is_pipe:
             raise ConfigError(f"{value} is a FIFO, not a regular file: write what it brings to a file first")
 
+
+_TARGET = "a store, or the folder of a run, whose settings then come first; empty = what the settings name"
+_FLAGS = {"--overwrite", "--verify", "--no_ray"}
 
 _RENAMED = {
     "checkpoint_every": "checkpoint_interval",
@@ -94,6 +169,9 @@ _UNKNOWN = re.compile(
 
 class Parser(ArgumentParser):
     """jsonargparse's, whose errors are short, and show a wrong value, but no credentials in it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **({"allow_abbrev": False} | kwargs))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +129,35 @@ class StreamSpec:
         return dict(self.stores) if self.pool.read == "stage" else {}
 
 
-def spec_of(run: RunConfig, run_uri: str) -> StreamSpec:
-    """The stream of a run, whose folder has the record of its bad samples."""
-    options = store_options(run.store.image_column, run.store.label_column)
+def with_digits(run: RunConfig) -> RunConfig:
+    """The run, on the digits that scikit-learn ships where it names no store; they are written on first use."""
+    if run.store.train:
+        return run
+    from raypipe.stores.destination import digits_stores  # which imports what writes
+
+    train, val = digits_stores()
+    return replace(run, store=replace(run.store, train=train, val=run.store.val or val))
+
+
+def open_train(run: RunConfig) -> Store:
+    """The training store of a run."""
+    store = with_digits(run).store
+    return open_store(store.train, **store_options(store.image_column, store.label_column))
+
+
+def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
+    """The stream of a run, whose folder, if it has one, has the record of its bad samples."""
+    store = with_digits(run).store
+    options = store_options(store.image_column, store.label_column)
     return StreamSpec(
-        open_store(run.store.train, **options),
-        open_store(run.store.val, **options) if run.store.val else None,
+        open_store(store.train, **options),
+        open_store(store.val, **options) if store.val else None,
         plan=run.plan,
         transform=run.transform,
         pool=run.pool,
-        exclude=run.store.exclude,
-        val_exclude=run.store.val_exclude,
-        quarantine=join(run_uri, "quarantine"),
+        exclude=store.exclude,
+        val_exclude=store.val_exclude,
+        quarantine=join(run_uri, "quarantine") if run_uri else "",
         run=run.name,
         log=run.log,
     )

@@ -52,6 +52,7 @@ from raypipe.storage.filesystem import (
     split,
 )
 from raypipe.storage.lease import RunExistsError, check_owner, taken
+from raypipe.streaming.spec import with_digits
 from raypipe.train.checkpoints import has_checkpoints
 from raypipe.transform.transform_steps import config_without_files
 
@@ -107,12 +108,7 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
     run_uri = join(as_uri(run.storage_path), run.name)
     check_lasting(run_uri, "storage_path")
     check_run_folder(run_uri, bool(run.resume))
-    if not run.store.train:
-        from raypipe.stores.destination import digits_stores  # which imports what writes
-
-        train_address, val_address = digits_stores()
-        store = dataclasses.replace(run.store, train=train_address, val=run.store.val or val_address)
-        run = dataclasses.replace(run, store=store)
+    run = with_digits(run)
     run = dataclasses.replace(run, transform=config_without_files(run.transform))
     with taken(run_uri) as lease:
         check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from raypipe.commands.cli import _finish, _normalized, main
-from raypipe.commands.settings import parse_run
+from raypipe.commands import cli
+from raypipe.commands.cli import _finish, main
+from raypipe.commands.settings import _normalized, parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 
@@ -243,6 +244,32 @@ def test_an_unknown_option_of_a_command_exits_with_2(capsys: pytest.CaptureFixtu
     assert "bach" in capsys.readouterr().err
 
 
+def test_an_unknown_command_exits_with_2_and_is_told_what_it_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["inspekt", "some.lmdb"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: there is no command inspekt: did you mean inspect?\nsee --help\n"
+
+
+def test_every_command_takes_the_configuration_a_store_or_the_folder_of_a_run(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, Any]:
+        given.append(run)
+        return {}
+
+    given: list[RunConfig] = []
+    monkeypatch.setattr(cli, "COMMANDS", {"look": command})
+    (tmp_path / "my.yaml").write_text("store: {train: other.lmdb}\nplan: {epochs: 7}\n")
+    config = ["--config", str(tmp_path / "my.yaml")]
+    for args in (["x.lmdb", *config], [*config, "--plan.seed=1"], [str(stored), "--plan.micro-batch-size=8"], []):
+        main(["look", *args, "-o", "page.html"])
+    assert [(run.store.train, run.plan.epochs, run.plan.seed) for run in given[:3]] == [
+        *(("x.lmdb", 7, 0), ("other.lmdb", 7, 1), ("some.lmdb", 3, 4)),
+    ]
+    assert given[2].plan.micro_batch_size == 8 and given[3] == parse()
+
+
 # As bash does when the tab key is pressed: the words so far, of which the last one is to be completed.
 TAB = 'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_raypipe; echo "${COMPREPLY[*]}"'
 
@@ -256,7 +283,7 @@ def test_a_shell_completes_commands_options_and_choices(
     script.write_text(capsys.readouterr().out)
     for words, expected in (
         (["pre"], "preview"),
-        (["digest", "--excl"], "--exclude"),
+        (["digest", "--store.excl"], "--store.exclude"),
         (["convert", "a.tar", "b.lmdb", "--on_bad_sample", "s"], "skip"),
     ):
         command = ["bash", "-c", TAB, str(script), "raypipe", *words]

@@ -98,12 +98,19 @@ def test_pixels_of_hdf5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     pixels = np.random.default_rng(0).integers(0, 256, (70, 6, 5, 3), np.uint8)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["pixels"], file["y"] = pixels, np.arange(70)
-    store = converted(capsys, tmp_path / "a.h5", tmp_path / "b.lmdb", "--image-column", "pixels", "--shards=2")
+    store = converted(
+        capsys, tmp_path / "a.h5", tmp_path / "b.lmdb", "--store.image_column", "pixels", "--shards=2"
+    )
     found = contents(store)
     assert np.array_equal([decode(image) for image in found["image"]], pixels)
     assert found["label"] == list(range(70))
     store = converted(
-        capsys, tmp_path / "a.h5", tmp_path / "c.lmdb", "--image-column=pixels", "--short-side=4", "--quality=80"
+        capsys,
+        tmp_path / "a.h5",
+        tmp_path / "c.lmdb",
+        "--store.image_column=pixels",
+        "--short-side=4",
+        "--quality=80",
     )
     assert all(image.startswith(b"\xff\xd8\xff") for image in contents(store)["image"])
 

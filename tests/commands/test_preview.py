@@ -220,7 +220,7 @@ def test_a_small_store_makes_small_micro_batches(tmp_path: Path) -> None:
         ({"indices": [3, 30]}, r"30 is outside \[0, 30\)"),
         ({"indices": [-1]}, r"-1 is outside \[0, 30\)"),
         ({"samples": 0}, "0 samples over 2 epochs make 0 tiles"),
-        ({"epochs": 3}, r"--epochs must be in \[1, 2\]"),
+        ({"epochs": 3}, r"--show-epochs must be in \[1, 2\]"),
         ({"indices": [0] * 500}, "make 3500 tiles, not 1 to 1000"),
     ],
 )
@@ -279,8 +279,9 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
 
 def test_the_command(stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i, option in enumerate(["-o", "--output"]):
-        args = [str(stores["train"]), "--epochs=1", "--of-epochs=5", "--indices=[7,3,7]", "--micro-batch-size=8"]
-        main(["preview", *args, "--size=24", "--augment.cutmix-alpha", "1", option, str(tmp_path / f"{i}.png")])
+        args = ["preview", str(stores["train"]), "--show-epochs=1", "--plan.epochs=5", "--indices=[7,3,7]"]
+        args += ["--plan.micro_batch_size=8", "--transform.size=24", "--augment.cutmix-alpha", "1"]
+        main([*args, option, str(tmp_path / f"{i}.png")])
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert found == {"output": str(tmp_path / f"{i}.png"), "samples": 3, "epochs": 1}
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
@@ -291,8 +292,8 @@ def test_the_command_takes_steps_and_files_of_them(stores: dict[str, Path], tmp_
     (tmp_path / "mine.yaml").write_text(steps)
     pictures = []
     for name in ("light", steps, f"{tmp_path}/mine.yaml"):
-        args = ["--epochs=1", "--samples=2", "--size=24", f"--transform={name}", f"--output={tmp_path / 'a.png'}"]
-        main(["preview", str(stores["train"]), *args])
+        args = ["--show-epochs=1", "--samples=2", "--transform.size=24", f"--transform.train={name}"]
+        main(["preview", str(stores["train"]), *args, f"--output={tmp_path / 'a.png'}"])
         # Below the note, which names the transform.
         pictures.append(np.asarray(Image.open(tmp_path / "a.png"))[120:])
     assert all(np.array_equal(pictures[0], other) for other in pictures[1:])
@@ -302,7 +303,7 @@ def test_the_command_takes_steps_and_files_of_them(stores: dict[str, Path], tmp_
     "option",
     [
         *("--indices=[3,100]", "--augment.mixup_alpha=-1", "-o=a/b/c.png"),
-        *("--transform=lihgt", "--transform=[{Blurr: {}}]"),
+        *("--transform.train=lihgt", "--transform.train=[{Blurr: {}}]"),
     ],
 )
 def test_an_error_of_the_command_is_one_line(

@@ -198,8 +198,8 @@ def test_the_command_ends_with_code_1_where_streams_differ(
         (["--to-step", "-1"], "--from-step 0 and --to-step -1 are no range"),
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
         (["--compare", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
-        (["--exclude", "/nowhere/x.json"], "store.exclude: /nowhere/x.json cannot be read"),
-        (["--val-exclude", "/nowhere/x.json"], "store.val_exclude: there is /nowhere/x.json, but no store"),
+        (["--store.exclude", "/nowhere/x.json"], "store.exclude: /nowhere/x.json cannot be read"),
+        (["--store.val_exclude", "/nowhere/x.json"], "store.val_exclude: there is /nowhere/x.json, but no store"),
     ],
 )
 def test_a_range_or_a_file_that_cannot_be_is_told_before_ray_starts(
@@ -208,7 +208,7 @@ def test_a_range_or_a_file_that_cannot_be_is_told_before_ray_starts(
     import re
 
     with pytest.raises(SystemExit) as caught:
-        cli_main("digest", stores["train"], "--micro-batch-size", "8", "--epochs", "1", *args)
+        cli_main("digest", stores["train"], "--plan.micro_batch_size", "8", "--plan.epochs", "1", *args)
     assert caught.value.code == 1
     assert re.match(f"ConfigError: {message}", capsys.readouterr().err)
 
@@ -224,15 +224,16 @@ def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
     stores: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raypipe.rayext.cluster.connect", lambda *_, **__: pytest.fail("a cluster was asked for"))
-    options = ["--epochs", 2, "--micro-batch-size", 10, "--global-batch-size", 20, "--size", 16, "--from-step", 3]
-    cli_main("digest", stores["train"], *options, "--engine", "inline")
+    options = ["--plan.epochs", 2, "--plan.micro_batch_size", 10, "--plan.global_batch_size", 20]
+    options += ["--transform.size", 16, "--from-step", 3]
+    cli_main("digest", stores["train"], *options, "--pool.engine", "inline")
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20)
     spec = StreamSpec(stores["train"], plan=plan, transform=TransformConfig(size=16))
     assert found["digest"] == combine(without_ray.digests(spec, 3))
 
 
-def test_the_digest_of_a_run_needs_its_folder_alone(
+def test_the_digest_of_a_run_needs_its_folder_alone_and_settings_go_over_its_own(
     stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20, seed=4)
@@ -240,20 +241,18 @@ def test_the_digest_of_a_run_needs_its_folder_alone(
     run = RunConfig(store, plan, TransformConfig(train="small", val="resize", size=16), name="mine")
     store_config(run, (tmp_path / "mine").as_uri())
     expected = without_ray.digests(spec_of(run, tmp_path.as_uri()), 3)
-    cli_main("digest", tmp_path / "mine", "--from-step", 3, "--engine", "inline")
+    cli_main("digest", tmp_path / "mine", "--from-step", 3, "--pool.engine", "inline")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["digest"] == combine(expected)
-    for option in (["--seed", 3], ["--val", stores["val"]], ["--epochs", 3]):
-        with pytest.raises(SystemExit):
-            cli_main("digest", tmp_path / "mine", *option)
-        message = f"mine is a run, which has its own settings: leave out {option[0]}\n"
-        assert message in capsys.readouterr().err
+    expected = without_ray.digests(spec_of(replace(run, plan=replace(plan, seed=3)), tmp_path.as_uri()), 3)
+    cli_main("digest", tmp_path / "mine", "--plan.seed", 3, "--from-step", 3, "--pool.engine", "inline")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["digest"] == combine(expected)
 
 
 def test_what_is_wrong_with_an_address_is_told_of_the_store_though_a_run_is_looked_for_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        cli_main("digest", "foo://bucket/train.lmdb", "--engine", "inline")
+        cli_main("digest", "foo://bucket/train.lmdb", "--pool.engine", "inline")
     assert capsys.readouterr().err.startswith("ConfigError: foo://bucket/train.lmdb is of an unknown scheme")
 
 
@@ -268,7 +267,7 @@ SMALL = TransformConfig(train="light", val="center", size=16)
 class TestRanges:
     def test_a_stream_of_too_few_micro_batches_is_an_error(self, stores: dict[str, Path]) -> None:
         spec = StreamSpec(str(stores["train"]), plan=PLAN, transform=SMALL)
-        cut = replace(spec, plan=spec.plan.until(1))
+        cut = spec.replace(plan=spec.plan.until(1))
 
         start = spec.plan.start()
         with pytest.raises(RaypipeError, match="rank 0 expected train-e0000-s000001-m000, the stream ended"):
@@ -279,15 +278,15 @@ class TestRanges:
     ) -> None:
         def run(*args: object, code: int = 0) -> dict[str, Any]:
             options = [
-                "--epochs",
+                "--plan.epochs",
                 2,
-                "--micro-batch-size",
+                "--plan.micro_batch_size",
                 10,
-                "--global-batch-size",
+                "--plan.global_batch_size",
                 20,
-                "--size",
+                "--transform.size",
                 16,
-                "--actors",
+                "--pool.max_actors",
                 1,
             ]
             with pytest.raises(SystemExit) if code else contextlib.nullcontext() as caught:
@@ -296,15 +295,17 @@ class TestRanges:
             return json.loads(capsys.readouterr().out.splitlines()[-1])
 
         one, other = tmp_path / "one.json", tmp_path / "other.json"
-        found = run("--to-step", 7, "--output", one, "--engine", "inline")
+        found = run("--to-step", 7, "--output", one, "--pool.engine", "inline")
         assert found == {"digest": found["digest"], "samples": 140, "micro_batches": 14, "output": str(one)}
         written = json.loads(one.read_text())
         assert combine(bytes.fromhex(d) for d in written["micro_batches"].values()) == found["digest"]
-        found = run("--from-step", 5, "--workers", 2, "--compare", one, "--output", other)
+        found = run("--from-step", 5, "--train.num_workers", 2, "--compare", one, "--output", other)
         assert found["equal"] and found["compared"] == 4 and found["micro_batches"] == 10
         changed = {"workers": [1, 2], "actors": [0, 1], "from_step": [0, 5], "to_step": [7, 10]}
         assert found["settings"] == changed
-        found = run("--to-step", 1, "--transform", "center", "--compare", one, "--engine", "inline", code=1)
+        found = run(
+            "--to-step", 1, "--transform.train", "center", "--compare", one, "--pool.engine", "inline", code=1
+        )
         assert (found["equal"], found["compared"], found["different"]) == (False, 2, 2)
         assert found["first_different"] == "train-e0000-s000000-m000"
         assert found["settings"]["transform.train"] == ["light", "center"]
@@ -317,9 +318,10 @@ class TestRanges:
         store = open_store(tmp_path / "train.lmdb")
         verify(store, str(tmp_path / "bad.json"), progress=False)
         cli_main(
-            *("digest", store.address, "--val", store.address, "--micro-batch-size", 8, "--size", 16),
-            *("--exclude", tmp_path / "bad.json", "--val-exclude", tmp_path / "bad.json"),
-            *("--engine", "inline"),
+            *("digest", store.address, "--store.val", store.address),
+            *("--plan.epochs", 1, "--plan.micro_batch_size", 8, "--transform.size", 16),
+            *("--store.exclude", tmp_path / "bad.json", "--store.val_exclude", tmp_path / "bad.json"),
+            *("--pool.engine", "inline"),
         )
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (found["samples"], found["micro_batches"]) == (48 + 48, 6 + 6)

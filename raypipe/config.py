@@ -179,8 +179,7 @@ class PoolConfig(_Section, prefix="pool."):
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = what the cluster has or can scale to, beside trainers.
         cpus_per_actor: CPUs that Ray reserves for each.
-        grow_wait: share of the time that ranks may wait before the pool grows, if its actors are busy.
-        grow_after_s: seconds over which that is measured, and the least between two growths.
+        grow_after_s: seconds, of half of which ranks have waited before the pool grows; the least between two growths.
         shrink_after_s: seconds without waiting after which actors that have nothing to do are given back.
         label_selector: `label=value` of nodes that actors take first, as far as these have room; empty = any node.
         block: micro-batches that Ray moves at a time; 0 = found by what they take (docs/tuning.md).
@@ -198,7 +197,6 @@ class PoolConfig(_Section, prefix="pool."):
     min_actors: AtLeast1 = 1
     max_actors: int = 0
     cpus_per_actor: Positive = 1.0
-    grow_wait: Share = 0.5
     grow_after_s: Positive = 5.0
     shrink_after_s: Positive = 60.0
     label_selector: str = "raypipe=transform"

@@ -38,6 +38,8 @@ _SPARE = 1.25
 _PATIENCE_S = 5.0
 # Actors are queued for a moment even where there is room.
 _QUEUE_S = 2.0
+# Share of the time that ranks may wait before the pool grows.
+_WAITED = 0.5
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class PoolSizer:
         if self._growth[0] >= rules.grow_after_s:
             seconds, waited, worked, ran = self._growth.tolist()
             self._growth = np.zeros(4)
-            if waited > rules.grow_wait * seconds:
+            if waited > _WAITED * seconds:
                 self._calm = np.zeros(4)
                 if not pending and worked > _BUSY * ran and size < rules.max_actors:
                     return Decision(

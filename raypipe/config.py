@@ -179,7 +179,7 @@ class PoolConfig(_Section, prefix="pool."):
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = what the cluster has or can scale to, beside trainers.
         cpus_per_actor: CPUs that Ray reserves for each.
-        grow_after_s: seconds, of half of which ranks have waited before the pool grows; the least between two growths.
+        grow_after_s: seconds of which ranks must wait half before the pool grows; the least between two growths.
         shrink_after_s: seconds without waiting after which actors that have nothing to do are given back.
         label_selector: `label=value` of nodes that actors take first, as far as these have room; empty = any node.
         block: micro-batches that Ray moves at a time; 0 = found by what they take (docs/tuning.md).

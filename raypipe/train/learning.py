@@ -147,11 +147,12 @@ def build_schedule(config: TrainConfig) -> Schedule:
     return learning_rate if config.schedule == "cosine" else import_name(config.schedule, "train.schedule")
 
 
-def build_loss(config: TrainConfig) -> Loss:
-    """As `train.loss` says; label smoothing is that of the run's own."""
+def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
+    """As `train.loss` says; a validation's is without the label smoothing of the run's own."""
     if config.loss != "cross_entropy":
         return import_name(config.loss, "train.loss")
-    return functools.partial(cross_entropy, reduction="none", label_smoothing=config.label_smoothing)
+    smoothing = config.label_smoothing if smooth else 0.0
+    return functools.partial(cross_entropy, reduction="none", label_smoothing=smoothing)
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
@@ -199,6 +200,7 @@ class Learner:
 
     Attributes:
         dtype: of autocast; None = off.
+        val_loss: logits and targets → losses (B,), of a validation.
     """
 
     def __init__(self, run: RunConfig, num_classes: int, device: torch.device, world_size: int) -> None:
@@ -214,6 +216,7 @@ class Learner:
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
         self._batch_norm = StepBatchNorm(self._model, self._per_rank, world_size)
         self._optimizer, self._loss = build_optimizer(self._model, config, fused=on_cuda), build_loss(config)
+        self.val_loss = build_loss(config, smooth=False)
         self._ema = Ema(self._model, config.ema_decay) if config.ema_decay else None
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16 and on_cuda)
         if config.compile:

@@ -15,7 +15,6 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
-from torch.nn.functional import cross_entropy
 
 from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
@@ -243,7 +242,7 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
             logits = self.learner.evaluate(batch)
-            losses = cross_entropy(logits, batch.target, reduction="none")
+            losses = self.learner.val_loss(logits, batch.target)
             correct = (logits.argmax(1) == batch.target).float()
             # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
             real = batch.weight > 0

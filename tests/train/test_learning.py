@@ -137,6 +137,13 @@ def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
     assert build_schedule(TrainConfig(schedule=own("half")))(3, 10, 2, 0.4) == 0.2
 
 
+def test_a_validation_has_the_users_loss_or_cross_entropy_without_smoothing() -> None:
+    logits, target = torch.tensor([[2.0, -1, 0, 0, 1]]), torch.tensor([3])
+    assert torch.equal(learner(loss=own("hinge")).val_loss(logits, target), hinge(logits, target))
+    plain = nn.functional.cross_entropy(logits, target, reduction="none")
+    assert torch.equal(learner(label_smoothing=0.5).val_loss(logits, target), plain)
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [

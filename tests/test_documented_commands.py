@@ -217,8 +217,9 @@ def test_docs_moving_converts_a_folder(capsys: pytest.CaptureFixture[str]) -> No
 def test_docs_transforms_draws_steps_and_hashes_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", samples(64), CLASSES)
     Path("policy.json").write_text('[{"RandomResizedCrop": {"size": [32, 32]}}, {"HorizontalFlip": {}}]')
-    (preview,), (digest,) = of("transforms.md", "preview"), of("transforms.md", "digest")
-    assert run(preview, capsys)["samples"] == 6
+    (digest,) = of("transforms.md", "digest")
+    for preview in of("transforms.md", "preview"):
+        assert run(preview, capsys)["samples"] == 6
     assert run([*digest, "--pool.engine=inline"], capsys)["samples"] == 64
     assert Path("grid.png").stat().st_size > 1000
 

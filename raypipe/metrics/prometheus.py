@@ -44,15 +44,15 @@ class Metric(NamedTuple):
 _RUN, _SPLIT, _RANK = ("run",), ("run", "split"), ("run", "rank")
 _RANK_SPLIT = (*_RANK, "split")
 _ALL = (
-    Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, padding left out."),
-    Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, the first batch apart."),
-    Metric("raypipe_trainer_transfer_seconds_total", _RANK_SPLIT, "Copies to the device, beside all else."),
-    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, beside all else."),
+    Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, without padding."),
+    Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, without the first batch."),
+    Metric("raypipe_trainer_transfer_seconds_total", _RANK_SPLIT, "Copies to the device, in parallel with the rest."),
+    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, in parallel with the rest."),
     Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
     Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
     Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
     Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the start of a loader to its first batch."),
-    Metric("raypipe_trainer_step", _RUN, "Training steps that are done, through all epochs."),
+    Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
     Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
     Metric("raypipe_trainer_augment_strength", _RUN, "Strength of the augmentation, in [0, 1]."),
     Metric("raypipe_trainer_loss", _RUN, "Mean loss over all ranks, between lines of progress."),
@@ -60,17 +60,17 @@ _ALL = (
     Metric("raypipe_validation_loss", _RUN, "Loss of the last validation."),
     Metric("raypipe_validation_accuracy", _RUN, "Accuracy of the last validation, in [0, 1]."),
     Metric("raypipe_stream_blocks_total", _RUN, "Blocks that the pool has finished."),
-    Metric("raypipe_stream_in_flight", _RUN, "Blocks that are worked on, or wait finished."),
-    Metric("raypipe_stream_waiting", _RUN, "Blocks that wait finished: no rank has taken them."),
+    Metric("raypipe_stream_in_flight", _RUN, "Blocks in work, or finished and not yet taken."),
+    Metric("raypipe_stream_waiting", _RUN, "Finished blocks that no rank has taken yet."),
     Metric("raypipe_stream_actors", (*_RUN, "state"), "Transform actors: running, restarting, pending."),
     Metric("raypipe_stream_faults_total", (*_RUN, "kind"), "What went wrong, and was mended."),
-    Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, some again."),
+    Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, repeats included."),
     Metric("raypipe_actor_read_seconds_total", _SPLIT, "Actors' time for reading the store."),
     Metric("raypipe_actor_work_seconds_total", _SPLIT, "Actors' time for reading, decoding, transforming."),
     Metric("raypipe_cache_hits_total", _SPLIT, "Samples that an actor found decoded in its node's cache."),
-    Metric("raypipe_cache_misses_total", _SPLIT, "Samples that it did not, where there is a cache."),
+    Metric("raypipe_cache_misses_total", _SPLIT, "Samples that it did not find there, if there is a cache."),
     Metric("raypipe_bad_samples_total", _SPLIT, "Samples that could not be decoded or transformed."),
-    Metric("raypipe_substituted_samples_total", _SPLIT, "Bad samples that others stand in for."),
+    Metric("raypipe_substituted_samples_total", _SPLIT, "Bad samples that were replaced by others."),
 )
 METRICS = {metric.name: metric for metric in _ALL}
 """By name. A label has few values: runs, ranks, splits, and what this module names."""

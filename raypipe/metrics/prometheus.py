@@ -46,8 +46,8 @@ _RANK_SPLIT = (*_RANK, "split")
 _ALL = (
     Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, without padding."),
     Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, without the first batch."),
-    Metric("raypipe_trainer_transfer_seconds_total", _RANK_SPLIT, "Copies to the device, in parallel with the rest."),
-    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, in parallel with the rest."),
+    Metric("raypipe_trainer_transfer_seconds_total", _RANK_SPLIT, "Copies to the device, beside other work."),
+    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, beside other work."),
     Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
     Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
     Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),

@@ -63,9 +63,9 @@ class StoreConfig(_Section, prefix="store."):
         train: address of the training store; empty = the handwritten digits that scikit-learn ships.
         val: address of the validation store; empty = no validation (for the digits: their own).
         image_column: name of the image column of Parquet; of WebDataset, the suffix of the images.
-        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
+        label_column: the same for labels; of WebDataset, their suffix, or their field in the JSON.
         exclude: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none.
-        val_exclude: the same, of the validation store.
+        val_exclude: the same for the validation store.
     """
 
     train: str = ""
@@ -82,12 +82,12 @@ class PlanConfig(_Section, prefix="plan."):
 
     Attributes:
         epochs: passes over the training store.
-        micro_batch_size: B, samples in a micro-batch: one forward and backward.
-        global_batch_size: samples in an optimizer step, M micro-batches, of which W must be a divisor; 0 = one.
+        micro_batch_size: B, samples in a micro-batch, which is one forward and backward pass.
+        global_batch_size: samples in an optimizer step, M micro-batches; W must divide M; 0 = one micro-batch.
         seed: the run's seed, ≥ 0.
-        shuffle: "global", "window" (for stores in groups), "off", or "auto": window where there are groups.
+        shuffle: "global", "window" (for stores in groups), "off", or "auto": window if there are groups.
         window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
-        val_interval: validate after every so many epochs and after the last one; 0 = never.
+        val_interval: epochs between validations, the last epoch always has one; 0 = never.
     """
 
     epochs: AtLeast1 = 10
@@ -121,15 +121,15 @@ class TransformConfig(_Section, prefix="transform."):
         val: the same, for validation.
         size: side of the images that the presets make, pixels.
         decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
-        decode_min_side: decode JPEGs at 1/8, 2/8, … whose short side is at least this, pixels; 0 = at full size.
-        crop_decode: of JPEGs, "exact": the crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
-        apply_exif: turn images by their EXIF orientation; off, pixels are used as stored, as torchvision does.
+        decode_min_side: decode JPEGs at the least of 1/8, 2/8, … with a short side of at least this; 0 = full size.
+        crop_decode: "exact": decode a JPEG's crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
+        apply_exif: turn images by their EXIF orientation; if off, use pixels as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
-        boxes_column: column of a sample's boxes, `[x0, y0, x1, y1, label]` in pixels, the same; empty = none.
-        max_boxes: boxes that a row has room for; a sample with more of them ends the run.
+        boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, likewise; empty = none.
+        max_boxes: room for boxes in a row; a sample with more ends the run.
         on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
-        max_bad_fraction: an actor that has seen a larger share of bad samples stops the run.
-        bad_grace: bad samples per actor that are tolerated whatever their share.
+        max_bad_fraction: the run ends if an actor sees a larger share of bad samples than this.
+        bad_grace: bad samples per actor that are always tolerated.
         time_limit_s: seconds for a micro-batch, or for one sample, which then counts as bad; 0 = no limit.
     """
 
@@ -163,7 +163,7 @@ class TransformConfig(_Section, prefix="transform."):
 
     @property
     def target_columns(self) -> dict[str, str]:
-        """Store columns of what goes with the image through its transform, by "mask" and "boxes"; mostly empty."""
+        """Store columns of the image's targets, by "mask" and "boxes"; mostly empty."""
         named = {"mask": self.mask_column, "boxes": self.boxes_column}
         return {name: column for name, column in named.items() if column}
 
@@ -173,22 +173,22 @@ class PoolConfig(_Section, prefix="pool."):
     """The pool of CPU actors that decode and transform.
 
     Attributes:
-        engine: "ray": actors make the stream; "inline": this process does, to look and debug (docs/tuning.md).
-        threads: of engine "inline"; 0 = what asks for a micro-batch makes it.
-        executions: Ray Data executions that share the ranks, each with a pool; it divides them (docs/scale.md).
+        engine: "ray": actors make the stream; "inline": this process does, for debugging (docs/tuning.md).
+        threads: of engine "inline"; 0 = the thread that asks for a micro-batch makes it.
+        executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/scale.md).
         min_actors: actors of each execution that must run before the stream starts.
-        max_actors: actors that the pool may grow to; 0 = what the cluster has or can scale to, beside trainers.
+        max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.
         cpus_per_actor: CPUs that Ray reserves for each.
-        grow_after_s: seconds of which ranks must wait half before the pool grows; the least between two growths.
-        shrink_after_s: seconds without waiting after which actors that have nothing to do are given back.
-        label_selector: `label=value` of nodes that actors take first, as far as these have room; empty = any node.
-        block: micro-batches that Ray moves at a time; 0 = found by what they take (docs/tuning.md).
-        max_in_flight: micro-batches in work or waiting at one time, in all; 0 = 3 blocks per actor and 2 per rank.
+        grow_after_s: the pool grows if ranks waited for half of this many seconds; at most once in this time.
+        shrink_after_s: seconds without waiting after which idle actors are given back.
+        label_selector: `label=value` of the nodes that actors prefer while these have room; empty = any node.
+        block: micro-batches that Ray moves at a time; 0 = chosen by their size and time (docs/tuning.md).
+        max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         read: "actor": actors read the store; "stage": one reader does; "auto": stage for stores in groups.
         cache: keep decoded samples of small images across epochs, on each node, in RAYPIPE_CACHE (docs/cache.md).
-        cache_bytes: limit of that cache on a node; 0 = a quarter of what its place has free at the start.
-        max_attempts: actors that one block, or readers that one row group, may cost before the run ends.
-        stall_timeout_s: seconds without a finished micro-batch, or without room for trainers, that end the run.
+        cache_bytes: limit of that cache on a node; 0 = a quarter of the space that is free at the start.
+        max_attempts: actors that may die at one block, or readers at one row group, before the run ends.
+        stall_timeout_s: the run ends after this many seconds without a finished micro-batch or room for trainers.
     """
 
     engine: Literal["ray", "inline"] = "ray"
@@ -219,15 +219,15 @@ class PoolConfig(_Section, prefix="pool."):
         self._require(all(named) or not any(named), "label_selector", self.label_selector, "label=value, or empty")
 
     def blocks_for(self, ranks: int, actors: int) -> tuple[int, int, int]:
-        """Blocks that may be in flight whatever the size of the pool, for each actor beside them; and the largest.
+        """Blocks in flight for any size of the pool, further ones for each actor, and the largest block.
 
-        Of an actor one is in work, one queued behind it, one finished: no actor and no rank waits.
+        Each actor has one in work, one queued behind it, one finished, so no actor and no rank waits.
 
         Args:
-            actors: that the pool begins with.
+            actors: number that the pool begins with.
 
         Returns:
-            Numbers of blocks, twice, and of micro-batches, where 0 = without limit.
+            Two numbers of blocks, and one of micro-batches; 0 = no limit.
         """
         if not self.max_in_flight:
             return 2 * ranks, 3, self.block
@@ -236,18 +236,18 @@ class PoolConfig(_Section, prefix="pool."):
 
     @property
     def least_actors(self) -> int:
-        """Actors that all executions need to start; inline there are none."""
+        """Actors that all executions need to start; the inline engine has none."""
         return 0 if self.engine == "inline" else self.executions * self.min_actors
 
 
 @dataclass(frozen=True)
 class StrengthConfig(_Section, prefix="augment.strength."):
-    """How the strength of the augmentation changes over the run: up from 0, hold, down to 0, in straight lines.
+    """How the strength of the augmentation changes over the run: linearly up from 0, constant, linearly down to 0.
 
     Attributes:
-        ramp_up: share of the run in which it goes from 0 to `peak`.
+        ramp_up: share of the run in which it rises from 0 to `peak`.
         peak: strength between the ramps, in [0, 1].
-        ramp_down: share of the run, at its end, in which it goes from `peak` to 0.
+        ramp_down: share of the run, at its end, in which it falls from `peak` to 0.
     """
 
     ramp_up: Share = 0.0
@@ -270,17 +270,17 @@ class StrengthConfig(_Section, prefix="augment.strength."):
 
 @dataclass(frozen=True)
 class AugmentConfig(_Section, prefix="augment."):
-    """What happens to whole micro-batches on the training device. Validation is normalised, and nothing else.
+    """What happens to whole micro-batches on the training device. Validation batches are only normalised.
 
     Attributes:
         mean: normalisation, per RGB channel, of pixels scaled to [0, 1]; ImageNet's by default.
         std: the same.
         preset: of Kornia operations: none, light, standard, strong, randaugment or trivialaugment.
         ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
-        module: `module:name` of a torch module, its class or a function, after the operations: float images
+        module: `module:name` of a torch module, its class or a function, run after the operations: float images
             (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
         mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
-        cutmix_alpha: of CutMix's; 0 = no CutMix. Where both are on, each has half of what is mixed.
+        cutmix_alpha: of CutMix's; 0 = no CutMix. If both are on, each gets half of the mixed micro-batches.
         mix_prob: share of micro-batches that are mixed.
         strength: scales the probability of every operation and of mixing over the run.
     """
@@ -308,26 +308,26 @@ class TrainConfig(_Section, prefix="train."):
     """The model and how it learns.
 
     Attributes:
-        model: "small" (a convolutional net for tiny images), any torchvision classification model, or
-            `module:function`, which makes one of `num_classes`.
+        model: "small" (a convolutional net for tiny images), any torchvision classification model, or a
+            `module:function` that makes one for `num_classes`.
         loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample.
         optimizer: "sgd" (Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
         schedule: "cosine", or `module:function` of the step, all steps, those of warm-up and `lr`.
-        num_classes: 0 = as many as the store names.
+        num_classes: number of classes; 0 = as many as the store names.
         lr: peak learning rate.
         momentum: of SGD.
         weight_decay: not applied to biases and normalisation layers.
         warmup_epochs: linear warm-up, in epochs; then cosine to zero.
         label_smoothing: in [0, 1).
-        num_workers: W, training processes, one per GPU; 0 = as many GPUs as divide M, 1 without GPUs.
-        min_workers: elastic training: from so many up to `num_workers`, of the divisors of M; 0 = `num_workers`.
+        num_workers: W, training processes, one per GPU; 0 = the most GPUs that divide M, or 1 without GPUs.
+        min_workers: elastic training with this many workers up to `num_workers`, divisors of M; 0 = `num_workers`.
         use_gpu: train on GPUs; "auto" = when the cluster has any.
-        cpus_per_worker: CPUs that Ray reserves for each; 0 = 1, or less where CPUs are short.
+        cpus_per_worker: CPUs that Ray reserves for each; 0 = 1, or less if CPUs are scarce.
         amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 there, off on CPU.
         compile: compile the model (torch.compile); the first step then takes minutes.
-        max_grad_norm: largest norm of the gradient, over all parameters; 0 = not clipped.
+        max_grad_norm: clip the gradient's norm, over all parameters, to this; 0 = no clipping.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
-        ordered_sum: instead of DDP, sum gradients in an order free of W (docs/determinism.md); "auto" = on CPU.
+        ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
         max_failures: restarts of the workers after something has died; -1 = no limit.
         checkpoint_interval: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_interval: steps between lines of progress and metrics; the first step has one as well.
@@ -371,14 +371,14 @@ class TrainConfig(_Section, prefix="train."):
 
 @dataclass(frozen=True)
 class RunConfig(_Section, prefix=""):
-    """One run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, and what it is called.
+    """One run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
 
     Attributes:
         storage_path: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
         name: the run's name; empty = made from the date.
-        resume: folder or URI of a run to go on with, from its latest checkpoint.
-        trust: go on with a run in a folder that another user owns, and so run the code that it names.
-        log: lines of progress and of logs as "text", or each as a "json" object with time, run, rank, epoch, step.
+        resume: folder or URI of a run to continue from its latest checkpoint.
+        trust: resume even if another user owns the run's folder, and so run the code that it names.
+        log: progress and logs as lines of "text", or as "json" objects with time, run, rank, epoch, step.
     """
 
     store: StoreConfig = field(default_factory=StoreConfig)

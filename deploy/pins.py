@@ -34,7 +34,7 @@ def main() -> None:
     upgrade = parser.parse_args().upgrade
     unpinned = with_lists(PROJECT.read_text(), [], [])
     old = [] if upgrade else CONSTRAINTS.read_text().splitlines()
-    pins = resolve(unpinned, IMAGE, old, groups=("dev", "bench", "release"))
+    pins = resolve(unpinned, IMAGE, old, groups=("dev", "docs", "bench", "release"))
     build_pins = resolve("", BUILD, pins)
     CONSTRAINTS.write_text(HEADER + "".join(f"{pin}\n" for pin in pins))
     PROJECT.write_text(with_lists(unpinned, pins, build_pins))

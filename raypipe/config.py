@@ -121,7 +121,7 @@ class TransformConfig(_Section, prefix="transform."):
         val: the same, for validation.
         size: side of the images that the presets make, pixels.
         decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
-        decode_min_side: decode JPEGs at the least of 1/8, 2/8, … with a short side of at least this; 0 = full size.
+        decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
         crop_decode: "exact": decode a JPEG's crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
         apply_exif: turn images by their EXIF orientation; if off, use pixels as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.

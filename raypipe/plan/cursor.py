@@ -1,4 +1,4 @@
-"""The place where a run stands: all that a resume needs."""
+"""The place of a run: all that a resume needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Cursor:
 
     @staticmethod
     def from_dict(fields: Any) -> Cursor:
-        """From the fields by name. Raises CursorError where they are no cursor's."""
+        """From the fields by name. Raises CursorError if they are not a cursor's."""
         try:
             return Cursor(int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"]))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -1,7 +1,7 @@
 """Keyed permutations of [0, N): which sample stands at which position of an epoch. Numpy only.
 
-Nothing here holds an array of N: a position is mapped to an index by a keyed bijection, so an epoch can
-be entered at any position at the same cost, and a store of 10^9 samples costs as much as one of 10^4.
+Nothing here holds an array of N: a keyed bijection maps a position to an index, so an epoch can start at any
+position at the same cost, and a store of 10^9 samples costs as much as one of 10^4.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _U64 = np.uint64
 
 
 class Domain(IntEnum):
-    """What a key is for: it is a part of every hash, so keys of different uses never meet. All that there are."""
+    """What a key is for. It is part of every hash, so keys of different uses never coincide."""
 
     ORDER = 1
     WINDOW = 2
@@ -173,13 +173,13 @@ class WindowOrder:
 
 
 class Kept:
-    """The samples of a store that are left when some are left out, and their numbers, 0 to N' - 1.
+    """The samples of a store that remain when some are excluded, and their numbers, 0 to N' - 1.
 
         index     0 1 2 3 4 5 6
         left out    x   x x
         number    0   1       2 3 …
 
-    Only what is left out is held: O(k) memory for k samples, whatever the size of the store.
+    Only the excluded indices are stored: O(k) memory for k of them, for a store of any size.
 
     Args:
         left_out: indices of samples, integers (k,), in any order.
@@ -199,7 +199,7 @@ class Kept:
 
 
 class KeptOrder:
-    """An order of what is left of a store: one of the kept samples, by number, and which they are."""
+    """An order of the kept samples of a store: an order of their numbers, and which samples these are."""
 
     def __init__(self, order: Order, kept: Kept) -> None:
         self.order, self.kept = order, kept

@@ -7,7 +7,7 @@ A run is one schedule of segments, each made of steps of M micro-batches of B sa
     val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1
     step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
 
-Everything is a pure function of (plan, epoch, step, micro-batch): any place of a run is reached in O(1).
+Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Segment:
 
     Attributes:
         split, epoch: which.
-        first_step, num_steps: steps first_step … num_steps - 1 are delivered; the first is 0 except right after a
-            resume, and the last that of the whole pass unless the plan is cut off.
+        first_step, num_steps: steps first_step … num_steps - 1 are delivered. The first is 0 except after a
+            resume, and the last is that of the whole pass unless the plan is cut off.
     """
 
     split: Split
@@ -82,7 +82,7 @@ class Share:
         its rank r                  0 1 2 3 | 0 1 2 3
         its execution r mod G       0 1 0 1 | 0 1 0 1          where it is for rank r // G of R = W / G
 
-    Put together they are the stream: what a rank gets does not depend on G.
+    Together they make up the stream: what a rank gets does not depend on G.
 
     Attributes:
         index, executions: the execution's number in [0, G), and G, which divides W.
@@ -124,12 +124,12 @@ class Plan:
     Attributes:
         config: the order's settings.
         train_order: position → index of the training store.
-        num_train: N, samples of the training store that are not left out.
-        num_val: samples of the validation store that are not left out; 0 = no validation.
-        fingerprint: 16 hex digits over all that fixes the stream's order.
-        kept: which samples of each store they are.
-        end_step: the training step, counted through all epochs, before which the schedule is cut off; None = it
-            is whole.
+        num_train: N, samples of the training store that are not excluded.
+        num_val: samples of the validation store that are not excluded; 0 = no validation.
+        fingerprint: 16 hex digits over everything that determines the stream's order.
+        kept: which samples of each store these are.
+        end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
+            cut off.
     """
 
     config: PlanConfig
@@ -149,14 +149,14 @@ class Plan:
         exclude: Sequence[int] | np.ndarray = (),
         val_exclude: Sequence[int] | np.ndarray = (),
     ) -> Plan:
-        """The plan of a run over a training store and, maybe, a validation store.
+        """The plan of a run over a training store and, optionally, a validation store.
 
         Args:
             exclude, val_exclude: indices of samples of each store to exclude; all others keep their indices.
 
         Raises:
-            ConfigError: what is left of the store is smaller than one step, or it has no groups to shuffle in
-                windows.
+            ConfigError: the store, without excluded samples, is smaller than one step, or has no groups to shuffle
+                in windows.
         """
         kept: dict[Split, Kept] = {"train": Kept(np.asarray(exclude)), "val": Kept(np.asarray(val_exclude))}
         left_out = kept["train"].left_out
@@ -200,8 +200,8 @@ class Plan:
     def until(self, step: int) -> Plan:
         """This plan, cut off before a training step, counted through all epochs.
 
-        A validation before that step stays. So the plans that are cut off at a and at b, the second from
-        `cursor_at(a)` on, have together what the plan cut off at b has.
+        A validation before that step stays. So the plan cut off at a, followed by the plan cut off at b from
+        `cursor_at(a)` on, equals the plan cut off at b.
         """
         assert 0 < step <= self.config.epochs * self.steps_per_epoch
         return replace(self, end_step=step)
@@ -226,7 +226,7 @@ class Plan:
         return (epoch * self.steps_per_epoch + step) / (self.config.epochs * self.steps_per_epoch)
 
     def global_step(self, at: MicroBatchId) -> int:
-        """Training steps, through all epochs, before that of a micro-batch; in a validation, its own steps."""
+        """Training steps, through all epochs, before a micro-batch's step; in a validation, its own steps."""
         return at.step + (at.epoch * self.steps_per_epoch if at.split == "train" else 0)
 
     def has_val(self, epoch: int) -> bool:
@@ -268,7 +268,7 @@ class Plan:
             )
 
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
-        """What is left of the schedule at a cursor."""
+        """The rest of the schedule, from a cursor on."""
         self.check(cursor)
         last_step = self.config.epochs * self.steps_per_epoch if self.end_step is None else self.end_step
         for epoch in range(cursor.epoch, self.config.epochs):
@@ -282,7 +282,7 @@ class Plan:
                 yield Segment("val", epoch, 0, self.val_steps)
 
     def micro_batches(self, cursor: Cursor, first: int = 0, share: Share = WHOLE) -> Iterator[MicroBatchId]:
-        """Every micro-batch of a share that is left at a cursor, from its number `first` on, in order."""
+        """Every micro-batch of a share from a cursor on, in order, without the first `first` of them."""
         per_step = self.config.per_step
         for segment in self.segments(cursor):
             numbers = range(segment.first_step * per_step, segment.num_steps * per_step)
@@ -292,12 +292,12 @@ class Plan:
             first = max(0, first - len(numbers))
 
     def num_micro_batches(self, cursor: Cursor, share: Share = WHOLE) -> int:
-        """How many micro-batches of a share are left at a cursor."""
+        """How many micro-batches of a share remain from a cursor on."""
         steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
         return share.of(steps * self.config.per_step)
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
-        """The samples of a micro-batch: int64 (B,), PADDING where a validation has run out of samples."""
+        """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""
         return self.block_indices([at])[0]
 
     def block_indices(self, block: Sequence[MicroBatchId]) -> np.ndarray:
@@ -328,7 +328,7 @@ class Plan:
         return int(derive_keys(1, self.config.seed, *parts)[0]) >> 1
 
     def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
-        """The sample that stands in for a bad one: a function of (seed, e, index, attempt)."""
+        """The sample that replaces a bad one: a function of (seed, e, index, attempt)."""
         parts = (Domain.SUBSTITUTE, at.epoch, index, attempt)
         number = derive_keys(1, self.config.seed, *parts)[0] % np.uint64(self.num_train)
         return int(self.kept["train"].indices(np.array([number], np.int64))[0])

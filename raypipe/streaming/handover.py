@@ -1,7 +1,7 @@
 """The hand-over to Ray Train: one call in the train function gives this rank's loader.
 
 At every (re)start of the worker group the ranks read the cursor from the latest checkpoint; rank 0 builds the
-stream from there, splits it over the W ranks of now, and hands the iterators round.
+stream from there, splits it over the current W ranks, and hands out the iterators.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ def loader(
     depth: int = 2,
     keep: int = 0,
 ) -> Loader:
-    """This rank's loader. Call it once, on every rank, inside the train function, and first of all: the pool
+    """This rank's loader. Call it once, on every rank, at the beginning of the train function: the pool then
     starts while the model is built.
 
-    Outside of Ray Train it is the whole stream, for one process. Where torch.distributed has several, such as
-    those of torchrun, each has its share, which pool.engine "inline" makes there.
+    Outside of Ray Train one process gets the whole stream. If torch.distributed has several processes, as with
+    torchrun, each gets its share, and needs pool.engine "inline" to make it.
 
     Args:
         spec: the stream.
-        max_actors: transform actors that the pool may grow to; None = what the cluster has to spare now.
+        max_actors: transform actors that the pool may grow to; None = as many as the cluster has room for now.
         device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
-        cursor: where to start; None = where the latest checkpoint says, see `Loader.save`, or the beginning. With
-            a checkpoint that does not say it the stream starts at `load_state_dict`.
-        augment: what to do with whole micro-batches on the device; training is augmented, mixed and normalised,
-            validation is normalised only. None = batches stay uint8.
-        dtype: of the images that `augment` makes.
+        cursor: where to start; None = at the latest checkpoint's place, see `Loader.save`, or at the beginning. If
+            the checkpoint contains no place, the stream starts at `load_state_dict`.
+        augment: what to do with whole micro-batches on the device: training batches are augmented, mixed and
+            normalised, validation batches only normalised. None = batches stay uint8.
+        dtype: type of the images that `augment` makes.
         depth: transfers ahead of the consumer, on CUDA.
-        keep: batches that stay valid beside the newest, for a loop that looks ahead. On CUDA each takes the memory
-            of one more batch there, and as much pinned memory; on CPU a batch is valid as long as it is held.
+        keep: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes the
+            memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as you
+            hold it.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
@@ -105,7 +106,7 @@ def _handed_round(
     in_train: bool,
     apart: bool,
 ) -> tuple[list[DataIterator], Any]:
-    """What rank 0 has built: the iterators of all ranks, and the handle of the supervisor."""
+    """What rank 0 has built: the iterators of all ranks, and the supervisor's handle."""
     from raypipe.rayext.cluster import preflight
     from raypipe.streaming.pipeline import splits
 
@@ -141,7 +142,7 @@ def _in_train_worker() -> bool:
 
 
 def _start(spec: StreamSpec, in_train: bool) -> Cursor | None:
-    """The place of the latest checkpoint, or the beginning; None = there is one, and it has no cursor."""
+    """The place of the latest checkpoint, or the beginning; None = there is a checkpoint without a cursor."""
     checkpoint = ray.train.get_checkpoint() if in_train else None
     if checkpoint is None:
         return spec.plan.start()

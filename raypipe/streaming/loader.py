@@ -1,6 +1,6 @@
 """One rank's loader: rows → micro-batches on the device, augmented, epoch by epoch.
 
-It holds the stream to the plan: every micro-batch is the one that the plan has at its place, or the run ends.
+It checks the stream against the plan: if a micro-batch is not the one that the plan expects, the run ends.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ Source = tuple[Iterator[HostBatch], Any]
 
 
 class Loader:
-    """This rank's share of the stream: all that is left of the run, once, in the order of the plan.
+    """This rank's share of the stream: the rest of the run, once, in the order of the plan.
 
         for epoch in loader.epochs():
             for batch in epoch.train:
                 ...                       # forward and backward of one micro-batch
                 if batch.ends_step:
-                    ...                   # the optimizer's turn; from now on state_dict() counts this step
+                    ...                   # optimizer.step(); from now on state_dict() counts this step
             for batch in epoch.val:
                 ...
 
-    `raypipe.loader` makes one. What a loop leaves over of an epoch's training or validation is skipped when it
-    goes on to the next.
+    `raypipe.loader` makes one. If a loop stops in the middle of an epoch's training or validation, the rest of it
+    is skipped when the loop goes on to the next.
 
     Attributes:
         plan: the run's plan.
         rank, world_size: of this process.
-        keep: batches that stay valid beside the newest.
-        cursor: the place after the last step that was handed out whole.
+        keep: batches that stay valid besides the newest.
+        cursor: the place after the last step of which all batches were handed out.
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
-        num_bad, num_fallback: bad samples seen by this rank; and those that the host had to decode for its device.
-        exported: what this rank exports as metrics; a training loop may add what it has learnt.
+        num_bad, num_fallback: bad samples that this rank has seen; samples that the host decoded for the device.
+        exported: what this rank exports as metrics; a training loop may add its loss and the like.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Loader:
         """
         Args:
             open_at: starts the stream at a place.
-            cursor: that place; None = `load_state_dict` will tell it.
+            cursor: that place; None = `load_state_dict` will set it.
             device, augment, dtype, depth, keep: see `raypipe.loader`.
         """
         configure_logs(spec.log, run=spec.run, rank=rank)
@@ -127,7 +127,7 @@ class Loader:
             self._batches = on_device(self._source, self.device, seed_of, self._depth, self.keep, on_copied=copied)
 
     def epochs(self) -> Iterator[Epoch]:
-        """The epochs that are left, each once; of the first, what is left of it."""
+        """The remaining epochs, each once; of the first, the rest of it."""
         return self._epochs
 
     def _each_epoch(self) -> Iterator[Epoch]:
@@ -141,16 +141,16 @@ class Loader:
         assert self._batches is None or next(self._batches, None) is None, "the stream is longer than the plan"
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, after the last step that was handed out whole; plain numbers and text."""
+        """The run's place after the last step of which all batches were handed out; plain numbers and text."""
         return asdict(self.cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, of any number of workers. All ranks call it, and iterate anew.
+        """Continue from a `state_dict`, made with any number of workers. All ranks call it, and iterate anew.
 
-        A loader in a train function goes on from Ray Train's checkpoint by itself.
+        A loader in a train function continues from Ray Train's checkpoint by itself.
 
         Raises:
-            CursorError: the state is none, or of another plan.
+            CursorError: this is not a loader's state, or it belongs to a different plan.
         """
         cursor = Cursor.from_dict(state)
         self.plan.check(cursor)
@@ -160,7 +160,7 @@ class Loader:
             self._open()
 
     def save(self, folder: str | Path) -> None:
-        """Write where the run stands into a checkpoint's folder: a later `raypipe.loader` goes on from there."""
+        """Write the run's place into a checkpoint's folder: a later `raypipe.loader` continues from there."""
         write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
 
     @property
@@ -170,17 +170,17 @@ class Loader:
 
     @property
     def global_step(self) -> int:
-        """Training steps that are done, through all epochs, as the cursor has it."""
+        """Training steps done, through all epochs, according to the cursor."""
         return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step
 
     def close(self) -> None:
-        """End the stream where it stands. One that is iterated to its end, or is dropped, needs no closing."""
+        """End the stream now. A stream that was iterated to its end, or dropped, needs no closing."""
         for generator in (self._batches, self._source) if self._batches else ():
             with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
                 generator.close()
 
     def times(self, split: Split = "train") -> StageTimes:
-        """What this rank has measured in segments of one split, the wait for the very first batch left out.
+        """What this rank has measured in one split, without the wait for the very first batch.
 
         Transfers and decoding are counted with "train". On CUDA the newest micro-batches may be missing.
         """
@@ -199,9 +199,9 @@ class Loader:
         )
 
     def follow(self, tell: Callable[[str, str], None]) -> Callable[[], None]:
-        """Have what happens to the stream told by kind and text, see `supervisor.follow`.
+        """Call `tell` with the kind and text of each event of the stream, see `supervisor.follow`.
 
-        A "fault" went wrong and was mended; "scale" is a new size of the pool, and why.
+        A "fault" is a failure that was recovered from; "scale" is a new size of the pool, with the reason.
         """
         return follow(self._supervisor, tell)
 
@@ -265,7 +265,7 @@ class Loader:
         return batch
 
     def _judge(self, batch: Batch) -> None:
-        """Bad samples that only the device's decoder has found; too late for substitutes, they have weight 0."""
+        """Handle bad samples that only the device's decoder found: too late for substitutes, they get weight 0."""
         store = self._spec.stores[batch.at.split]
         bad = []
         for row, error in batch.failed.items():
@@ -303,11 +303,11 @@ def _close(reference: weakref.ref[Loader]) -> None:
 class Pass(Iterator[Batch]):
     """This rank's micro-batches of an epoch's training, or of its validation: each once, in order.
 
-    What is left of it after a resume, and none where there is nothing.
+    After a resume only the rest of them, possibly none.
 
     Attributes:
-        segment: its place in the plan; None = there is nothing.
-        begun: whether any was asked for.
+        segment: its place in the plan; None = it is empty.
+        begun: whether any batch was asked for.
     """
 
     def __init__(self, loader: Loader, segment: Segment | None, after: Pass | None = None) -> None:
@@ -333,7 +333,7 @@ class Pass(Iterator[Batch]):
         return next(self._batches)
 
     def skip(self) -> None:
-        """Leave out what was not taken, here and before it."""
+        """Skip what was not taken, here and before it."""
         if self._after:
             self._after.skip()
         for _ in self._batches:
@@ -342,12 +342,12 @@ class Pass(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Epoch:
-    """What is left of one epoch.
+    """One epoch, or the rest of it after a resume.
 
     Attributes:
-        number: from 0.
-        train: its training.
-        val: the validation after it; empty where the plan has none.
+        number: the epoch's number, from 0.
+        train: its training batches.
+        val: the batches of the validation after it; empty if the plan has none.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""A loader's training or its validation as a plain loader, for loops that others wrote."""
+"""A loader's training or its validation as a plain loader, for training loops of other libraries."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def counted_target(batch: Batch) -> torch.Tensor:
 
 
 def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, PlainLoader]:
-    """The loader's training, and its validation, each as a loader that a loop iterates once for each epoch.
+    """The loader's training and its validation, each as a loader that a loop iterates once for each epoch.
 
     Args:
-        form: what they yield, see `Form`.
+        loader: this rank's loader.
+        form: what they yield: "dict" (image, target, weight), "tuple" (image, target), "batch", or a function of
+            the `Batch`.
 
     Raises:
-        ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets. Iterating raises it where
-            the loop's order is not the plan's: it names the setting.
+        ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets. If the loop's order differs
+            from the plan's, iterating raises it too, and names the setting to change.
     """
     config = loader.augment.config if loader.augment else None
     if config and (config.mixup_alpha or config.cutmix_alpha) and form in ("dict", "tuple"):
@@ -47,7 +49,7 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
 
 
 class _Turns:
-    """Where the two are in the one stream that they share."""
+    """The place of both loaders in the one stream that they share."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -86,13 +88,14 @@ class _Turns:
 
 
 class PlainLoader:
-    """Each iteration is the next epoch's training, or the validation after it, as far as they are left.
+    """Each iteration is the next epoch's training, or the validation after it; after a resume, the rest of it.
 
-    Both loaders of a run share its one stream, so their iterations take turns as the plan has it: validate at the
-    end of an epoch.
+    Both loaders of a run share one stream, so their iterations take turns in the order of the plan: validate at
+    the end of an epoch.
 
     Attributes:
-        batch_size: B, of this rank's micro-batches; several make up an optimizer step, see `Loader.accumulation`.
+        batch_size: B, the size of this rank's micro-batches; several make up an optimizer step, see
+            `Loader.accumulation`.
     """
 
     def __init__(self, turns: _Turns, split: Split, form: Form) -> None:
@@ -110,11 +113,11 @@ class PlainLoader:
         yield from map(self._formed, self._turns.next(self._split))
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Loader.state_dict`: it is one place for both loaders of a run."""
+        """Like `Loader.state_dict`: both loaders of a run share one place."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `Loader.load_state_dict`; one of the two loaders is enough."""
+        """Like `Loader.load_state_dict`; loading it into one of the two loaders is enough."""
         self._loader.load_state_dict(state)
 
     def _formed(self, batch: Batch) -> Any:

@@ -33,26 +33,26 @@ Used = TypeVar("Used")
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on the training device. From a ring it is valid until the next one is asked for, or longer
-    by as many as `keep` says.
+    """One micro-batch on the training device. From a ring it is valid until the next one is asked for, or for
+    `keep` more batches.
 
     Attributes:
         at: its place in the run.
-        seed: of all that is drawn once for this micro-batch.
+        seed: seed of everything that is drawn once for this micro-batch.
         image: uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory.
         target: int64 (B,).
-        weight: float32 (B,); 0 for padding and for samples that count for nothing.
+        weight: float32 (B,); 0 for padding and for samples that do not count.
         label: the target, on the host.
         index: int64 (B,), on the host; -1 for padding.
         ends_step: whether it is this rank's last micro-batch of an optimizer step.
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that an actor spent on it, reading, and in all.
-        mixed: the other half of the targets, where MixUp or CutMix was applied.
-        num_fallback: samples that the device was to decode, and the host had to.
-        failed: the reason, by row, of each that neither could; these rows have weight 0 and black pixels.
-        mask: uint8 (B, H, W), a class per pixel, 255 where there is none; None where the stream has no masks.
+        mixed: the other half of the targets, if MixUp or CutMix was applied.
+        num_fallback: samples that the device should have decoded, but the host had to.
+        failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
+        mask: uint8 (B, H, W), a class per pixel, 255 where there is none; None if the stream has no masks.
         boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
-            where the stream has no boxes.
+            if the stream has no boxes.
     """
 
     at: MicroBatchId
@@ -188,13 +188,13 @@ class Prefetched:
         for image, target in raypipe.prefetch(loader, device):
             ...
 
-    On CUDA a batch is valid until the next one is asked for, or longer by as many as `keep` says. Ask for batches
-    under the stream that works on them. On CPU the loader's batches come as they are.
+    On CUDA a batch is valid until the next one is asked for, or for `keep` more batches. Ask for batches under the
+    CUDA stream that works on them. On CPU the loader's batches come as they are.
 
-    It can be iterated as often as the loader, has its length, and ends its thread when it is left early.
+    It can be iterated as often as the loader, has its length, and ends its thread if the iteration stops early.
 
-    On CUDA the loader runs in a thread of this process. What it draws there from global random generators
-    (num_workers=0) mixes with what the training loop draws: give it a generator of its own.
+    On CUDA the loader runs in a thread of this process. There it shares the global random generators with the
+    training loop (num_workers=0): give it a generator of its own.
 
     Args:
         loader: a torch DataLoader or another iterable. Its batches are tensors, or tuples, named tuples, lists and
@@ -202,10 +202,10 @@ class Prefetched:
             memory overlaps or has gaps, the strides are those of a dense tensor in the same order. Those already
             on the device, and all that is no tensor, pass through. Pinned tensors are not copied on the host.
         device: CUDA or CPU.
-        depth: transfers in flight or done, beside the batch in use.
-        keep: batches that stay valid beside the newest, for a loop that looks ahead; each takes the device memory
-            of one, and the pinned memory too.
-        ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
+        depth: transfers in flight or done, besides the batch in use.
+        keep: batches that stay valid besides the newest, for a loop that looks ahead; each takes the device memory
+            of one, and as much pinned memory.
+        ring: None = on CUDA only; True = on CPU too, for tests of the ring.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the loader raises.

@@ -19,12 +19,12 @@ class StreamDataModule(pl.LightningDataModule):
         trainer = pl.Trainer(**StreamDataModule.settings(loader), strategy=…)
         trainer.fit(module, datamodule=StreamDataModule(loader), ckpt_path=…)
 
-    Its checkpoints have the loader's place, so a run that goes on from one, in mid-epoch too, goes on with the
-    very next step.
+    Its checkpoints contain the loader's place, so a run that resumes from one, even in mid-epoch, continues with
+    the very next step.
 
     Args:
-        loader: of this rank.
-        form: what batches are, see `plain.Form`.
+        loader: this rank's loader.
+        form: what batches are, see `raypipe.plain_loaders`.
     """
 
     def __init__(self, loader: Loader, form: Form = "dict") -> None:
@@ -34,7 +34,7 @@ class StreamDataModule(pl.LightningDataModule):
 
     @staticmethod
     def settings(loader: Loader) -> dict[str, Any]:
-        """Arguments of `pl.Trainer` that are the plan's: epochs, accumulation, and when to validate."""
+        """Arguments of `pl.Trainer` that the plan sets: epochs, accumulation, and when to validate."""
         config = loader.plan.config
         return {
             "max_epochs": config.epochs,

@@ -19,27 +19,27 @@ __all__ = ["StreamTrainer", "image_inputs"]
 
 
 def image_inputs(batch: Batch) -> dict[str, Any]:
-    """What models for image classification take: `pixel_values`, and `labels` that losses leave out where a row
-    does not count."""
+    """What models for image classification take: `pixel_values` and `labels`, with -100 for rows that do not
+    count."""
     return {"pixel_values": batch.image, "labels": counted_target(batch)}
 
 
 class StreamTrainer(transformers.Trainer):
     """The Trainer of Transformers, trained and evaluated on this rank's loader.
 
-    Its arguments for epochs, batch size, accumulation and evaluation are the plan's. A run that goes on from a
-    checkpoint goes on with the very next step: which it is, the number of steps in the checkpoint says.
+    The plan sets its arguments for epochs, batch size, accumulation and evaluation. A run that resumes from a
+    checkpoint continues with the very next step, by the number of steps in the checkpoint.
 
-    Rows of a validation that do not count have the label -100, which `compute_metrics` has to leave out as well.
-    The loss of a validation is the mean over its samples, for any number of workers.
+    Rows of a validation that do not count have the label -100, which `compute_metrics` has to ignore as well. The
+    loss of a validation is the mean over its samples, for any number of workers.
 
     Args:
-        loader: of this rank.
+        loader: this rank's loader.
         form: what batches are; a Trainer wants dicts of its model's arguments.
-        args, kwargs: those of `transformers.Trainer`, but datasets and collators.
+        args, kwargs: those of `transformers.Trainer`, except datasets and collators.
 
     Raises:
-        ConfigError: an argument is at odds with the plan.
+        ConfigError: an argument contradicts the plan.
     """
 
     def __init__(self, *args: Any, loader: Loader, form: Form = image_inputs, **kwargs: Any) -> None:

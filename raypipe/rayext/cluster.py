@@ -62,14 +62,15 @@ def connect(
     object_store_bytes: int | None = None,
     log: LogFormat = "text",
 ) -> None:
-    """Connect to the cluster at `address` or RAY_ADDRESS; where there is none, start Ray on this machine.
+    """Connect to the cluster at `address` or RAY_ADDRESS; without either, start Ray on this machine.
 
     Does nothing if this process is connected already. Inside a submitted job RAY_ADDRESS is set.
 
     Args:
-        num_cpus: CPUs to offer, when Ray is started here; None = all.
-        object_store_bytes: size of the object store, when Ray is started here; None = Ray's default.
-        log: "json" = Ray's own log lines, and those of other libraries in its workers, are JSON as well.
+        address: of the cluster; empty = RAY_ADDRESS.
+        num_cpus: CPUs to offer, if Ray is started here; None = all.
+        object_store_bytes: size of the object store, if Ray is started here; None = Ray's default.
+        log: "json" makes Ray's own log lines, and those of other libraries in its workers, JSON as well.
     """
     if ray.is_initialized():
         return

@@ -84,17 +84,17 @@ def __getattr__(name: str) -> Any:
 
 
 def open_store(address: str | Path, **options: Any) -> Store:
-    """Return the store at an address, by the address's suffix or by what is in the folder.
+    """Open the store at an address; its suffix, or the files in the folder, tell the kind of store.
 
-    Nothing is read yet but a folder's listing: a broken store raises when it is first used.
+    Only a folder's listing is read yet: a broken store raises when it is first used.
 
     Args:
         address: a local path, or a URI.
         options: arguments of the store's class, such as `image_column` of `ParquetStore`.
 
     Raises:
-        StoreError: there is nothing at the address, nothing that is understood, or what must be converted first.
-        ConfigError: the store has no such option, or the address holds credentials.
+        StoreError: there is nothing at the address, its format is unknown, or it must be converted first.
+        ConfigError: the store has no such option, or the address contains credentials.
     """
     found = _open(address, options, sources=False)
     if isinstance(found, Iterator):
@@ -132,7 +132,7 @@ def _open(address: str | Path, options: dict[str, Any], sources: bool) -> Store 
 
 
 def store_options(image_column: str = "image", label_column: str = "label") -> dict[str, str]:
-    """The options that are not left as they are by default, for `open_store`: not every kind of store has them.
+    """The options for `open_store` that differ from the defaults: not every kind of store has them.
 
     Args:
         image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,

@@ -35,15 +35,15 @@ joins such a value holds it twice."""
 class Store(Protocol):
     """An indexed, read-only collection of encoded samples.
 
-    A store may have one method more, `sample_name(index: int) -> str`: what a sample is called where it comes
-    from, such as its file and key, for errors and records. See `name_of`.
+    A store may have one more method, `sample_name(index: int) -> str`: what a sample is called at its source, such
+    as its file and key, for errors and records. See `name_of`.
 
     Attributes:
         address: the path or URI that the store was opened with, as a string.
-        columns: names of all columns, `image` and `label` first where the store has them.
-        classes: class names, position = label; None where the store does not name them.
+        columns: names of all columns, `image` and `label` first if the store has them.
+        classes: class names, position = label; None if the store does not name them.
         groups: offsets, int64 of shape (num_groups + 1,), of runs of samples that are read together
-            (Parquet row groups); None where any sample is as cheap to read as its neighbour.
+            (Parquet row groups); None if each sample can be read alone at no extra cost.
         fingerprint: 32 hex digits, equal for equal contents in equal order, different otherwise.
     """
 
@@ -72,7 +72,7 @@ class Store(Protocol):
 
         Returns:
             One entry per column asked for, see `Columns`. A sample whose value is missing or damaged
-            has `image` None or undecodable bytes: that is for the bad-sample policy to judge.
+                has `image` None or undecodable bytes; the bad-sample policy decides what happens then.
 
         Raises:
             IndexError: an index is outside [0, len(self)).

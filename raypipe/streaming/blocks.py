@@ -1,4 +1,4 @@
-"""How the stream is cut into blocks, which are what Ray moves. Nothing that is learnt depends on it.
+"""How the stream is cut into blocks, the units that Ray moves. Nothing that the model learns depends on it.
 
 A block is up to k micro-batches of one rank and one segment. Blocks come in rounds, one for each of the R ranks
 that an execution serves, so that block b is for rank b mod R:
@@ -30,11 +30,11 @@ _BLOCKS_OF_TASK = 8
 
 
 def tasks(total: int, ranks: int) -> list[tuple[int, int]]:
-    """The shares of the ReadTasks: number of the first micro-batch, and how many; each whole rounds of the ranks.
+    """The shares of the ReadTasks: first micro-batch and how many; each consists of whole rounds of the ranks.
 
     Args:
         total: micro-batches of an execution.
-        ranks: that it serves; they divide the total.
+        ranks: number that it serves; it divides the total.
     """
     longest = max(_LONGEST_TASK, -(-total // _MAX_TASKS))
     longest = -(-longest // ranks) * ranks
@@ -60,7 +60,7 @@ def cut(places: Iterable[MicroBatchId], ranks: int, sizes: Mapping[Split, int]) 
 
 
 def most(count: int, ranks: int) -> int:
-    """The largest k for a task of so many micro-batches."""
+    """The largest k for a task of this many micro-batches."""
     return max(1, count // (ranks * _BLOCKS_OF_TASK))
 
 
@@ -68,7 +68,7 @@ def fitting(seconds: Iterable[float], num_bytes: Iterable[int], max_bytes: int) 
     """The largest k whose blocks stay below the limits; 1 if nothing is known.
 
     Args:
-        seconds, num_bytes: of some micro-batches that were made.
+        seconds, num_bytes: what some finished micro-batches took.
         max_bytes: of a block.
     """
     times, sizes = list(seconds), list(num_bytes)

@@ -3,9 +3,9 @@ file, and compared with another stream's. Two streams are the same if their dige
 
     {"settings": {name: value}, "micro_batches": {"train-e0000-s000000-m000": 32 hex digits, …}}
 
-The settings are what fixes the stream (the plan's fingerprint, the transform, the versions of what decodes and
-transforms) and what must not change it (workers, actors, where it was resumed): where two streams differ, they
-tell why. To read and compare files needs neither Ray nor torch.
+The settings are those that determine the stream (the plan's fingerprint, the transform, the versions of the
+libraries that decode and transform) and those that must not change it (workers, actors, where it was resumed). If
+two streams differ, they show why. Reading and comparing files needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def combine(digests: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True)
 class MicroBatchDigest:
-    """What is left of a micro-batch: the name of its place, 16 bytes, and how many samples have weight."""
+    """The digest of a micro-batch: the name of its place, 16 bytes, and how many samples have weight."""
 
     name: str
     digest: bytes
@@ -82,10 +82,10 @@ def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
 
 
 def iterate_digests(plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator]) -> Iterator[MicroBatchDigest]:
-    """Consume a stream, by one process for each rank; yields in the order of the plan, as they come.
+    """Consume a stream with one process for each rank; yields digests in the order of the plan, as they come.
 
-    To end it at a step, end its plan there (`Plan.until`): all ranks then come to their end together, and so does
-    the execution. It must be iterated to its end.
+    To end it at a step, end its plan there (`Plan.until`): all ranks, and the execution, then end together. It
+    must be iterated to its end.
 
     Args:
         plan: of the stream.
@@ -93,7 +93,7 @@ def iterate_digests(plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator
         iterators: of all ranks, from `pipeline.splits`.
 
     Raises:
-        RaypipeError: a rank got other micro-batches than the plan gives it.
+        RaypipeError: a rank got micro-batches other than those of the plan.
     """
     import ray
 
@@ -122,7 +122,7 @@ class DigestFile:
 
     @staticmethod
     def read(address: str | Path) -> DigestFile:
-        """Raises ConfigError where there is no such file."""
+        """Raises ConfigError if there is no such file."""
         content = read_json(address)
         try:
             settings, micro_batches = dict(content["settings"]), dict(content["micro_batches"])
@@ -134,7 +134,7 @@ class DigestFile:
         return DigestFile(str(address), settings, micro_batches)
 
     def write(self) -> None:
-        """Raises ConfigError where it cannot be written."""
+        """Raises ConfigError if it cannot be written."""
         write_json(self.address, {"settings": self.settings, "micro_batches": self.micro_batches})
 
 
@@ -167,7 +167,7 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
 
 
 def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int) -> dict[str, Any]:
-    """What a stream is made with, as names and plain values; its range in training steps through all epochs."""
+    """A stream's settings, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
     return {
         "plan": spec.plan.fingerprint,

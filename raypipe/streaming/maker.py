@@ -150,7 +150,7 @@ class MicroBatchMaker:
         return Made(at, result, read_s, time.perf_counter() - started, len(kept))
 
     def settle(self, made: Made) -> None:
-        """Record the bad samples of a micro-batch, and hold them against the budget."""
+        """Record the bad samples of a micro-batch, and count them against the budget."""
         if made.result.bad:
             self._log_place(made.at)
             record_bad(self._quarantine, made.at, made.result.bad)
@@ -268,11 +268,11 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by:
 
 @dataclass
 class BadSampleBudget:
-    """How many bad samples a run puts up with before it stops.
+    """How many bad samples a run tolerates before it stops.
 
     Attributes:
-        max_fraction: of the samples seen, in [0, 1].
-        grace: this many are let pass at any time, since one in the first ten says little about a rate.
+        max_fraction: largest share of the samples seen, in [0, 1].
+        grace: this many are always tolerated, since one in the first ten says little about a rate.
     """
 
     max_fraction: float = 0.01
@@ -281,7 +281,7 @@ class BadSampleBudget:
     num_seen: int = 0
 
     def spend(self, bad: list[dict[str, Any]], num_seen: int) -> None:
-        """Count so many more samples seen, and those of them that were bad, by their records.
+        """Count further samples seen, and the records of those that were bad.
 
         Raises:
             BadSamplesError: more than max(grace, max_fraction × seen) have been bad.

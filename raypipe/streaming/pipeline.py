@@ -1,8 +1,8 @@
 """A stream on Ray: plan → source → actor pool, as one Ray Data execution for the whole schedule.
 
-dataset(spec, cursor)   a ray.data.Dataset of what is left at a cursor, one row per block
+dataset(spec, cursor)   a ray.data.Dataset of the stream from a cursor on, one row per block
 splits(spec, cursor)    the same as one iterator per rank, from one or several executions
-raypipe.stream(…)       spec and dataset in one call, for people who only want the data
+raypipe.stream(…)       spec and dataset in one call, if you only want the data
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _READER_CPUS = 0
 
 
 def placement(label_selector: str) -> dict[str, Any]:
-    """Options of Ray's for an actor that prefers nodes of a label, and takes any other where those have no room.
+    """Ray's options for an actor that prefers nodes with a label, and takes any other if those have no room.
 
-    Left alone, Ray Data spreads actors over all nodes, the hosts of GPUs too. See `PoolConfig.label_selector`.
+    By default, Ray Data spreads actors over all nodes, GPU hosts included. See `PoolConfig.label_selector`.
     """
     label, _, value = label_selector.partition("=")
     return {"label_selector": {label: value}, "fallback_strategy": [{"label_selector": {}}]} if label else {}
 
 
 def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfig, int]:
-    """The pool of one execution, which may grow to its share of the actors of all; and how many it begins with.
+    """The pool of one execution, with its share of the largest number of actors; and how many it begins with.
 
-    These are as many as there is room for now. More nodes come when ranks wait.
+    It begins with as many as there is room for now. More nodes come when ranks wait.
     """
     pool = replace(
         pool,
@@ -64,7 +64,7 @@ def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfi
 
 
 def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
-    """Blocks that may be in flight in all executions of a stream, once their pools are as large as may be."""
+    """Blocks that may be in flight in all executions of a stream, when their pools have their largest size."""
     total = 0
     for share in shares(world_size, pool.executions):
         part, actors = _pool_of(pool, share, max_actors)
@@ -74,13 +74,13 @@ def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
 
 
 def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams: int = 1) -> None:
-    """Raise ResourceError unless what is in flight fits the object store, where presets tell its size.
+    """Raise ResourceError unless the data in flight fits the object store; only presets tell its size beforehand.
 
-    Nothing is, where there is no Ray. What actors on nodes that are yet to come have in flight is left out: they
-    bring an object store each.
+    Without Ray nothing is in flight. Actors on nodes that are yet to come are not counted: each node brings its
+    own object store.
 
     Args:
-        num_streams: such streams that run at one time.
+        num_streams: number of such streams that run at the same time.
     """
     if spec.pool.engine == "inline" or not all(map(is_preset, spec.transforms.values())):
         return
@@ -110,16 +110,16 @@ def dataset(
     supervisor: Any = None,
     share: Share = WHOLE,
 ) -> Dataset:
-    """What is left of the stream at a cursor: a Dataset of one row for each block.
+    """The stream from a cursor on: a Dataset of one row for each block.
 
     Iterate with `batch_size=None`, or split it with `streaming_split(R, equal=True)` over the R ranks of the
-    share: each then gets every R-th row, and so the micro-batches m of each step with m mod W = its rank of all W.
+    share: each then gets every R-th row, and so the micro-batches m of each step with m mod W = its rank among W.
 
     Args:
         max_actors: transform actors that the pools of all executions may grow to.
         world_size: W.
-        supervisor: handle of the Supervisor that hears of faults; None = a new one.
-        share: of the schedule and of the ranks, that this execution has.
+        supervisor: handle of the Supervisor to which faults are reported; None = a new one.
+        share: this execution's share of the schedule and of the ranks.
     """
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
@@ -173,14 +173,14 @@ def splits(
     supervisor: Any = None,
     apart: bool = False,
 ) -> list[DataIterator]:
-    """What is left of the stream at a cursor, as one iterator per rank; see `dataset`.
+    """The stream from a cursor on, as one iterator per rank; see `dataset`.
 
-    There are pool.executions, or, for fewer workers of an elastic run, as many as can share them evenly. One that
-    several ranks share runs in an actor of its own.
+    There are pool.executions executions, or, if an elastic run has fewer workers, as many as can share these
+    evenly. An execution that several ranks share runs in an actor of its own.
 
     Args:
-        apart: so does one that a rank has for itself. Else it runs in that rank's process, which takes the
-            interpreter from a training loop there, and spares the start of the actor, 2 s.
+        apart: an execution of a single rank runs in an actor, too. Otherwise it runs in that rank's process, where
+            it competes with the training loop for the interpreter, but saves the 2 s that an actor takes to start.
 
     Raises:
         ConfigError: W does not divide M.
@@ -224,20 +224,20 @@ def stream(
     world_size: int = 1,
     **settings: Any,
 ) -> Dataset:
-    """The stream as a plain Dataset, for people who only want the data.
+    """The stream as a plain Dataset, if you only want the data.
 
     Args:
-        train, val, plan, transform, pool, train_transform, val_transform: see `StreamSpec`, which also takes
-            what else is given.
+        train, val, plan, transform, pool, train_transform, val_transform: see `StreamSpec`, which also gets all
+            further arguments.
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
 
     Returns:
-        One row for each block, those from an actor in `raypipe.streaming.row`, whose `batches_of` has their
-        micro-batches. With one rank these are in the order of the plan.
+        One row for each block, as `raypipe.streaming.row` describes those from an actor; its `batches_of` gives a
+            row's micro-batches. With one rank these are in the order of the plan.
 
     Raises:
-        StoreError, ConfigError, CursorError, ResourceError: what is wrong, and how to mend it.
+        StoreError, ConfigError, CursorError, ResourceError: the message says what is wrong, and how to fix it.
     """
     spec = StreamSpec(
         train,

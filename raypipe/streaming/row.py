@@ -93,7 +93,7 @@ def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) ->
 
 
 def reads_of(table: pa.Table) -> list[Read] | None:
-    """What a reader has put into a row, of each micro-batch; None where it is left to the actor."""
+    """What a reader has put into a row, for each micro-batch; None if the actor reads."""
     if "encoded" not in table.column_names or not table["encoded"][0].is_valid:
         return None
     columns = [table[name][0].as_py() for name in ("encoded", "mask", "boxes")]
@@ -107,7 +107,7 @@ def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
     """The row of a finished block.
 
     Args:
-        room: that has the arrays which were put there; the others are each micro-batch's own.
+        room: holds the arrays that were put there; the others belong to each micro-batch.
     """
     places, results = [made.at for made in all_made], [made.result for made in all_made]
     arrays = room.arrays or {
@@ -164,7 +164,7 @@ def _host_batch(at: MicroBatchId, arrays: Mapping[str, Any], num_bad: int) -> Ho
 
 
 class Ended:
-    """A rank's split of a stream of which nothing is left; Ray Data would run an execution, and tell of it."""
+    """A rank's split of a stream that has ended; Ray Data would run an execution for it, and log that."""
 
     def iter_batches(self, **options: Any) -> Iterator[dict[str, np.ndarray]]:
         """Nothing."""
@@ -175,7 +175,7 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
     """The rows of a stream's split as micro-batches in host memory, zero-copy and read-only.
 
     Raises:
-        RaypipeError: what went wrong in an actor, without the layers around it.
+        RaypipeError: the error that an actor raised, without the layers around it.
     """
     failure: BaseException | None = None
     before, threads = set(threading.enumerate()), list[threading.Thread]()

@@ -4,8 +4,8 @@
                        → one row per block: its places, and, where a reader reads, its encoded samples
     read_lmdb          a store as a plain Ray Data source → one row per sample
 
-Few lazy tasks keep the driver small, whatever the length of the schedule; one runs at a time. A task that is lost
-is run again from its start, so the schedule is not one task. Rows are tiny where the transform actors read the
+A small number of lazy tasks keeps the driver small for a schedule of any length; one runs at a time. A lost task
+runs again from its start, so the schedule is more than one task. Rows are tiny if the transform actors read the
 store themselves.
 """
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 
 class MicroBatchSource(Datasource):
-    """What is left of a plan's schedule at a cursor, as lazy ReadTasks in the order of the stream.
+    """A plan's schedule from a cursor on, as lazy ReadTasks in the order of the stream.
 
     Args:
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
-        supervisor: handle of the stream's Supervisor, which hears of readers that begin; None = nobody does.
-        share: of the schedule, that these are.
-        ranks: that the rows are for, in turns.
-        block: micro-batches in a block; 0 = as many as the supervisor finds, with these limits:
+        supervisor: handle of the stream's Supervisor, to which readers report their start; None = no report.
+        share: the share of the schedule that these tasks are.
+        ranks: number of ranks that get the rows in turn.
+        block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
-        targets: columns that are read beside image and label, see `TransformConfig.target_columns`.
+        targets: columns that are read besides image and label, see `TransformConfig.target_columns`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def read_lmdb(path: str, columns: list[str] | None = None) -> Dataset:
         columns: columns to read; None = all.
 
     Raises:
-        StoreError: not an LMDB store, or without one of the columns.
+        StoreError: this is not an LMDB store, or it lacks one of the columns.
     """
     store = open_store(path)
     if type(store).__name__ != "LMDBStore":

@@ -29,7 +29,7 @@ Recipe = tuple[Plan, dict[Split, Store], dict[Split, Transform], TransformConfig
 
 @dataclass(frozen=True, init=False)
 class StreamSpec:
-    """Everything that fixes a stream, and the pool that makes it: a plain value, which pickles.
+    """Everything that determines a stream, and the pool that makes it: a plain value that can be pickled.
 
     Attributes:
         plan: the order.
@@ -70,8 +70,8 @@ class StreamSpec:
 
         Args:
             train, val: stores or their addresses.
-            plan, transform, pool: settings; defaults where None.
-            train_transform, val_transform: instead of those that `transform` names.
+            plan, transform, pool: settings; None = the defaults.
+            train_transform, val_transform: used instead of those that `transform` names.
             exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
             quarantine, run, log: see above.
 
@@ -111,7 +111,7 @@ class StreamSpec:
         self.__dict__.update(fields)  # the class is frozen
 
     def replace(self, **changes: Any) -> StreamSpec:
-        """A copy with other values of some attributes."""
+        """A copy with different values of some attributes."""
         assert changes.keys() <= self.__dict__.keys()
         copy = object.__new__(StreamSpec)
         copy.__dict__.update(self.__dict__, **changes)
@@ -119,7 +119,7 @@ class StreamSpec:
 
     @property
     def recipe(self) -> Recipe:
-        """What a `MicroBatchMaker` is made with."""
+        """The arguments of a `MicroBatchMaker`."""
         return self.plan, self.stores, self.transforms, self.transform, self.pool, self.quarantine
 
     def readers(self) -> dict[Split, Store]:

@@ -1,7 +1,7 @@
-"""What becomes of transform actors: who is at what, who died of what, and which sample it was.
+"""The supervisor of transform actors: which actor works on what, which died, and which sample caused it.
 
-A process that crashes or hangs on a sample would be restarted, and would crash again, for ever. So the actors tell
-a supervisor what they begin, and ask it, once restarted, what is known of it:
+A process that crashes or hangs on a sample would be restarted, and would crash again, forever. So the actors tell
+a supervisor what they begin, and ask it, once restarted, what is known about their block:
 
     first death in a block             it is tried again, carefully: each sample is announced before it is touched
     second careful death at a sample   the sample is bad; the block is tried again without it
@@ -11,11 +11,11 @@ a supervisor what they begin, and ask it, once restarted, what is known of it:
 
 Deaths by other causes (a lost node, a kill) cost an attempt, and change nothing in the result.
 
-A reader that was restarted tells what it is about to read, too. There is no substitute for a row group, so
+A restarted reader also announces what it is about to read. There is no substitute for a row group, so
 `max_attempts` deaths at one, for one micro-batch, end the run, with the file and the row group in the error.
 
-It also finds how large blocks should be, from what actors tell of the first that they made. It says so to each
-ReadTask as that begins, and the same again to one that is restarted: its blocks must be those of before.
+The supervisor also finds how large blocks should be, from what actors report about the first that they made. It
+tells each ReadTask at its start, and tells a restarted one the same again: its blocks must be the same as before.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Orders:
 
 @dataclass
 class _History:
-    """Of one block in which an actor has died: deaths since the last bad sample was found, and at which."""
+    """The history of a block in which an actor has died: deaths since the last bad sample was found, and where."""
 
     deaths: int = 0
     all_deaths: int = 0
@@ -138,12 +138,12 @@ class Supervisor:
         self._samples[actor] = at, index
 
     def ended(self, actor: str) -> None:
-        """A careful actor has come through its block."""
+        """A careful actor has finished its block."""
         self._doing.pop(actor, None)
         self._samples.pop(actor, None)
 
     def reads(self, task: str, share: str) -> bool:
-        """A reader begins a share of the schedule; returns whether it was restarted, and is to tell what it reads.
+        """A reader begins a share of the schedule; returns whether it was restarted, and must say what it reads.
 
         Args:
             task: its id, which is the same when it is restarted.
@@ -188,11 +188,11 @@ class Supervisor:
         )
 
     def has_read(self, task: str) -> None:
-        """A reader has come through its share; if it runs again, its results were lost."""
+        """A reader has finished its share; if it runs again, its results were lost."""
         self._reading.pop(task, None)
 
     def note(self, event: str, kind: str = "other") -> None:
-        """Record what went wrong, or was mended, for the log and the metrics."""
+        """Record a fault, or that it was recovered from, for the log and the metrics."""
         logger.warning("%s", event, extra={"values": {"fault": kind}})
         self._metrics.add({"stream_faults_total": 1}, kind=kind)
         self._record("fault", event)
@@ -229,14 +229,14 @@ def start_supervisor(max_attempts: int, run: str = "", log: LogFormat = "text") 
 
 
 def follow(supervisor: Any, tell: Callable[[str, str], None]) -> Callable[[], None]:
-    """Tell of each event of a stream within a second or two, whatever the stream waits for.
+    """Report each event of a stream within a second or two, even while the stream waits.
 
     Args:
-        supervisor: handle of the stream's; None = there are never any.
+        supervisor: the handle of the stream's Supervisor; None = there are no events.
         tell: called with kind and text of each, see `Supervisor.events`, in a thread.
 
     Returns:
-        What ends this, once it has told of the last ones.
+        A function that reports the last events and ends this.
     """
     stopped = threading.Event()
 

@@ -59,7 +59,7 @@ class TransformWorker:
         """The finished row of a block.
 
         Args:
-            reads: of each micro-batch, what a reader has read; None = it is left to this actor.
+            reads: for each micro-batch, what a reader has read; None = this actor reads.
         """
         room, all_made = Room(len(block)), list[Made]()
         with self._guard.block(block) as orders:
@@ -114,10 +114,10 @@ class Guard:
 
     @contextlib.contextmanager
     def block(self, block: Block) -> Iterator[Orders | None]:
-        """Gives what is known of a block, None = nothing; around its transform.
+        """Around a block's transform: gives what is known about the block; None = nothing.
 
         Raises:
-            ResourceError: it has cost too many actors.
+            ResourceError: the block has cost too many actors.
         """
         begun = self._supervisor.begins.remote(self._actor, list(map(str, block)))
         orders = None

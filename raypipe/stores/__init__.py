@@ -1,8 +1,8 @@
 """Stores: indexed, read-only collections of encoded samples, and the writers that make them.
 
-`open_store` finds out which store an address is, `open_source` what else `raypipe convert` copies. A store's
-module, and the library behind it, is imported when the first such store is opened; each other public name when it
-is first used.
+`open_store` finds out which kind of store is at an address; `open_source` also opens other sources of `raypipe
+convert`. A store's module, and the library behind it, is imported when the first such store is opened; each other
+public name when it is first used.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def store_options(image_column: str = "image", label_column: str = "label") -> d
 
 
 def _kind_of(address: str) -> str:
-    """What a path or URI is by its name, or by what a folder holds, or by the first file that a pattern finds."""
+    """The kind of a path or URI, by its name, by a folder's content, or by the first file that a pattern finds."""
     from raypipe.storage.filesystem import is_remote, split
     from raypipe.stores.addresses import list_files, names_at
 
@@ -173,7 +173,7 @@ def _kind_of(address: str) -> str:
 
 
 def _kind_of_name(name: str) -> str:
-    """What a file is by its name; empty where that does not tell."""
+    """The kind of a file by its name; empty if the name does not tell."""
     from raypipe.stores.tfrecord import is_tfrecord
 
     if name == "data.mdb":

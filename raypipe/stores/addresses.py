@@ -9,7 +9,7 @@ Data sets come in files named by their split, `train-00000-of-00002.parquet`, wh
 folder is one store, so it must hold one split, whole.
 
 A folder in an object store that `raypipe convert` wrote has a manifest, `_raypipe.json`, which is written last and
-names its shards, so that no half of a store is read; one that is written over stays the old one until then:
+names its shards, so that no half-written store is read; a store that is overwritten stays the old one until then:
 
     {"version": 1, "shards": [{"name": "00000-8 hex digits.lmdb", "num_bytes": n, "digest": 32 hex digits}, …]}
 """
@@ -39,7 +39,7 @@ _MAX_SHARDS = 100_000
 
 
 def expand(address: str) -> list[str]:
-    """The addresses that one with `{0000..0099}` stands for, up to 100,000; any other stands for itself."""
+    """The addresses that an address with `{0000..0099}` stands for, up to 100,000; any other stands for itself."""
     num_shards = 1
     for each in _RANGE.finditer(address):
         num_shards *= max(0, int(each[2]) - int(each[1]) + 1)
@@ -64,7 +64,7 @@ def list_files(
         folders: count local folders as files, as LMDB has environments.
 
     Raises:
-        StoreError: there are none; those of a folder are of several splits, not all of one, or not complete.
+        StoreError: there are none, or the files of a folder belong to several splits or are incomplete.
     """
     expanded = expand(address)
     if expanded != [address]:
@@ -117,7 +117,7 @@ def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
 
 
 def check_one_split(address: str, names: Iterable[str]) -> None:
-    """Raise StoreError unless a folder's files are of one split, as far as their names tell, and all of it."""
+    """Raise StoreError unless a folder's files are all files of one split, as far as their names tell."""
     splits: dict[str, list[str]] = {}
     for name in sorted(names):
         if match := PART_OF.match(name):

@@ -43,11 +43,11 @@ class Index:
     """The samples of one archive or of several, one archive after the other.
 
     Attributes:
-        columns: image and label first. Labels are int64 of shape (N,); of others there are the places, int64 of
-            shape (N, k): position and num_bytes of each sample's member, -1 where it has none, and what else its
-            kind of archive has.
+        columns: image and label first. Labels are int64 of shape (N,). Other columns hold places, int64 of shape
+            (N, k): position and num_bytes of each sample's member, -1 if it has none, and further numbers of this
+            kind of archive.
         texts: the columns that are text.
-        classes: class names, position = label; None where they are not named.
+        classes: class names, position = label; None if they have no names.
         bounds: int64 of shape (num_archives + 1,): the first sample of each archive, and N.
         fingerprint: 32 hex digits.
     """
@@ -116,9 +116,8 @@ class ArchiveStore(FileStore[_Opened]):
     """A store in archives, `NAME-{0000..0099}.SUFFIX`, one file, or a folder of them, local or remote.
 
     Remote archives are read through the node's cache, see `storage.local_cache`. Each node fetches and scans
-    all of them once; what was found stays in its cache, as it does of local ones that are not small. The
-    fingerprint is a hash over the members' names, sizes, and times of change or checksums. A member over 512 MiB
-    is None.
+    all of them once; the result stays in its cache, as it does for large local ones. The fingerprint is a hash
+    over the members' names, sizes, and modification times or checksums. A member over 512 MiB is None.
 
     Args:
         address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
@@ -145,7 +144,7 @@ class ArchiveStore(FileStore[_Opened]):
     @staticmethod
     @abstractmethod
     def content(file: OpenFile, name: str, place: list[int]) -> bytes | None:
-        """What is at a place of `Index.columns`; None where it is damaged or over 512 MiB."""
+        """What is at a place of `Index.columns`; None if it is damaged or over 512 MiB."""
 
     @staticmethod
     @abstractmethod
@@ -215,7 +214,7 @@ def _find(listed: RemoteFile) -> _Archive:
 
 
 def is_visible(name: PurePosixPath) -> bool:
-    """Whether a member counts: not if it is hidden, or its name is absolute or leads out of its folder."""
+    """Whether a member counts: hidden members, absolute names and names that lead out of the folder do not."""
     return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
 
 

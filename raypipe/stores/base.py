@@ -1,5 +1,5 @@
-"""What every store is: an indexed, read-only collection of N encoded samples; what all stores check alike; and
-`MemoryStore`, the fake that ships.
+"""The protocol of a store, an indexed, read-only collection of N encoded samples; checks that all stores share;
+and `MemoryStore`, which keeps its samples in memory.
 
 A store object holds only its address and options. It opens lazily, once per process, and pickles as
 its address and options, so that it may be sent to any actor. Stores know neither Ray nor torch.
@@ -152,7 +152,7 @@ class FileStore(ABC, Generic[C]):
 
 
 def name_of(store: Store, index: int) -> str:
-    """What a store calls a sample, fit to be printed in a line; empty where it has no name, or cannot tell now."""
+    """A store's name for a sample, printable in one line; empty if it has none, or cannot tell now."""
     try:
         return printable(str(store.sample_name(index))).replace("\n", r"\n")  # type: ignore[attr-defined]
     except Exception:  # it is for the record of what is wrong already
@@ -165,7 +165,7 @@ def title_of(address: object, index: object, name: object) -> str:
 
 
 def as_text(content: bytes | None) -> str | None:
-    """The value of a text column; None where there is none, or it is no UTF-8."""
+    """The value of a text column; None if there is none, or it is not UTF-8."""
     try:
         return None if content is None else content.decode()
     except UnicodeDecodeError:
@@ -187,7 +187,7 @@ def by_part(indices: np.ndarray, bounds: np.ndarray) -> Iterator[tuple[int, np.n
 
 
 def join_fingerprints(parts: Sequence[str]) -> str:
-    """That of a single file is its own; of several, the hash over theirs."""
+    """The fingerprint of a single file, or the hash over those of several."""
     if len(parts) == 1:
         return parts[0]
     return hashlib.blake2b("".join(parts).encode(), digest_size=16).hexdigest()
@@ -211,7 +211,7 @@ def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address
 
 
 def check_columns(wanted: Iterable[str], present: Iterable[str], address: str) -> None:
-    """Raise StoreError if a column is asked for that the store lacks."""
+    """Raise StoreError if the store lacks a wanted column."""
     present = tuple(present)
     for name in wanted:
         if name not in present:
@@ -223,7 +223,7 @@ class MemoryStore:
 
     Args:
         images: encoded images, or None for a missing one.
-        labels: one per image; None for a store without labels.
+        labels: one for each image; None = a store without labels.
         classes: class names, position = label.
         columns: extra columns, name → one value per image. Numbers become numpy arrays.
         group_size: samples per group, the last one may be smaller; None for a store without groups.

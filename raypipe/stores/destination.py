@@ -1,4 +1,4 @@
-"""A new store exists at its address whole or not at all, here and in an object store.
+"""Writing new stores, so that one exists at its address whole or not at all, on a disk and in an object store.
 
 here     write beside it → rename
 remote   write here → upload every shard under a name that none has had before → manifest → remove what was there
@@ -105,7 +105,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
 
 
 def _there(dst: str, overwrite: bool) -> set[str]:
-    """Paths of the objects at an address; raises StoreError unless there are none, or they may go."""
+    """Paths of the objects at an address; raises StoreError if there are any that must stay."""
     with explained(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)
         if filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:

@@ -22,9 +22,9 @@ class FolderStore(FileStore["_Scan"]):
 
     Every folder in the root is a class, in the order of the names, even one without images: a split
     that lacks a class then keeps the labels of the others. Samples are sorted by class, then by path.
-    Hidden files and folders do not count, files in the root neither. Links are followed; a folder to which
-    several lead counts once in a class, by the path of the fewest folders, and of these by the first.
-    A file that cannot be read, or is over 512 MiB, is an image None.
+    Hidden files and folders do not count, nor do files in the root. Links are followed; a folder that several
+    links lead to counts once in a class, by the shortest path, and of these by the first. A file that cannot be
+    read, or is over 512 MiB, is an image None.
 
     Args:
         address: the root.
@@ -112,7 +112,7 @@ def _images(root: str, name: str) -> Iterator[str]:
 
 
 def _mode(entry: os.DirEntry[str]) -> int:
-    """The kind of what is in a folder, or of what a link leads to."""
+    """The kind of an entry of a folder, or of a link's target."""
     try:
         # As the listing has it: no system call for each of a million files.
         if entry.is_file():

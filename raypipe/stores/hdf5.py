@@ -1,14 +1,14 @@
-"""HDF5 files, a source of `raypipe convert`, which reads them once: a dataset of images, one of labels, by rows.
+"""HDF5 files, a source that `raypipe convert` reads once: a dataset of images and one of labels, row by row.
 
     images   uint8 (N, H, W, 3), (N, H, W, 1) or (N, H, W): pixels
              a list of uint8 of any length (vlen): encoded images
     labels   integers of shape (N,), or of as many axes more as they have one element in
 
-What leads out of the file is not followed: links to others, datasets whose data are in others, references.
+Nothing outside the file is followed: no links to other files, no datasets whose data are elsewhere, no references.
 
-libhdf5 trusts its files: damaged ones let it crash, go round for ever, or unpack a chunk to any size. So it works
-in a process of its own, see `serve`, with 1 GiB and 10 s of CPU for an answer: a file that ends it gives one
-StoreError.
+libhdf5 trusts its files: damaged ones make it crash, loop forever, or unpack a chunk to any size. So it runs in a
+process of its own, see `serve`, with 1 GiB and 10 s of CPU for an answer: a file that ends this process leads to
+one StoreError.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def serve(
 
 
 def _dataset(file: Any, address: str, given: str, column: str) -> Any:
-    """The dataset of a column, or None where none is named and there is none for labels."""
+    """The dataset of a column, or None if no labels were named and there are none."""
     import h5py
 
     for name in [given] if given else _USUAL[column]:

@@ -55,7 +55,7 @@ class LMDBStore(FileStore["_Shards"]):
 
 
 def lmdb_files(address: str) -> list[RemoteFile]:
-    """The files of a store; of local folders that are environments, those in them."""
+    """The files of a store; for a local environment folder, the file in it."""
     if Path(address, "data.mdb").exists():
         return [RemoteFile(f"{address}/data.mdb")]
     what = "data.mdb of an LMDB environment, and no *.lmdb"
@@ -67,7 +67,7 @@ def lmdb_files(address: str) -> list[RemoteFile]:
 
 
 def is_foreign(address: str) -> bool:
-    """Whether the first file at a local address is sound, as far as can be seen, and not raypipe's own."""
+    """Whether the first file at a local address looks sound, and is not raypipe's own."""
     try:
         return LMDBFile(lmdb_files(address)[0].address).get(METADATA_KEY) is None
     except (StoreError, OSError):  # as it will be told by who reads it

@@ -101,7 +101,7 @@ class LMDBFile:
         self._branches: dict[int, tuple[list[bytes], list[int]]] = {}
 
     def get(self, key: bytes) -> memoryview | None:
-        """Return the value of a key, None where there is none."""
+        """Return the value of a key, None if there is none."""
         with self._explained(f" at key {key!r}"):
             if not self._depth:
                 return None
@@ -115,7 +115,7 @@ class LMDBFile:
             return self._value(page, start) if found == key else None
 
     def entries(self) -> Iterator[tuple[bytes, memoryview | None]]:
-        """Yield all keys, which ascend, each with its value; None where damage has made the value unreadable."""
+        """Yield all keys, ascending, each with its value; None if damage has made the value unreadable."""
         with self._explained():
             num_entries = 0
             last: bytes | None = None

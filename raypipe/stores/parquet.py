@@ -40,10 +40,10 @@ _NUM_FOOTER_THREADS = 16  # a remote footer takes two round trips; a store may h
 class ParquetStore(FileStore["_Groups"]):
     """A store in Parquet files, sorted by name, that all have one schema.
 
-    Null images are None, text that is no UTF-8 as well; null labels raise StoreError. The fingerprint is a hash
-    over the files' footers: schema, rows, sizes, positions and statistics, not the data, but for files by
-    `ParquetWriter`, which have a hash of the data there; and over the names of the image and label columns, where
-    they are others.
+    Null images are None, and so is text that is not UTF-8; null labels raise StoreError. The fingerprint is a hash
+    over the files' footers: schema, rows, sizes, positions and statistics. It does not cover the data, except in
+    files by `ParquetWriter`, whose footers contain a hash of the data. It includes the names of the image and
+    label columns if these are not the defaults.
 
     Args:
         address: path or URI of a file or folder.
@@ -72,7 +72,7 @@ class ParquetStore(FileStore["_Groups"]):
         return super()._contents
 
     def forwards(self) -> ParquetStore:
-        """The same store for one who goes through it once, from one end to the other: it keeps one row group."""
+        """The same store for a single pass from one end to the other: it keeps one row group."""
         image_column, label_column, _ = self._options
         return ParquetStore(self.address, image_column, label_column, cache_bytes=0)
 
@@ -197,7 +197,7 @@ def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
 
 
 def _parse_footer(path: str, footer: bytes) -> tuple[pq.FileMetaData, pa.Schema, list[int]]:
-    """Return what it says of the file, the schema, and the rows of each row group."""
+    """Return what a footer says about the file, the schema, and the rows of each row group."""
     # A footer between two magics is itself a Parquet file, one without data.
     file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
     try:

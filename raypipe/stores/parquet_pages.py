@@ -1,7 +1,7 @@
-"""What a row group unpacks to, found in its pages' headers before anything is unpacked.
+"""The unpacked size of a row group, from its pages' headers, before anything is unpacked.
 
-A footer may say what it likes: what is allocated goes by the header in front of each page, and by how often values
-are repeated. So the stored bytes of the wanted columns are read first; their headers are added up; then pyarrow
+A footer cannot be trusted: how much is allocated depends on the header of each page, and on how often values are
+repeated. So the stored bytes of the wanted columns are read first, and their headers are added up; then pyarrow
 reads from those bytes and from nothing else.
 """
 

@@ -7,8 +7,8 @@ A record is one sample as one value, which files store and writers fingerprint:
 Columns keep the order in which they were declared, the fixed ones (int64, float64) going before the
 variable ones (binary, string). A length of 0xFFFFFFFF says None.
 
-`raypipe inspect STORE --verify` writes a list of bad samples, and a run leaves its samples out. It belongs to the
-very contents that it was made of, which the fingerprint tells:
+`raypipe inspect STORE --verify` writes a list of bad samples, which a run can exclude. It belongs to the contents
+that it was made from, as the fingerprint shows:
 
     {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "name": "…", "error": "…"}, …]}
 """
@@ -138,7 +138,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What raypipe's writers note in a file of theirs: how many samples it has, and what is the same of them all.
+    """What raypipe's writers note in their files: the number of samples, and what all samples share.
 
     {"version": 1, "count": …, "columns": [{"name": …, "type": …}, …], "classes": […] or null, "fingerprint": …}
     """
@@ -244,12 +244,12 @@ def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.
     """The indices of the samples that a list names: int64 (k,), sorted, each once.
 
     Args:
-        address: of the list; empty = there is none.
-        store: that it must be a list of; None = the run reads none.
-        setting: that the address comes from, for errors.
+        address: the list's address; empty = there is none.
+        store: the store that it must belong to; None = the run reads none.
+        setting: the setting that the address comes from, for errors.
 
     Raises:
-        ConfigError: the list cannot be read, is malformed, was made of another store, or leaves no sample.
+        ConfigError: the list cannot be read, is malformed, belongs to a different store, or leaves no sample.
     """
     if not str(address):
         return np.empty(0, np.int64)

@@ -64,10 +64,10 @@ def is_tfrecord(name: str) -> bool:
 def tfrecord_samples(
     address: str | Path, image_column: str = "", label_column: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Yield the samples of TFRecord files, sorted by name. Labels are as they stand: ImageNet's begin at 1.
+    """Yield the samples of TFRecord files, sorted by name. Labels are kept as stored: ImageNet's begin at 1.
 
-    A record over 512 MiB, or whose checksum is wrong, or that is no Example with one image, is {"image": None},
-    and a warning names it.
+    A record over 512 MiB, with a wrong checksum, or that is not an Example with one image, is {"image": None}, and
+    a warning names it.
 
     Args:
         address: a file, a folder, or a pattern of files, see `raypipe.stores.addresses`.
@@ -91,7 +91,7 @@ def tfrecord_samples(
 
 
 def _records(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield of each record its place, for errors, and its features by name; none of one that is bad."""
+    """Yield each record's place, for errors, and its features by name; none if the record is bad."""
     crc32c, example = _library()
     try:
         with io.BufferedReader(io.FileIO(path, opener=open_regular)) as file:

@@ -5,8 +5,8 @@
     000123.txt    a column `txt` of strings; so are text, transcript, html, htm, json and jsn
     000123.npy    a column `npy` of bytes: any other suffix
 
-Suffixes are all that follows the first dot, in lower case, as WebDataset has them. A column is what all samples
-have. A key that comes again, behind another one, is another sample.
+A suffix is everything after the first dot, in lower case, as in WebDataset. A suffix that all samples have becomes
+a column. A key that comes again, after a different one, starts a new sample.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Place = tuple[int, int, float]
 
 
 def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> int | None:
-    """The label of a sample; None where there is none. Raises ValueError where it is none of 64 bits."""
+    """The label of a sample; None if there is none. Raises ValueError if it does not fit 64 bits."""
     suffix = _label_suffix(column)
     label: Any = None
     if suffix in members:

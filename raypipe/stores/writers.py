@@ -1,6 +1,6 @@
 """Writers of new files in raypipe's own LMDB layout, see `raypipe.stores.lmdb`, and in flat Parquet.
 
-Writers write where they are told: that a store is whole or not there is up to `raypipe.stores.destination`.
+Writers write where they are told; `raypipe.stores.destination` makes sure that a store is whole or not there.
 """
 
 from __future__ import annotations

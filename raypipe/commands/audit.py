@@ -13,7 +13,6 @@ from raypipe.logs import shown, table
 from raypipe.pages import number
 from raypipe.plan.schedule import shares
 from raypipe.storage.filesystem import as_uri, join
-from raypipe.streaming.spec import open_train, spec_of
 
 # Actors of a digest that a machine with fewer CPUs lets share them.
 _SHARING = 4
@@ -41,6 +40,7 @@ def inspect(
         html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
     """
     from raypipe.commands import inspection
+    from raypipe.streaming.spec import open_train
     from raypipe.transform.targets import check_columns
 
     if output and not verify:
@@ -106,6 +106,7 @@ def digest(
     from raypipe.streaming.digest import DigestFile, combine, digested, iterate_digests, settings_of
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.inline import inline_batches
+    from raypipe.streaming.spec import spec_of
 
     spec, workers = spec_of(run), run.train.num_workers or 1
     spec.plan.check_workers(workers)

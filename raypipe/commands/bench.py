@@ -31,7 +31,6 @@ from raypipe.lookup import versions
 from raypipe.pages import number
 from raypipe.storage.files import check_place, write_json
 from raypipe.stores import Store
-from raypipe.streaming.spec import open_train
 from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
@@ -57,6 +56,8 @@ def bench(
         repeats: how often all is measured; medians are printed.
         output: write what is found to this file too, for plan-capacity; a local path or a URI.
     """
+    from raypipe.streaming.spec import open_train
+
     if output:
         check_place(output)
     opened = open_train(run)

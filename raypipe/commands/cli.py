@@ -27,7 +27,6 @@ from raypipe.errors import RaypipeError
 from raypipe.logs import printable
 from raypipe.storage.filesystem import as_uri
 from raypipe.stores import open_source, store_options
-from raypipe.streaming.spec import open_train
 
 set_parsing_settings(add_print_completion_argument=True)
 
@@ -107,6 +106,7 @@ def preview(
         indices: show these samples instead, as in [3,14,15].
     """
     from raypipe.commands import preview as preview_module
+    from raypipe.streaming.spec import open_train
 
     return preview_module.preview(
         open_train(run),
@@ -120,20 +120,20 @@ def preview(
     )
 
 
-def stop(run: str) -> dict[str, Any]:
+def stop(folder: str) -> dict[str, Any]:
     """End a run at its next line of progress, with a checkpoint; it goes on by `jobs/train.py --resume RUN`.
 
     Example: raypipe stop s3://my-bucket/runs/20261121-104600-3fa2
 
     Args:
-        run: folder or URI of the run, its `run_dir`.
+        folder: of the run, its `run_dir`, a path or a URI.
     """
     from raypipe.train.run_folder import check_run_folder, request_stop
 
-    run_uri = as_uri(run.rstrip("/"))
+    run_uri = as_uri(folder.rstrip("/"))
     check_run_folder(run_uri, resume=True)
     request_stop(run_uri)
-    return {"run_dir": run, "stop_requested": True}
+    return {"run_dir": folder, "stop_requested": True}
 
 
 _ALL: list[Callable[..., dict[str, Any]]] = [train, convert, bench.bench, audit.digest, audit.digest_diff]

@@ -216,7 +216,7 @@ def test_what_takes_a_files_place_after_the_first_look_is_refused(
     (tmp_path / "a").touch()
     os.mkfifo(tmp_path / "b")
     found, real = (tmp_path / "a").stat(), os.stat
-    monkeypatch.setattr(os, "stat", lambda path: found if path == tmp_path / "b" else real(path))
+    monkeypatch.setattr(os, "stat", lambda at, **how: found if at == tmp_path / "b" else real(at, **how))
     with pytest.raises(OSError, match="it is a FIFO"):
         open_regular(tmp_path / "b")
 

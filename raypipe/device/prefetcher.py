@@ -46,7 +46,8 @@ class Batch:
         index: int64 (B,), on the host; -1 for padding.
         ends_step: whether it is this rank's last micro-batch of an optimizer step.
         num_bad: samples that were replaced or left out.
-        read_s, work_s: seconds that an actor spent on it, reading, and in all.
+        read_s: seconds that an actor spent on reading it.
+        work_s: seconds that an actor spent on it in all.
         mixed: the other half of the targets, if MixUp or CutMix was applied.
         num_fallback: samples that the device should have decoded, but the host had to.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.

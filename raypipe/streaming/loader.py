@@ -56,11 +56,13 @@ class Loader:
 
     Attributes:
         plan: the run's plan.
-        rank, world_size: of this process.
+        rank: this process's rank.
+        world_size: W, the number of ranks.
         keep: batches that stay valid besides the newest.
         cursor: the place after the last step of which all batches were handed out.
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
-        num_bad, num_fallback: bad samples that this rank has seen; samples that the host decoded for the device.
+        num_bad: bad samples that this rank has seen.
+        num_fallback: samples that the host decoded for the device.
         exported: what this rank exports as metrics; a training loop may add its loss and the like.
     """
 

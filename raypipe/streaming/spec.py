@@ -38,7 +38,8 @@ class StreamSpec:
         transform: decode and bad-sample settings.
         pool: the actor pool.
         quarantine: URI of the folder that records bad samples; empty = log only.
-        run, log: name of the run, and format of its log lines, for metrics and logs.
+        run: name of the run, for metrics and logs.
+        log: format of its log lines.
     """
 
     plan: Plan

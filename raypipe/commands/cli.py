@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, Literal
 
 from jsonargparse import set_parsing_settings
@@ -36,9 +37,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
     Example: raypipe train --config run.yaml --plan.epochs 90
     """
-    from raypipe.train.launch import train as train_run
-
-    return train_run(run)
+    return import_module("raypipe.train.launch").train(run)  # the whole program, which no other command needs
 
 
 def convert(

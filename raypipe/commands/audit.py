@@ -176,22 +176,22 @@ def _verdict(found: dict[str, Any]) -> str:
     return f"{found['different']} of {found['compared']} micro-batches differ"
 
 
-def report(run: RunConfig, target: str = "", *, against: str = "", output: str = "") -> dict[str, Any]:
+def report(run: RunConfig, folder: str = "", *, against: str = "", output: str = "") -> dict[str, Any]:
     """Write the HTML page of a run, also of one that is still going on, or compare two runs on one page.
 
     Example: raypipe report runs/baseline --against runs/strong
 
     Args:
-        run: settings: without a target, the run that they name.
-        target: the run's folder, a path or a URI.
+        run: settings, of which storage_path and name matter, without a folder.
+        folder: of the run, a path or a URI.
         against: another run, to draw into the same charts.
         output: where to write the page, a local path or a URI; also -o; empty = report.html in the run's folder.
     """
     from raypipe.pages.report import write_report
 
-    if not (target or run.name):
+    if not (folder or run.name):
         raise ConfigError("there is no run to report: name its folder, or set name to that of the run")
-    found = write_report(target or join(as_uri(run.storage_path), run.name), against, output)
+    found = write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
     for summary in filter(None, (found, found["against"])):
         table(summary["run"], _rows({name: value for name, value in summary.items() if name != "against"}))
     return found

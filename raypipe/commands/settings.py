@@ -43,19 +43,20 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
 def command_parser(name: str, command: Callable[..., Any]) -> Parser:
     """The parser of a command, by its parameters; those without defaults are given by their places.
 
-    One named `run` stands for all settings of a run, and one named `target` for the place of an optional argument.
+    One named `run` stands for all settings of a run; `target` and `folder` are optional, and given by place.
     """
     about = (inspect.getdoc(command) or "").partition("\nArgs:")[0]
     parameters = inspect.signature(command).parameters
-    places = ["[STORE|RUN]"] if "target" in parameters else []
+    optional = [name for name, each in parameters.items() if name in _OPTIONAL and each.default == ""]
+    places = [_OPTIONAL[name][0] for name in optional]
     places += [
         each.name.upper() for each in parameters.values() if each.default is each.empty and each.name != "run"
     ]
     parser = Parser(prog=f"raypipe {name}", usage=" ".join(["%(prog)s", *places, "[--OPTION VALUE …]"]))
     parser.description = about
-    if "target" in parameters:
-        parser.add_argument("target", nargs="?", default="", help=_TARGET)
-    parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"run", "target"})
+    for each in optional:
+        parser.add_argument(each, nargs="?", default="", help=_OPTIONAL[each][1])
+    parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"run", *optional})
     if "run" in parameters:
         _add_run(parser)
     return parser
@@ -140,7 +141,13 @@ def check_no_pipe(args: list[str]) -> None:
             raise ConfigError(f"{value} is a FIFO, not a regular file: write what it brings to a file first")
 
 
-_TARGET = "a store, or the folder of a run, whose settings then come first; empty = what the settings name"
+_OPTIONAL = {
+    "target": (
+        "[STORE|RUN]",
+        "a store, or the folder of a run, whose settings then come first; empty = store.train",
+    ),
+    "folder": ("[RUN]", "the folder of a run; empty = that of storage_path and name"),
+}
 _FLAGS = {"--overwrite", "--verify", "--no_ray"}
 
 _RENAMED = {

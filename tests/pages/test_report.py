@@ -122,3 +122,8 @@ def test_the_command_ends_with_the_figures_as_json(run: Path, capsys: pytest.Cap
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[-1])["report"] == f"file://{run}/page.html" and (run / "page.html").exists()
     assert any("wait fraction" in line and "0.25" in line for line in lines)
+    main(["report", f"--storage_path={run.parent}", f"--name={run.name}"])
+    assert (run / "report.html").exists()
+    with pytest.raises(SystemExit):
+        main(["report"])
+    assert capsys.readouterr().err.startswith("ConfigError: there is no run to report: name its folder")

@@ -6,9 +6,10 @@ A run that cannot start says so at once, with the setting that mends it. Ray alo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from typing import Any
 
 import ray
 from packaging import version
-from ray._private import node, ray_constants
+from ray._private import node, ray_constants, services
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
 from raypipe.plan.schedule import shares
+from raypipe.rayext.console import quiet_console
 from raypipe.rayext.limits import autoscaler_limits
+from raypipe.rayext.shortage import floor, needs, too_few_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ def connect(
     options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log}
     if address or os.environ.get("RAY_ADDRESS"):
         ray.init(address=address or None, runtime_env={"env_vars": _WORKER_ENV}, **options)
+        quiet_console()
         return
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
         # Under `uv run`, Ray would build the project's environment anew for its workers, which share this one.
@@ -86,13 +90,14 @@ def connect(
     # That a cluster of one user's own on one machine asks for a token is nothing to be told of.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log == "json" else {})
-    with _inherited(environment), _small_head():
+    with _inherited(environment), _small_head(), _spared_signals():
         ray.init(
             num_cpus=num_cpus,
             object_store_memory=object_store_bytes,
             include_dashboard=False,
             **options,
         )
+    quiet_console()
     global _own_node
     _own_node = ray.get_runtime_context().get_node_id()
 
@@ -137,6 +142,25 @@ def _small_head() -> Iterator[None]:
     finally:
         for name, method in saved.items():
             setattr(node_type, name, method)
+
+
+@contextlib.contextmanager
+def _spared_signals() -> Iterator[None]:
+    """Ray, started in here, is in process groups of its own.
+
+    Ctrl-C in a terminal and `timeout` signal the whole group of this process. Ray would end at once, and a run
+    that is asked to end could not leave its checkpoint. On Linux it still ends with this process, whatever ends
+    that; elsewhere Ray itself ends its processes by their group.
+    """
+    popen: Any = services.ConsolePopen
+    if sys.platform != "linux":
+        yield
+        return
+    services.ConsolePopen = functools.partial(popen, process_group=0)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 def started_here() -> bool:
@@ -237,25 +261,24 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     per_worker = train.cpus_per_worker if train is not None else 0.0
     if workers and not per_worker:
         # Trainers of a machine with few CPUs share what the smallest pool leaves them.
-        per_worker = min(1.0, math.floor(max(0.0, offer.cpus - pool_cpus) / needed_workers * 100) / 100) or 1.0
+        per_worker = min(1.0, floor((offer.cpus - pool_cpus) / needed_workers)) or 1.0
     needed = needed_workers * per_worker + pool_cpus
-    actors = f" + {pool.least_actors} transform actors x {pool.cpus_per_actor:g} CPUs" if pool_cpus else ""
-    parts = f"{needed_workers} trainers x {per_worker:g} CPUs{actors} = {needed:g} CPUs"
     if needed > offer.cpus:
-        settings = "pool.min_actors, pool.cpus_per_actor or train.cpus_per_worker"
-        if pool.executions > 1:
-            settings = f"pool.executions, {settings}"
-        raise ResourceError(
-            f"the run needs {parts}; the cluster has, or can scale to, {offer.cpus:g}. Lower "
-            f"{settings if actors else 'train.cpus_per_worker'}, or add CPU nodes"
-        )
+        most = largest_divisor(per_step, int((offer.cpus - pool_cpus) / per_worker)) if needed_workers else 0
+        setting = "train.min_workers" if train and train.min_workers else "train.num_workers"
+        mends = [f"{setting}={most}"] if most else []
+        if needed_workers and (share := floor((offer.cpus - pool_cpus) / needed_workers)):
+            mends.append(f"train.cpus_per_worker={share:g}")
+        shared = train is not None and not train.cpus_per_worker
+        raise too_few_cpus(offer.cpus, needed_workers, per_worker, pool, mends, shared)
+    parts = needs(needed_workers, per_worker, pool)
     for num, what, free, total, kind in (
         (needed, parts, offer.free_cpus, offer.cpus, "CPU"),
-        (needed_workers * gpu, f"{needed_workers} GPUs", offer.free_gpus, offer.gpus, "GPU"),
+        (needed_workers * gpu, f"the trainers need {needed_workers} GPUs", offer.free_gpus, offer.gpus, "GPU"),
     ):
         if num > free:
             raise ResourceError(
-                f"the run needs {what}; other jobs hold all but {max(0.0, free):g} of the cluster's {total:g} "
+                f"{what}; other jobs hold all but {max(0.0, free):g} of the cluster's {total:g} "
                 f"{kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
             )
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))

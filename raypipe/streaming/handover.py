@@ -107,11 +107,15 @@ def _handed_round(
     apart: bool,
 ) -> tuple[list[DataIterator], Any]:
     """What rank 0 has built: the iterators of all ranks, and the supervisor's handle."""
-    from raypipe.rayext.cluster import preflight
+    from raypipe.rayext.cluster import cluster_resources, preflight
+    from raypipe.rayext.shortage import check_own
     from raypipe.streaming.pipeline import splits
 
     handed: tuple[list[DataIterator], Any] | None = None
     if rank == 0:
+        if in_train and max_actors is None:
+            own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
+            check_own(cluster_resources().cpus, world_size, own, spec.pool)
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
         iterators = splits(
             spec,

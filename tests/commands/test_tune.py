@@ -142,7 +142,7 @@ def test_all_trials_of_a_time_fit_with_their_actors_on_every_small_cluster() -> 
 
 
 def test_too_small_a_cluster_names_what_to_lower() -> None:
-    with pytest.raises(ResourceError, match=r"Lower pool\.min_actors"):
+    with pytest.raises(ResourceError, match=r"200 transform actors need .* set pool\.engine=inline"):
         share_out(idle(1), settings(min_actors=200), 2)
 
 

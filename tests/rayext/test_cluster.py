@@ -45,7 +45,7 @@ def test_each_execution_has_its_smallest_pool() -> None:
     trainers = TrainConfig(num_workers=4)
     assert share(idle(16), trainers, 4, executions=4, min_actors=2).max_actors == 12
     assert share(idle(5), trainers, 4, executions=4) == Allocation(4, False, 0.25, 4)
-    with pytest.raises(ResourceError, match=r"8 transform actors x 1 CPUs.*Lower pool\.executions, pool\.min_act"):
+    with pytest.raises(ResourceError, match=r"8 transform actors.*pool\.min_actors=1 or pool\.executions=2 or"):
         share(idle(8), trainers, 4, executions=4, min_actors=2)
     with pytest.raises(ConfigError, match=r"pool\.executions=3 does not divide 4 workers"):
         share(idle(16), trainers, 4, executions=3)
@@ -59,15 +59,20 @@ def test_trainers_that_make_the_stream_themselves_need_no_cpus_for_actors() -> N
         idle(4), TrainConfig(num_workers=4), 4, engine="inline", min_actors=3, max_actors=9, executions=2
     )
     assert alone == Allocation(4, False, 1.0, max_actors=0)
-    with pytest.raises(ResourceError, match=r"1 trainers x 4 CPUs = 4 CPUs; .* Lower train\.cpus_per_worker,"):
+    message = r"1 trainer needs 4 CPUs \(1 x 4\); .* set train\.cpus_per_worker=2, or"
+    with pytest.raises(ResourceError, match=message):
         share(idle(2), TrainConfig(cpus_per_worker=4), engine="inline")
 
 
 def test_one_cpu_is_too_few_and_the_message_names_what_to_lower() -> None:
     with pytest.raises(ResourceError) as caught:
         share(idle(1), TrainConfig())
-    for part in ("1 trainers x 1 CPUs", "= 2 CPUs", "can scale to, 1.", "pool.cpus_per_actor", "add CPU nodes"):
+    for part in ("1 trainer and 1 transform actor need 2 CPUs", "can scale to, 1: ", "add CPU nodes"):
         assert part in str(caught.value)
+    for setting in ("pool.cpus_per_actor=0.5", "pool.engine=inline"):
+        assert setting in str(caught.value)
+    share(idle(1), TrainConfig(), cpus_per_actor=0.5)
+    share(idle(1), TrainConfig(), engine="inline")
 
 
 def test_one_cpu_is_enough_when_it_is_shared_by_setting() -> None:
@@ -123,7 +128,7 @@ def test_cpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
 
 
 def test_gpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
-    with pytest.raises(ResourceError, match=r"needs 2 GPUs; other jobs hold all but 1 of the cluster's 2 GPUs"):
+    with pytest.raises(ResourceError, match=r"need 2 GPUs; other jobs hold all but 1 of the cluster's 2 GPUs"):
         share(Resources(8, 2, 8, 1), TrainConfig(num_workers=2), 2)
 
 
@@ -139,14 +144,15 @@ def test_max_actors_bounds_the_pool_and_never_enlarges_it() -> None:
 
 def test_min_actors_are_reserved_before_trainers_get_their_share() -> None:
     assert share(idle(4), TrainConfig(num_workers=2), 2, min_actors=3) == Allocation(2, False, 0.5, 3)
-    with pytest.raises(ResourceError, match=r"5 transform actors x 1 CPUs"):
+    message = r"5 transform actors need 6 CPUs \(1 x 1 \+ 5 x 1\).* pool\.min_actors=3 or"
+    with pytest.raises(ResourceError, match=message):
         share(idle(4), TrainConfig(), min_actors=5)
 
 
 def test_without_trainers_the_pool_gets_everything() -> None:
     assert share(idle(4)) == Allocation(0, False, 0.0, 4)
     assert share(idle(1, gpus=2)) == Allocation(0, False, 0.0, 1)
-    with pytest.raises(ResourceError, match="0 trainers"):
+    with pytest.raises(ResourceError, match=r"^1 transform actor needs 1 CPUs \(1 x 1\); .* 0: add CPU nodes"):
         share(idle(0))
 
 
@@ -168,7 +174,7 @@ def test_elastic_trainers_need_the_cpus_of_the_fewest_and_may_have_those_of_the_
     elastic = TrainConfig(num_workers=4, min_workers=1, cpus_per_worker=1.0)
     assert share(idle(2), elastic, 4) == Allocation(4, False, 1.0, max_actors=1, min_workers=1)
     assert share(idle(8), elastic, 4) == Allocation(4, False, 1.0, max_actors=4, min_workers=1)
-    with pytest.raises(ResourceError, match=r"2 trainers x 1 CPUs \+ 1 transform actors x 1 CPUs = 3 CPUs"):
+    with pytest.raises(ResourceError, match=r"2 trainers and 1 transform actor need 3 CPUs \(2 x 1 \+ 1 x 1\)"):
         share(idle(2), TrainConfig(num_workers=4, min_workers=2, cpus_per_worker=1.0), 4)
 
 

@@ -1,0 +1,74 @@
+"""What processes of Ray's write, on its way to this one's console.
+
+Ray prints each line of its workers with who has written it, `(RayTrainWorker pid=…)`. Here a line of progress
+goes to who shows it, and lines that mean nothing to a run's user are left out: they stay in Ray's log files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ray._private import ray_logging
+
+from raypipe.logs import relayed
+
+_RAYS_HANDLER = "ray_print_logs"
+_NOISE = re.compile(
+    # Of an actor that Ray Data starts with arguments in the object store: they are held as long as it runs.
+    r"core_worker\.cc:\d+.*has constructor arguments in the object store"
+    # One for each process group of torch's.
+    r"|\[Gloo\] Rank \d+ is connected to"
+    # DDP copies such gradients, of 1 x 1 convolutions, as any other.
+    r"|Grad strides do not match bucket view strides|grad\.sizes\(\) = |bucket_view\.sizes\(\)"
+    # Ray Train's and Ray Data's own chronicles.
+    r"|\(TrainController|Reporting training result|execution finished in|Registered dataset logger"
+)
+
+Shown = Callable[[str, dict[str, Any]], None]
+"""Shows a line of progress: its text, and what it says by names."""
+
+_shown: Shown | None = None
+
+
+def show_progress(shown: Shown | None) -> bool:
+    """From now on lines of progress that trainers relay go there, or are printed; returns whether they can be."""
+    global _shown
+    _shown = shown
+    return any(handler is _print for _, handler in _handlers())
+
+
+def quiet_console() -> None:
+    """Stand between Ray and this process's console, where Ray writes to it at all."""
+    dispatcher = ray_logging.global_worker_stdstream_dispatcher
+    for name, handler in _handlers():
+        if name == _RAYS_HANDLER and handler is not _print:
+            global _rays
+            _rays = handler
+            dispatcher.remove_handler(name)
+            dispatcher.add_handler(name, _print)  # by Ray's name: Ray takes it away when it disconnects
+
+
+def _handlers() -> list[tuple[str, Any]]:
+    return list(ray_logging.global_worker_stdstream_dispatcher.handlers)
+
+
+def _rays(data: dict[str, Any]) -> None:
+    """Ray's own handler, once there is one."""
+
+
+def _print(data: dict[str, Any]) -> None:
+    """In place of Ray's handler: `data` has the lines of one process, and who that is."""
+    left = []
+    for line in data["lines"]:
+        if found := relayed(line):
+            text, values = found
+            if _shown:
+                _shown(text, values)
+            elif text:
+                print(text, flush=True)
+        elif not _NOISE.search(line):
+            left.append(line)
+    if left:
+        _rays({**data, "lines": left})

@@ -9,8 +9,7 @@
 The last line of standard output is one JSON object: val_accuracy, images_per_s, wait_fraction, steps, run_dir.
 """
 
-from raypipe.commands.cli import run_job
-from raypipe.train.launch import train
+from raypipe.commands.cli import run_job, train
 
 if __name__ == "__main__":
     run_job(train, __doc__)

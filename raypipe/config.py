@@ -330,7 +330,7 @@ class TrainConfig(_Section, prefix="train."):
         ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
         max_failures: restarts of the workers after something has died; -1 = no limit.
         checkpoint_interval: steps between checkpoints within an epoch; 0 = at epoch ends only.
-        log_interval: steps between lines of progress and metrics; the first step has one as well.
+        log_interval: steps between records of progress, in metrics.jsonl; the first step has one as well.
         log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; ranks meet at each step.
     """
 

@@ -6,6 +6,7 @@
     ├── SampleError        one sample cannot be read, decoded or transformed
     ├── BadSamplesError    more bad samples than the run was told to tolerate
     ├── ResourceError      the cluster lacks what the run needs
+    ├── RunError           a run was ended by an error of other code, or by the death of its trainers
     └── CursorError        a checkpoint belongs to another plan
 
 Each message names the file, key, field or resource, and what to do about it. All of them survive
@@ -52,6 +53,10 @@ class BadSamplesError(RaypipeError):
 
 class ResourceError(RaypipeError):
     """The cluster lacks what the run needs."""
+
+
+class RunError(RaypipeError):
+    """A run was ended by an error of other code, or by the death of its trainers."""
 
 
 class CursorError(RaypipeError):

@@ -12,6 +12,8 @@ from typing import Any
 
 from raypipe.errors import RaypipeError, ResourceError
 
+_MAX_TOLD = 400  # characters: some of torch's errors have a page, of Ray's their traceback
+
 # Errors of Ray Train for a worker that is gone, which no rank raises itself.
 _LOST = ("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError")
 # A rank whose peer has died gets a bare RuntimeError from Gloo, which names its source file, or from a socket.
@@ -40,6 +42,15 @@ def cause_of(error: BaseException) -> BaseException:
     # A task's error is of Ray's class and of its cause's at once.
     ours = (found for found in _beneath(error) if isinstance(found, RaypipeError) and not _wrapped(found))
     return next(ours, error)
+
+
+def told(error: BaseException) -> str:
+    """What has ended a run, in a line or two: the error beneath Ray's wrappers that explains the others. Pure."""
+    found = [each for each in _beneath(error) if not _wrapped(each)] or [error]
+    own = [each for each in found if not _is_of_train(each)]
+    cause = [*(each for each in own if not _is_death(each)), *own, *found][0]
+    text = " ".join(str(cause).split())
+    return f"{type(cause).__name__}: {text if len(text) <= _MAX_TOLD else text[:_MAX_TOLD] + ' …'}"
 
 
 def get(refs: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -25,6 +26,9 @@ _ROOT = logging.getLogger("raypipe")
 _RAYS_OWN = ("ray.data", "ray.train")
 # Of this process: it is at one place of one run.
 _place: dict[str, Any] = {}
+_RELAY = "\x02"  # before a line of progress on its way to the process that shows it
+_relays = False
+_begun = 0.0  # of time.time(); 0 = no run has
 
 
 class JsonFormatter(logging.Formatter):
@@ -79,12 +83,50 @@ def progress(logger: logging.Logger, text: str, **values: Any) -> None:
     Args:
         logger: of the module.
         text: for people.
-        values: what it says, by names; for JSON.
+        values: what it says, by names; for JSON, and for who shows what this process relays.
     """
     if _handler in _ROOT.handlers:
         record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values})
         text = _handler.format(record)
+    elif _relays:
+        text = _RELAY + json.dumps([text, values], default=str)
     print(text, flush=True)
+
+
+def relay_progress(relays: bool) -> None:
+    """From now on lines of progress of this process are for another one to show, which Ray brings them to."""
+    global _relays
+    _relays = relays
+
+
+def relayed(line: str) -> tuple[str, dict[str, Any]] | None:
+    """A line of progress that a process relays: its text and values. None where it is no such line."""
+    if not line.startswith(_RELAY):
+        return None
+    text, values = json.loads(line.removeprefix(_RELAY))
+    return text, values
+
+
+def begin_phases(begun: float = 0.0) -> float:
+    """The phases of a run's start are told with the seconds since then, of time.time(), which is returned.
+
+    Without it they have begun with the first that was told, or begin now.
+    """
+    global _begun
+    _begun = begun or _begun or time.time()
+    return _begun
+
+
+def end_phases() -> None:
+    """The next one is of another run."""
+    global _begun
+    _begun = 0.0
+
+
+def phase(logger: logging.Logger, text: str) -> None:
+    """Print what the start of a run is at, from now on."""
+    begun = begin_phases()
+    progress(logger, f"{time.time() - begun:5.1f} s  {text}", phase=text)
 
 
 # What a terminal obeys or a page cannot hold: control characters but tab and newline, those that turn the

@@ -81,7 +81,7 @@ MISTAKES = {
     "no run to resume": (["--resume=runs/none"], "there is no run at "),
     "a resume with another batch": (
         ["--resume=runs/old", "--plan.micro_batch_size=4"],
-        "micro_batch_size, global",
+        "plan.micro_batch_size=4 (was 8)",
     ),
 }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -25,9 +26,11 @@ from jsonargparse import set_parsing_settings
 from raypipe.commands import audit, bench, capacity, doctor, settings
 from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
-from raypipe.logs import printable
+from raypipe.logs import configure_logs, phase, printable
 from raypipe.storage.filesystem import as_uri
 from raypipe.stores import open_source, store_options
+
+logger = logging.getLogger(__name__)
 
 set_parsing_settings(add_print_completion_argument=True)
 
@@ -37,6 +40,8 @@ def train(run: RunConfig) -> dict[str, Any]:
 
     Example: raypipe train --config run.yaml --plan.epochs 90
     """
+    configure_logs(run.log)
+    phase(logger, "loading Ray and torch")  # which takes seconds
     return import_module("raypipe.train.launch").train(run)  # the whole program, which no other command needs
 
 
@@ -120,7 +125,7 @@ def preview(
 
 
 def stop(folder: str) -> dict[str, Any]:
-    """End a run at its next line of progress, with a checkpoint; it goes on by `jobs/train.py --resume RUN`.
+    """End a run within seconds, with a checkpoint; it goes on by `jobs/train.py --resume RUN`.
 
     Example: raypipe stop s3://my-bucket/runs/20261121-104600-3fa2
 

@@ -248,7 +248,7 @@ class Plan:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
                 f"{self.fingerprint}: the training store, what is excluded, seed, micro_batch_size, "
-                "global_batch_size or shuffle differ. Restore those settings, or start a new run"
+                "global_batch_size or shuffle differ. Restore those, or start a new run"
             )
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
             raise CursorError(

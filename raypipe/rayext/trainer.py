@@ -4,11 +4,13 @@ would come again, and no waiting for ever, or in silence.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray.train.v2._internal.callbacks import datasets, placement_group_callback
 from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
 from ray.train.v2.api.config import ScalingConfig
@@ -16,13 +18,22 @@ from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import ResourceError
-from raypipe.failures import is_final
+from raypipe.failures import is_final, told
 from raypipe.rayext.cluster import largest_divisor, started_here
 
 logger = logging.getLogger(__name__)
 
+# In its controller, which has the policies below: on a busy machine this one warns, with a traceback, of requests
+# that it makes again. What the run waits for is told by the policies.
+logging.getLogger("ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client").setLevel(
+    logging.ERROR
+)
+
 # Trainers that have room are there at once. Ray Train looks again for room after so long (cluster.py sets it).
 _TOLD_AFTER_S = 8.0
+
+# What Ray Train takes to end its workers at most, before this process goes without waiting for it.
+_ABORT_S = 3.0
 
 # Ray 2.54 has none, which cluster.check_elastic says.
 _Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.FixedScalingPolicy)
@@ -96,7 +107,10 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         error = training_failed_error
         if isinstance(error, WorkerGroupError) and is_final(error.worker_failures.values()):
             return failure_handling.FailureDecision.RAISE
-        return super().make_decision(error)
+        decision = super().make_decision(error)
+        if decision != failure_handling.FailureDecision.RAISE:  # else it is told once the run has ended
+            logger.warning("the trainers are started again: %s", told(error))
+        return decision
 
 
 class RunTrainer(TorchTrainer):
@@ -105,7 +119,7 @@ class RunTrainer(TorchTrainer):
     Args:
         per_step: M.
         timeout_s: after which a run whose trainers have no room ends.
-        take_signals: called once Ray Train has taken Ctrl-C for itself.
+        take_signals: called once the run can be asked to end, in place of Ray Train taking Ctrl-C for itself.
         args, options: for TorchTrainer.
     """
 
@@ -114,6 +128,16 @@ class RunTrainer(TorchTrainer):
     ) -> None:
         super().__init__(*args, **options)
         self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
+        self._controller: Any = None
+
+    def fit(self) -> Any:
+        try:
+            return super().fit()
+        except KeyboardInterrupt:
+            if self._controller:  # in a process that goes on, such as a notebook's, the run would go on as well
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
+            raise
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # of Ray Train's version 2, which its type does not say
@@ -135,5 +159,5 @@ class RunTrainer(TorchTrainer):
         return [each for each in super()._create_default_callbacks() if not isinstance(each, needless)]
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        super()._register_sigint_handler(controller)  # what a second Ctrl-C gets: it aborts
+        self._controller = controller
         self._take_signals()

@@ -210,16 +210,20 @@ def try_samples(
     config: TransformConfig,
     num_classes: int,
     num: int = 8,
-) -> None:
+) -> dict[Split, tuple[int, int]]:
     """Read, decode and transform the first few samples of each split: what is wrong with all is told at once.
 
     Args:
         num_classes: labels are in [0, num_classes).
 
+    Returns:
+        Height and width of the images of each split; of those that a device decodes it is not known yet.
+
     Raises:
         StoreError, ConfigError: a column is missing; a label is out of range; the transform fails on each of them,
             or makes what no micro-batch can hold.
     """
+    sizes: dict[Split, tuple[int, int]] = {}
     for split, store in stores.items():
         at = MicroBatchId(split, 0, 0, 0)
         indices = plan.indices(at)
@@ -231,13 +235,16 @@ def try_samples(
         bad = []
         for sample, title, (k0, k1) in zip(samples, titles, plan.sample_keys(at, indices).tolist(), strict=True):
             try:
-                content.one(sample, (k0, k1))
+                made = content.one(sample, (k0, k1))
+                if isinstance(made, dict):
+                    sizes[split] = made["image"].shape[:2]
             except SampleError as error:
                 bad.append(f"{title}: {error}")
             except ConfigError as error:
                 raise ConfigError(f"{title}: {error}") from error
         if len(bad) == len(indices):
             raise ConfigError(f"none of the first {len(bad)} {split} samples can be used; {bad[-1]}")
+    return sizes
 
 
 def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by: str = "") -> None:

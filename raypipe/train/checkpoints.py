@@ -26,7 +26,7 @@ import pyarrow.fs
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.storage.files import open_input, read_whole, sync_folder, synced_output
-from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
+from raypipe.storage.filesystem import exists, explained, is_remote, join, open_filesystem
 
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
@@ -148,6 +148,11 @@ def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> tuple[Checkpoi
 def has_checkpoints(run_uri: str) -> bool:
     """Whether a folder has checkpoints, be they whole or not."""
     return bool(_names(run_uri))
+
+
+def newest_name(run_uri: str) -> str:
+    """The newest checkpoint that was written to its end, whose files are not looked at; empty = there is none."""
+    return next((name for name in _names(run_uri) if exists(join(run_uri, name, _MANIFEST))), "")
 
 
 def _names(run_uri: str) -> list[str]:

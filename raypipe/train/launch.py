@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
+import shlex
 import signal
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import yaml
 
 from raypipe.config import AugmentConfig, RunConfig, TrainConfig
-from raypipe.failures import cause_of
-from raypipe.logs import configure_logs, progress
+from raypipe.errors import ConfigError, CursorError, RaypipeError, RunError
+from raypipe.failures import cause_of, told
+from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.lookup import import_name
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
-from raypipe.storage.files import read_json
+from raypipe.storage.files import read_json, read_whole, write_text
 from raypipe.storage.filesystem import is_remote, join, open_filesystem
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
-from raypipe.train.checkpoints import find_newest
+from raypipe.train.checkpoints import find_newest, newest_name
+from raypipe.train.console import RunConsole
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import (
     FIGURES_FILE,
@@ -29,6 +36,7 @@ from raypipe.train.run_folder import (
     located,
     remove_stop,
     request_stop,
+    stop_answered,
     stop_requested,
     store_config,
 )
@@ -36,15 +44,25 @@ from raypipe.transform.jpeg import missing_extension
 
 logger = logging.getLogger(__name__)
 
+_IN_A_LINE: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "width": 110, "allow_unicode": True}
+
+_ERROR_FILE = "error.txt"
+
 _RESIZE_EVERY_S = 60.0  # between two looks for room, where training is elastic
+
+# `timeout` and `uv run` send a signal to the process and to its group: it comes twice, and is meant once.
+_ONE_SIGNAL_S = 0.5
+# After which trainers that were asked to end, and have not looked, are aborted: a step may take minutes, and so
+# may the first batch. With what an abort takes, a run has ended ten seconds after the signal.
+_PATIENCE_S = 6.0
 
 
 def train(run: RunConfig) -> dict[str, Any]:
     """Train by a configuration, on the connected cluster or on a new local one.
 
-    At Ctrl-C or SIGTERM (`ray job stop`) the run ends cleanly: at the next line of progress it leaves a
-    checkpoint. A second one aborts it, as does whoever sends SIGKILL before then. While the run starts, it ends
-    before the trainers do.
+    At Ctrl-C or SIGTERM (`ray job stop`), be it sent to this process or to its group, the run ends within ten
+    seconds: with a checkpoint after a step of the next seconds, or, where there is none, without. A second one
+    aborts it. While the run starts, it ends before the trainers do.
 
     Returns:
         `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
@@ -52,31 +70,52 @@ def train(run: RunConfig) -> dict[str, Any]:
 
     Raises:
         RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
-        KeyboardInterrupt: it was asked to end before its trainers were started.
+        KeyboardInterrupt: it was asked to end before its trainers were started, or has done no step in time.
     """
-    with located(run) as (run, run_uri, lease):
-        return _train(run, run_uri, lease)
+    try:
+        with located(run) as (run, run_uri, lease):
+            return _train(run, run_uri, lease)
+    finally:
+        end_phases()
 
 
 def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     configure_logs(run.log, run=run.name)
+    phase(logger, "reading the stores")
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
     check_augment(run.augment)
     check_code(run.train)
     if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
-        try_samples(spec.plan, spec.stores, spec.transforms, spec.transform, num_classes)
+        sizes = try_samples(spec.plan, spec.stores, spec.transforms, spec.transform, num_classes)
+        if len(set(sizes.values())) > 1:
+            made = ", ".join(f"transform.{split} makes {h} x {w}" for split, (h, w) in sizes.items())
+            progress(logger, f"sizes      of images differ: {made} (height x width)")
 
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
-    newest, passed_over = find_newest(run_uri, spec.plan.check)
+    changed = _changes(run, run_uri) if run.resume else ""
+    try:
+        newest, passed_over = find_newest(run_uri, spec.plan.check)
+    except CursorError as error:
+        raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
     for name, reason in passed_over.items():
         progress(logger, f"not resumed from {name}: {reason}")
     if run.resume:
-        progress(logger, f"resumed from {newest.name if newest else 'the beginning'}")
+        progress(
+            logger, f"resumed from {newest.name if newest else 'the beginning'}{changed and f', with {changed}'}"
+        )
     with Interrupts() as interrupts:
+        phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
         connect(log=run.log)
         interrupts.stand()
-        allocation = preflight(run.pool, run.train, run.plan.per_step, interrupts.check)
+        looks = itertools.count()
+
+        def look() -> None:
+            interrupts.check()
+            if next(looks) == 1:
+                phase(logger, "waiting for what other jobs hold of the cluster")
+
+        allocation = preflight(run.pool, run.train, run.plan.per_step, look)
         spec.plan.check_workers(allocation.workers)
         if allocation.min_workers:
             check_elastic()
@@ -87,9 +126,20 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             remove_stop(run_uri)
         store_config(run, run_uri)
         progress(logger, describe(run, spec, allocation, run_uri))
+        phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
+        loop |= {"run_uri": run_uri, "lease": lease, "begun": begin_phases()}
+        console = RunConsole(
+            run.plan.epochs, spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text"
+        )
         try:
-            result = _fit(loop | {"run_uri": run_uri, "lease": lease}, allocation, interrupts)
+            with console:
+                result = _fit(loop | {"relays": console.relays}, allocation, interrupts)
+            if result["stopped"]:
+                progress(logger, _how_to_go_on(run_uri))
+        except KeyboardInterrupt:
+            progress(logger, _how_to_go_on(run_uri))
+            raise
         finally:
             _leave_traces(run_uri)
     train_s = result["train_s"] or 1.0  # of a run that has not trained
@@ -99,6 +149,13 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         "wait_fraction": result["wait_s"] / train_s,
         "run_dir": run_uri.removeprefix("file://"),
     }
+
+
+def _how_to_go_on(run_uri: str) -> str:
+    """What a run that was stopped has kept."""
+    kept = newest_name(run_uri)
+    where = f"its last checkpoint is {kept}" if kept else "before its first checkpoint"
+    return f"stopped; {where}. Go on by: jobs/train.py --resume {shlex.quote(run_uri.removeprefix('file://'))}"
 
 
 def _leave_traces(run_uri: str) -> None:
@@ -145,6 +202,25 @@ def _changed(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, An
     return changed
 
 
+def _changes(run: RunConfig, run_uri: str) -> str:
+    """The settings that a resume has otherwise than the run, with both values; empty = none, or not known."""
+    try:
+        before = yaml.safe_load(read_whole(join(run_uri, "config.yaml")) or b"") or {}
+    except yaml.YAMLError:
+        return ""
+    then, now = _flat(before), _flat(as_plain(run))
+    names = [name for name in now if name in then and then[name] != now[name]]
+    return ", ".join(f"{name}={now[name]} (was {then[name]})" for name in names)
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By their whole names, as `plan.seed`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
 def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
     """What is about to run, for people: the settings that are not the defaults, and what was derived from them."""
     plan = spec.plan
@@ -167,8 +243,9 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     if run.pool.engine == "inline":
         actors = "in the trainers themselves (pool.engine=inline)"
     settings = _changed(as_plain(run), as_plain(RunConfig())) | {"name": run.name}
+    lines = [yaml.safe_dump({name: settings[name]}, **_IN_A_LINE).strip()[1:-1] for name in settings]
     return (
-        f"{yaml.safe_dump(settings, sort_keys=False)}\n"
+        "\n".join(lines) + "\n"
         f"run        {run_uri}, whose config.yaml has all settings\n"
         f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
         f"{plan.config.per_step} x {plan.config.micro_batch_size} = {plan.global_batch_size} samples "
@@ -189,22 +266,22 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     run, run_uri = loop["run"], loop["run_uri"]
 
     def on_interrupt() -> None:
+        progress(logger, "stopping with a checkpoint; once more aborts")
         request_stop(run_uri)
-        progress(logger, "stopping at the next line of progress, with a checkpoint; once more aborts")
 
     sizes: dict[str, Any] = {"num_workers": allocation.workers}
     if allocation.min_workers:
         allowed = (allocation.min_workers, allocation.workers)
         sizes = {"num_workers": allowed, "elastic_resize_monitor_interval_s": _RESIZE_EVERY_S}
     of_logs: dict[str, Any] = {}
-    if run.log == "json" and hasattr(ray_config, "LoggingConfig"):  # Ray Train's controller knows text alone
+    if hasattr(ray_config, "LoggingConfig"):  # what Ray Train's controller does is told by the phases, and by ours
         of_logs["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,
         per_step=run.plan.per_step,
         timeout_s=run.pool.stall_timeout_s,
-        take_signals=lambda: interrupts.hand_over(on_interrupt),
+        take_signals=lambda: interrupts.hand_over(on_interrupt, lambda: stop_answered(run_uri)),
         train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
             **sizes,
@@ -222,8 +299,22 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     try:
         trainer.fit()
     except Exception as error:
-        raise cause_of(error) from error
+        raise _told(error, run_uri) from error
     return read_json(join(run_uri, FIGURES_FILE))
+
+
+def _told(error: Exception, run_uri: str) -> RaypipeError:
+    """What has ended a run: an error of ours as it is; any other as its message alone, and the rest in a file."""
+    cause = cause_of(error)
+    if isinstance(cause, RaypipeError):
+        return cause
+    where = join(run_uri, _ERROR_FILE)
+    try:
+        write_text(where, "".join(traceback.format_exception(error)))
+        rest = f"its traceback is in {where.removeprefix('file://')}"
+    except ConfigError as unwritten:
+        rest = f"its traceback is lost: {unwritten}"
+    return RunError(f"{told(error)} ({rest})")
 
 
 class Interrupts:
@@ -234,47 +325,84 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
-        self._seconds: dict[int, Any] = {}  # what a second signal gets
+        self._is_answered: Callable[[], bool] = lambda: True
+        self._asking: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self._at_first = signal.getsignal(signal.SIGINT)
         self.stand()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._seconds:
-            signal.signal(signal.SIGINT, self._at_first)
-            # Ray's, if it was started within; it ends Ray's processes.
-            signal.signal(signal.SIGTERM, self._seconds[signal.SIGTERM])
+        self._ended.set()
+        if self._asking:
+            self._asking.join(_PATIENCE_S)
+        self._leave()
 
     def stand(self) -> None:
         """Take the place of handlers that Ray has set since."""
-        if self._asked or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
         for signum in (signal.SIGINT, signal.SIGTERM):
             if (handler := signal.getsignal(signum)) != self._interrupted:
-                self._seconds[signum] = handler
+                if signum not in self._before or signum == signal.SIGTERM:
+                    self._before[signum] = handler  # for SIGTERM Ray's, which ends Ray's processes
                 signal.signal(signum, self._interrupted)
+
+    def _leave(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if there was a signal."""
-        if self._asked:
+        if self._asked_at is not None:
             raise KeyboardInterrupt
 
-    def hand_over(self, request: Callable[[], None]) -> None:
-        """From now on the run can be asked to end by itself, and is, if there was a signal already."""
-        self._request = request
+    def hand_over(self, request: Callable[[], None], is_answered: Callable[[], bool] = lambda: True) -> None:
+        """From now on the run can be asked to end by itself, and is, if there was a signal already.
+
+        Args:
+            request: asks it.
+            is_answered: whether it is about to end. A run that is not, some seconds later, is aborted.
+        """
+        self._request, self._is_answered = request, is_answered
         self.stand()
-        if self._asked:
-            request()
+        if self._asked_at is not None:
+            self._ask()
+
+    def _ask(self) -> None:
+        # In a thread: storage may be slow, and this one is in a handler, in the middle of anything.
+        self._asking = threading.Thread(target=self._ask_and_wait, daemon=True, name="raypipe-stop")
+        self._asking.start()
+
+    def _ask_and_wait(self) -> None:
+        assert self._request
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            self._request()
+            while not self._is_answered():
+                if self._ended.wait(0.2):
+                    return
+                if time.monotonic() > deadline:
+                    break
+            else:
+                return
+        except Exception as error:
+            logger.warning("the run cannot be asked to end: %s", error)
+        if not self._ended.is_set():
+            os.kill(os.getpid(), signal.SIGINT)  # as if it came a second time
 
     def _interrupted(self, signum: int, frame: Any) -> None:
-        self._asked = True
-        for each, handler in self._seconds.items():
-            signal.signal(each, handler)
-        if self._request is not None:
-            self._request()
-        else:
-            progress(logger, "stopping before the trainers are started; once more aborts")
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            if self._request is not None:
+                self._ask()
+            else:
+                progress(logger, "stopping before the trainers are started; once more aborts")
+        elif now - self._asked_at > _ONE_SIGNAL_S:
+            self._leave()  # a third gets what stood before
+            raise KeyboardInterrupt

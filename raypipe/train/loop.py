@@ -17,34 +17,54 @@ import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
 
 from raypipe.config import RunConfig
-from raypipe.errors import RaypipeError
-from raypipe.logs import STAGES, progress
+from raypipe.errors import ConfigError, RaypipeError
+from raypipe.logs import STAGES, begin_phases, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes, diagnose
 from raypipe.plan.schedule import MicroBatchId, Segment
 from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import is_remote, join
 from raypipe.storage.lease import is_held
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader, Pass
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.learning import Learner, amp_dtype, build_schedule
-from raypipe.train.run_folder import FIGURES_FILE, RunLog, stop_requested
+from raypipe.train.run_folder import FIGURES_FILE, RunLog, answer_stop, stop_requested
 
 logger = logging.getLogger(__name__)
 
+# Between two looks for a request to stop. Each costs a request to object storage; and the ranks wait for each
+# other, and for their devices.
+_LOOK_S, _LOOK_REMOTE_S = 1.0, 3.0
+
 
 def train_loop(config: dict[str, Any]) -> None:
-    """Runs on each Ray Train worker, with the arguments of `Trainer`; leaves the run's figures in its folder."""
+    """Runs on each Ray Train worker; leaves the run's figures in its folder.
+
+    Args:
+        config: the arguments of `Trainer`; `relays`, whether the driver shows what this process relays; and
+            `begun`, when the run was started.
+    """
     # Ray Train would log every checkpoint and its metrics, between the lines of progress.
     for name in ("ray.train", *logging.Logger.manager.loggerDict):
         if name.startswith("ray.train") or "/ray/train/" in name:  # some are named by their files
-            logging.getLogger(name).setLevel(logging.WARNING)
-    trainer = Trainer(**config)
+            # Its traceback of what ends a train function is kept with the error, see `launch`.
+            logging.getLogger(name).setLevel(logging.CRITICAL if "util" in name else logging.WARNING)
+    options, is_first = dict(config), ray.train.get_context().get_world_rank() == 0
+    relays = options.pop("relays")
+    relay_progress(relays)
+    begin_phases(options.pop("begun"))
+    if is_first:
+        phase(logger, "starting the stream and the model")
+    trainer = Trainer(**options)
+    if is_first:
+        phase(logger, "waiting for the first micro-batch")
     for _ in trainer.epochs():
         pass
-    if trainer.loader.rank == 0:  # what a train function returns is for nobody before Ray 2.56
+    if is_first:  # what a train function returns is for nobody before Ray 2.56
         write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
+        if relays:
+            progress(logger, "", kind="end")
 
 
 class Trainer:
@@ -99,6 +119,7 @@ class Trainer:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             self.learner.load(state)
             self.metrics = state["metrics"]
+        self._looked_at, self._steps_since_look, self._steps_between_looks = time.perf_counter(), 0, 1
         self.log: RunLog | None = None
         if self.loader.rank == 0:
             at = self.loader.cursor
@@ -176,10 +197,11 @@ class Trainer:
                 self._log_samples(seen)
             end = step == segment.num_steps
             checkpoint = config.checkpoint_interval and done % config.checkpoint_interval == 0
-            # And the first: a stop may have been asked for while it waited for its first batch.
-            if done % config.log_interval == 0 or end or checkpoint or first:
+            # And the first: what is slow in a run, and what is wrong with its loss, is seen at once.
+            if logs := done % config.log_interval == 0 or end or checkpoint or first:
                 self._log_train(segment, step, lr, meter)
                 meter = _Meter(self.loader.times())
+            self._look(at_once=logs)
             if self.stopping:
                 return
             if checkpoint and not end:
@@ -206,13 +228,10 @@ class Trainer:
         self._record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
 
     def _log_train(self, segment: Segment, step: int, lr: float, meter: _Meter) -> None:
-        asked = self.log is not None and stop_requested(self.run_uri)
-        sums = torch.tensor([0.0, asked], device=self.device)
+        loss_sum = torch.zeros(1, device=self.device)
         for term in meter.losses:
-            sums[0] += term
-        loss, stops = self._summed(sums).tolist()
-        self.stopping = stops > 0
-        loss /= len(meter.losses) * self.world_size
+            loss_sum += term
+        loss = self._summed(loss_sum).item() / (len(meter.losses) * self.world_size)
         # After the sums, for which the host has waited.
         times, seconds = self.loader.times() - meter.times, time.perf_counter() - meter.since
         images, wait = times.images * self.world_size, times.wait_s / seconds
@@ -235,6 +254,27 @@ class Trainer:
             num_fallback=self.loader.num_fallback,
         )
 
+    def _look(self, at_once: bool = False) -> None:
+        """At a step's end: every second or so the ranks agree whether the run was asked to stop; all meet here.
+
+        So often by the steps of the first rank's clock, which all of them count: their own clocks differ.
+        """
+        self._steps_since_look += 1
+        if not at_once and self._steps_since_look < self._steps_between_looks:
+            return
+        asked = steps = 0.0
+        if self.loader.rank == 0:
+            asked = stop_requested(self.run_uri)
+            step_s = (time.perf_counter() - self._looked_at) / self._steps_since_look
+            steps = max(1, int((_LOOK_REMOTE_S if is_remote(self.run_uri) else _LOOK_S) / step_s))
+        found = torch.tensor([asked, steps], device=self.device if self.world_size > 1 else "cpu")
+        asked, steps = self._summed(found).tolist()
+        self.stopping = asked > 0
+        if self.stopping and self.log:
+            with contextlib.suppress(ConfigError):  # of a full disk: the checkpoint will tell
+                answer_stop(self.run_uri)
+        self._looked_at, self._steps_since_look, self._steps_between_looks = time.perf_counter(), 0, int(steps)
+
     @torch.no_grad()
     def _validate(self, batches: Pass) -> None:
         """Exact: every sample counts once, padding and unreadable samples have weight 0."""
@@ -247,6 +287,10 @@ class Trainer:
             # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
             real = batch.weight > 0
             sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
+            if batch.ends_step and batch.at.step + 1 < batches.segment.num_steps:
+                self._look()
+                if self.stopping:  # the checkpoint is that of the training: the validation is made again
+                    return
         loss, accuracy, count = self._summed(sums).tolist()
         loss, accuracy = loss / max(count, 1.0), accuracy / max(count, 1.0)
         values, epoch = {"accuracy": accuracy, "loss": loss, "samples": int(count)}, batches.segment.epoch

@@ -6,8 +6,9 @@ RUN/metrics.jsonl      one object per log interval ("train"), per validation ("v
                        see `raypipe.metrics.records`
 RUN/samples.jsonl      with train.log_samples: which samples each micro-batch had
 RUN/tensorboard/       the same as events
-RUN/stop               is made to end the run, with a checkpoint, at its next line of progress; the run removes it
+RUN/stop               is made to end the run within seconds, with a checkpoint; the run removes it
 RUN/figures.json       sums over the training, the newest validation, and where it stands, once it has ended
+RUN/error.txt          the traceback of what has ended the run, where that was other code's
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/report.html        all of it as one page, see `raypipe.pages.report`
 RUN/checkpoint_*/      see `raypipe.train.checkpoints`
@@ -64,7 +65,7 @@ _STOP_FILE = "stop"
 
 
 def request_stop(run_uri: str) -> None:
-    """Ask the trainers of a run to end at their next line of progress, with a checkpoint."""
+    """Ask the trainers of a run to end, with a checkpoint, as soon as they look; see `loop.Trainer`."""
     filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
     with filesystem.open_output_stream(path):
         pass
@@ -73,6 +74,15 @@ def request_stop(run_uri: str) -> None:
 def stop_requested(run_uri: str) -> bool:
     """Whether the trainers of a run were asked to end."""
     return exists(join(run_uri, _STOP_FILE))
+
+
+def answer_stop(run_uri: str) -> None:
+    """Say for the trainers that they have seen the request: what they still do is to write the checkpoint."""
+    write_text(join(run_uri, _STOP_FILE), "seen")
+
+
+def stop_answered(run_uri: str) -> bool:
+    return bool(read_whole(join(run_uri, _STOP_FILE)))
 
 
 def remove_stop(run_uri: str) -> None:

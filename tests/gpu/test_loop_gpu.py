@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from local_head import RAY_ON_THIS_MACHINE
 from small_runs import small_run
@@ -20,7 +19,7 @@ from test_loop import kill_a_worker_at, records
 
 from raypipe.commands.doctor import examined
 from raypipe.config import AugmentConfig, RunConfig
-from raypipe.errors import ResourceError
+from raypipe.errors import ResourceError, RunError
 from raypipe.train.launch import train
 
 pytestmark = [
@@ -83,7 +82,7 @@ def test_a_run_whose_trainer_is_killed_learns_what_an_unbroken_one_does(
     unbroken = train(dataclasses.replace(run, name="unbroken"))
     killer = threading.Thread(target=kill_a_worker_at, args=(tmp_path / "killed", 7, killed), daemon=True)
     killer.start()
-    with pytest.raises(ray.train.WorkerGroupError):
+    with pytest.raises(RunError):
         train(dataclasses.replace(run, name="killed"))
     killer.join()
     resumed = train(dataclasses.replace(run, resume=str(tmp_path / "killed")))

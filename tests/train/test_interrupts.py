@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -23,23 +24,32 @@ def send(signum: int) -> None:
     os.kill(os.getpid(), signum)
 
 
+@pytest.fixture
+def each_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two signals at one time are two."""
+    monkeypatch.setattr("raypipe.train.launch._ONE_SIGNAL_S", -1.0)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_kept_until_it_is_looked_at_and_the_second_gets_the_handler_that_stood_before(
-    signum: int, capsys: pytest.CaptureFixture[str]
+def test_the_first_signal_is_kept_until_it_is_looked_at_the_second_aborts_and_a_third_gets_what_stood_before(
+    signum: int, each_is_meant: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caught: list[int] = []
-    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = {each: signal.signal(each, lambda number, _: caught.append(number)) for each in both}
     try:
         with Interrupts() as interrupts:
             interrupts.check()
-            # As Ray does while it connects.
+            for each in both:  # as Ray does while it connects
+                signal.signal(each, lambda *_: None)
             signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
-            signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
             interrupts.stand()
             send(signum)
             assert "stopping before the trainers are started" in capsys.readouterr().out and not caught
             with pytest.raises(KeyboardInterrupt):
                 interrupts.check()
+            with pytest.raises(KeyboardInterrupt):
+                send(signum)
             send(signum)
             assert caught == [signum]
     finally:
@@ -57,6 +67,32 @@ def test_trainers_that_can_be_asked_are_asked_at_the_signal_or_if_it_came_before
         send(signal.SIGINT)
         interrupts.hand_over(lambda: asked.append("late"))
     assert asked == ["at once", "late"] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypipe.train.launch._ONE_SIGNAL_S", 1000.0)
+    asked: list[str] = []
+    with Interrupts() as interrupts:
+        interrupts.hand_over(lambda: asked.append("once"))
+        for _ in range(3):
+            send(signal.SIGTERM)
+    assert asked == ["once"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trainers_that_do_not_answer_or_cannot_be_asked_are_aborted(
+    fails: bool, each_is_meant: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypipe.train.launch._PATIENCE_S", 0.1)
+
+    def ask() -> None:
+        if fails:
+            raise OSError("No space left on device")
+
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        interrupts.hand_over(ask, lambda: False)
+        send(signal.SIGTERM)
+        time.sleep(60)
 
 
 def test_another_thread_leaves_signals_alone() -> None:
@@ -79,24 +115,59 @@ def ray_folder() -> Iterator[str]:
         yield folder
 
 
+def started(tmp_path: Path, ray_folder: str, stores: dict[str, Path], *settings: str) -> subprocess.Popen[str]:
+    """A run in a process group of its own, with a Ray of its own."""
+    command = [sys.executable, str(ROOT / "jobs" / "train.py"), f"--storage_path={tmp_path}", "--name=one"]
+    command += [f"--store.train={stores['train']}", "--train.model=small", "--transform.size=12"]
+    command += ["--train.use_gpu=false", "--plan.micro_batch_size=10", *settings]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["RAY_TMPDIR"] = ray_folder  # where it finds no other cluster
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, bufsize=1
+    )
+
+
 @pytest.mark.cluster
 def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
     tmp_path: Path, ray_folder: str, stores: dict[str, Path]
 ) -> None:
-    command = [sys.executable, str(ROOT / "jobs" / "train.py"), f"--storage_path={tmp_path}", "--name=early"]
-    command += [f"--store.train={stores['train']}", "--train.model=small", "--transform.size=12"]
-    command += ["--train.use_gpu=false", "--plan.micro_batch_size=10"]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment["RAY_TMPDIR"] = ray_folder  # where it finds no other cluster
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
+    with started(tmp_path, ray_folder, stores) as run:
         process = psutil.Process(run.pid)
         while not any("gcs_server" in child.name() for child in process.children()):
             assert run.poll() is None
             time.sleep(0.01)
-        run.send_signal(signal.SIGINT)
+        os.killpg(run.pid, signal.SIGINT)
         said, _ = run.communicate(timeout=100)
-    assert said == "stopping before the trainers are started; once more aborts\n" and run.returncode == 130
-    assert not (tmp_path / "early" / "metrics.jsonl").exists()
+    assert said.endswith("stopping before the trainers are started; once more aborts\n") and run.returncode == 130
+    assert not (tmp_path / "one" / "metrics.jsonl").exists()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("signum", "to_group"),
+    [
+        pytest.param(signal.SIGINT, True, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, True, id="timeout"),
+        pytest.param(signal.SIGINT, False, id="kill -INT", marks=pytest.mark.soak),
+        pytest.param(signal.SIGTERM, False, id="kill", marks=pytest.mark.soak),
+    ],
+)
+def test_a_signal_to_the_process_or_its_group_ends_a_run_with_a_checkpoint_and_the_command_that_resumes(
+    signum: int, to_group: bool, tmp_path: Path, ray_folder: str, stores: dict[str, Path]
+) -> None:
+    endless = ["--plan.epochs=100000", "--train.checkpoint_interval=0", "--train.log_interval=1000000"]
+    with started(tmp_path, ray_folder, stores, *endless) as run:
+        assert run.stdout
+        assert any("step 1/" in line for line in run.stdout)  # and its log ends only with the run
+        (os.killpg if to_group else os.kill)(run.pid, signum)
+        said, _ = run.communicate(timeout=100)
+    assert run.returncode == 0, said
+    *lines, last = said.splitlines()
+    result = json.loads(last)
+    assert result["stopped"] and result["steps"] >= 1
+    kept = max((tmp_path / "one").glob("checkpoint_*"))
+    expected = f"stopped; its last checkpoint is {kept.name}. Go on by: jobs/train.py --resume {tmp_path}/one"
+    assert expected in lines, lines
 
 
 @pytest.mark.soak  # tests/train/test_loop.py has the first; both are one handler's, as the first test here shows

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from raypipe.logs import progress, relay_progress, relayed
+from raypipe.rayext import console as rays
+from raypipe.train.console import RunConsole, _clock
+
+
+def step(number: int, epoch: int = 0) -> dict[str, Any]:
+    return {"kind": "train", "step": number, "epoch": epoch, "images_per_s": 1234.0, "wait_fraction": 0.25}
+
+
+def test_a_log_has_the_first_step_and_a_line_for_each_epoch_with_its_validation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with RunConsole(2, 3, lambda epoch: epoch == 0, relays=False) as console:
+        for epoch in range(2):
+            for number in range(1, 4):
+                console.show(f"epoch {epoch + 1}/2  step {number}/3", step(number + 3 * epoch, epoch))
+            if epoch == 0:
+                console.show("epoch 1/2  validation accuracy 0.5", {"kind": "val"})
+        console.show("pool: 1 → 2 actors", {"kind": "scale"})
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 1/2  step 1/3",
+        "epoch 1/2  step 3/3  validation accuracy 0.5",
+        "epoch 2/2  step 3/3",
+        "pool: 1 → 2 actors",
+    ]
+
+
+def test_a_log_has_more_lines_of_an_epoch_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("raypipe.train.console.time.monotonic", lambda: now[0])
+    console = RunConsole(1, 100, bool, relays=False)
+    for number in range(1, 8):
+        console.show(f"step {number}", step(number))
+        now[0] += 4
+    assert capsys.readouterr().out.splitlines() == ["step 1", "step 4", "step 7"]
+
+
+def test_what_a_process_relays_is_read_as_it_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+    import logging
+
+    relay_progress(True)
+    try:
+        progress(logging.getLogger("raypipe"), "two\nlines → of it", step=3, kind="train")
+    finally:
+        relay_progress(False)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert relayed(line) == ("two\nlines → of it", {"step": 3, "kind": "train"})
+    assert relayed("a user's print") is None
+
+
+def test_of_rays_lines_progress_goes_to_who_shows_it_noise_nowhere_and_all_else_to_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    left: list[dict[str, Any]] = []
+    monkeypatch.setattr(rays, "_rays", left.append)
+    monkeypatch.setattr(rays, "_shown", lambda text, values: told.append((text, values)))
+    noise = [
+        "[2026-11-23 10:10:07,401 E 29387 29448] core_worker.cc:2465: Actor with class name: 'MapWorker(…)' and "
+        "ID: '43f1' has constructor arguments in the object store and max_restarts > 0. If the arguments …",
+        "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1",
+    ]
+    rays._print({"pid": 3, "is_err": False, "lines": [*noise, '\x02["epoch 1", {"step": 3}]', "a user's print"]})
+    rays._print({"pid": 3, "is_err": False, "lines": noise})
+    assert told == [("epoch 1", {"step": 3})]
+    assert left == [{"pid": 3, "is_err": False, "lines": ["a user's print"]}]
+
+
+def test_time_that_is_left() -> None:
+    assert _clock(59.6) == "0:01:00" and _clock(90061) == "1 day, 1:01:01"
+
+
+SCRIPT = """
+from raypipe.train import console
+console.show_progress = lambda shown: True
+console._END_S = 0.0
+def step(number):
+    values = {"images_per_s": 1234.0, "wait_fraction": 0.25}
+    return {"kind": "train", "step": number, "epoch": (number - 1) // 10, **values}
+with console.RunConsole(3, 10, lambda epoch: False) as shown:
+    for number in range(1, 31):
+        shown.show(f"line of step {number}", step(number))
+        shown._bar and shown._bar.refresh()
+    print("a user's print")
+"""
+
+
+def run_on(stdout: int) -> None:
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)], stdout=stdout, env=environment, check=True, timeout=100
+    )
+
+
+def test_in_a_terminal_there_is_one_bar_that_is_drawn_over_itself_and_what_is_printed_stays_above_it() -> None:
+    ours, theirs = pty.openpty()
+    run_on(theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    except OSError:  # the end of a terminal, on Linux
+        pass
+    text = shown.decode()
+    assert "epoch 2/3" in text and "step 5/10  1,234 images/s  waiting 25%" in text and " left" in text
+    # What was drawn is erased before each further drawing: what stays are the lines.
+    stays = [line for line in screen(text) if line.strip()]
+    assert stays == ["line of step 10", "line of step 20", "line of step 30", "a user's print"]
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows after a text: it knows the codes that rich writes."""
+    import re
+
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part.startswith("\x1b"):
+            if part.endswith("A"):
+                row = max(0, row - int(part[2:-1] or 1))
+            elif part.endswith("K"):
+                lines[row] = "" if part == "\x1b[2K" else lines[row][:column]
+        else:
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return lines
+
+
+def test_in_a_file_there_is_no_bar(tmp_path: Any) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        run_on(log.fileno())
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "line of step 1",
+        "line of step 10",
+        "line of step 20",
+        "line of step 30",
+        "a user's print",
+    ]

@@ -7,10 +7,14 @@ and the collectives of the ranks that waited for one of these.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from raypipe.errors import RaypipeError, ResourceError
+
+# What Ray Data adds to an error of a transform actor: it would try again if it were told to.
+_ADDED = re.compile(r"\nFailed to .* attempts \(total backoff .*", re.DOTALL)
 
 _MAX_TOLD = 400  # characters: some of torch's errors have a page, of Ray's their traceback
 
@@ -38,10 +42,13 @@ def _beneath(error: BaseException) -> Iterator[BaseException]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """raypipe's own error beneath whatever Ray has wrapped around it, or the error as it is."""
-    # A task's error is of Ray's class and of its cause's at once.
-    ours = (found for found in _beneath(error) if isinstance(found, RaypipeError) and not _wrapped(found))
-    return next(ours, error)
+    """raypipe's own error beneath whatever Ray has wrapped around it and added to it, or the error as it is."""
+    for found in _beneath(error):
+        # A task's error is of Ray's class and of its cause's at once.
+        if isinstance(found, RaypipeError) and not _wrapped(found):
+            found.args = tuple(_ADDED.sub("", arg) if isinstance(arg, str) else arg for arg in found.args)
+            return found
+    return error
 
 
 def told(error: BaseException) -> str:
@@ -49,7 +56,7 @@ def told(error: BaseException) -> str:
     found = [each for each in _beneath(error) if not _wrapped(each)] or [error]
     own = [each for each in found if not _is_of_train(each)]
     cause = [*(each for each in own if not _is_death(each)), *own, *found][0]
-    text = " ".join(str(cause).split())
+    text = " ".join(_ADDED.sub("", str(cause)).split())
     return f"{type(cause).__name__}: {text if len(text) <= _MAX_TOLD else text[:_MAX_TOLD] + ' …'}"
 
 

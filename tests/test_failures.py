@@ -14,7 +14,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, CursorError, ResourceError, SampleError
-from raypipe.failures import cause_of, is_final
+from raypipe.failures import cause_of, is_final, told
 from raypipe.rayext.trainer import OnlyDeathsPolicy
 
 LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
@@ -32,6 +32,28 @@ def disk_full() -> OSError:
 def of_a_task(cause: Exception) -> RayTaskError:
     """As `ray.get` raises what a task or an actor has raised."""
     return RayTaskError("transform", "Traceback …", cause)
+
+
+def test_what_ray_data_adds_to_an_error_of_ours_is_taken_away() -> None:
+    added = "\nFailed to apply UDF transform after 1/1 attempts (total backoff 0.0s).\nTo change retry attempts, …"
+    assert str(cause_of(of_a_task(SampleError(f"sample 3: it is cut off{added}")))) == "sample 3: it is cut off"
+
+
+@pytest.mark.parametrize(
+    ("failures", "said"),
+    [
+        ({0: GLOO, 1: ValueError("in the user's\n  code")}, "ValueError: in the user's code"),
+        ({0: GLOO, 1: LOST}, "RuntimeError: [/pytorch"),
+        ({1: LOST}, "WorkerHealthCheckFailedError: rank 1 is gone"),
+        ({0: of_a_task(KeyError("label"))}, "KeyError: 'label'"),
+        ({0: ValueError("long " * 1000)}, "ValueError: long long"),
+    ],
+)
+def test_what_ended_a_run_is_told_in_a_line_by_the_error_that_explains_the_others(
+    failures: dict[int, Exception], said: str
+) -> None:
+    found = told(WorkerGroupError("Traceback (most recent call last): …", failures))
+    assert found.startswith(said) and "\n" not in found and len(found) < 450
 
 
 @pytest.mark.parametrize(

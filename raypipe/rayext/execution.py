@@ -99,6 +99,12 @@ def datasets_with(settings: Settings, actors: int) -> Iterator[None]:
         DataContext._set_current(before)
 
 
+def _hide_errors(record: logging.LogRecord) -> bool:
+    """Keep errors from the console, as Ray Data's handler of it reads this; its file has them."""
+    record.hide = record.levelno >= logging.ERROR
+    return True
+
+
 def _quiet() -> None:
     """Keep Ray Data in this process from telling what nobody reads.
 
@@ -108,6 +114,9 @@ def _quiet() -> None:
     """
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that there are no bars
     logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
+    # An error is told twice with its traceback before it is raised, to whom it may concern: in Ray's files alone.
+    for name in ("ray.data.exceptions", "ray.data._internal.execution.streaming_executor_state"):
+        logging.getLogger(name).addFilter(_hide_errors)
     if is_local():
         manager: Any = _StatsManager
         manager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid.uuid4().hex)

@@ -29,7 +29,7 @@ from raypipe.stores.record import write_bad_list
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import write_checkpoint
-from raypipe.train.launch import _leave_traces, describe, train
+from raypipe.train.launch import _changes, _leave_traces, _told, describe, train
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, store_config
 
@@ -229,6 +229,28 @@ def test_a_report_that_cannot_be_made_hides_neither_result_nor_error(
     (full_disk / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     _leave_traces(uri)
     assert "no report: TypeError" in caplog.text
+
+
+def test_an_error_of_other_code_is_its_message_with_the_traceback_in_a_file(tmp_path: Path) -> None:
+    try:
+        raise ValueError("in the user's code")
+    except ValueError as error:
+        told = _told(error, tmp_path.as_uri())
+    assert str(told) == f"ValueError: in the user's code (its traceback is in {tmp_path}/error.txt)"
+    assert "Traceback (most recent call last)" in (tmp_path / "error.txt").read_text()
+    ours = ConfigError("plan.epochs")
+    assert _told(ours, tmp_path.as_uri()) is ours
+
+
+def test_a_resume_with_other_settings_names_them_with_both_values(tmp_path: Path) -> None:
+    uri = tmp_path.as_uri()
+    store_config(RUN, uri)
+    assert _changes(RUN, uri) == ""
+    plan, train = dataclasses.replace(RUN.plan, seed=7), dataclasses.replace(RUN.train, lr=0.5)
+    changed = _changes(dataclasses.replace(RUN, plan=plan, train=train), uri)
+    assert changed == "plan.seed=7 (was 0), train.lr=0.5 (was 0.1)"
+    (tmp_path / "config.yaml").write_text("{")
+    assert _changes(RUN, uri) == ""
 
 
 # Steps of a transform

@@ -63,7 +63,7 @@ _ALL = (
     Metric("raypipe_stream_in_flight", _RUN, "Blocks in work, or finished and not yet taken."),
     Metric("raypipe_stream_waiting", _RUN, "Finished blocks that no rank has taken yet."),
     Metric("raypipe_stream_actors", (*_RUN, "state"), "Transform actors: running, restarting, pending."),
-    Metric("raypipe_stream_faults_total", (*_RUN, "kind"), "What went wrong, and was mended."),
+    Metric("raypipe_stream_faults_total", (*_RUN, "kind"), "Faults that were recovered from."),
     Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, repeats included."),
     Metric("raypipe_actor_read_seconds_total", _SPLIT, "Actors' time for reading the store."),
     Metric("raypipe_actor_work_seconds_total", _SPLIT, "Actors' time for reading, decoding, transforming."),

@@ -31,6 +31,7 @@ from raypipe.plan.schedule import MicroBatchId, Segment, Split
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of
+from raypipe.streaming.checkpoint import Stateful, report, restore
 from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
@@ -161,8 +162,32 @@ class Loader:
             self._go_to(cursor)
             self._open()
 
+    def report(self, metrics: Mapping[str, Any], **parts: Stateful) -> None:
+        """Report metrics to Ray Train, with a checkpoint: the parts' states, and where the run stands.
+
+        All ranks call it, in a train function, after a whole optimizer step or after a validation.
+
+        Args:
+            parts: what has a `state_dict`, by names of your choice: the model, in DDP or not, the optimizer, …
+
+        Raises:
+            ConfigError: a part is sharded.
+        """
+        report(metrics, parts, self.rank, self.save)
+
+    def restore(self, **parts: Stateful) -> None:
+        """Load the states of the latest checkpoint that `report` made into the parts; nothing where there is none.
+
+        Raises:
+            ConfigError: the checkpoint lacks a part.
+        """
+        restore(parts)
+
     def save(self, folder: str | Path) -> None:
-        """Write the run's place into a checkpoint's folder: a later `raypipe.loader` continues from there."""
+        """Write where the run stands into a checkpoint's folder, for checkpoints that `report` does not make.
+
+        A later `raypipe.loader` continues from there.
+        """
         write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
 
     @property
@@ -230,7 +255,7 @@ class Loader:
     def _next(self, expected: MicroBatchId) -> Batch:
         if self._batches is None:
             raise CursorError(
-                "the latest checkpoint does not say where the stream stands: make checkpoints with "
+                "the latest checkpoint does not say where the stream stands: make checkpoints by loader.report or "
                 "loader.save(folder), or call loader.load_state_dict before the first batch; to begin anew all "
                 "the same, raypipe.loader(spec, cursor=spec.plan.start())"
             )

@@ -308,7 +308,7 @@ def test_a_loader_whose_checkpoint_does_not_tell_its_place_does_not_begin_anew_i
     inline: StreamSpec,
 ) -> None:
     one = ranked(inline, 0, 1)
-    with pytest.raises(CursorError, match=r"with loader\.save\(folder\), or call loader\.load_state_dict"):
+    with pytest.raises(CursorError, match=r"by loader\.report or loader\.save"):
         next(every_batch(one))
 
 

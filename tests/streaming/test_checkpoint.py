@@ -1,0 +1,137 @@
+"""The states of a train function's checkpoint, with Ray Train's two functions played by the test."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from raypipe.config import PlanConfig, PoolConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.cursor import Cursor
+from raypipe.streaming.checkpoint import Stateful
+from raypipe.streaming.handover import loader
+from raypipe.streaming.loader import Loader
+from raypipe.streaming.spec import StreamSpec
+
+
+class Reports:
+    """What was reported: metrics, and the newest checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.metrics = folder, list[dict[str, Any]]()
+
+    def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
+        self.metrics.append(metrics)
+        if checkpoint:
+            shutil.copytree(checkpoint.path, self.folder, dirs_exist_ok=True)
+
+    def newest(self) -> Any:
+        return ray.train.Checkpoint.from_directory(self.folder) if self.folder.exists() else None
+
+
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reports:
+    found = Reports(tmp_path / "checkpoint")
+    monkeypatch.setattr("ray.train.report", found.report)
+    monkeypatch.setattr("ray.train.get_checkpoint", found.newest)
+    return found
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def stream(stores: dict[str, Path]) -> Loader:
+    """After three steps."""
+    plan, pool = PlanConfig(epochs=2, micro_batch_size=8), PoolConfig(engine="inline")
+    spec = StreamSpec(stores["train"], plan=plan, pool=pool)
+    return loader(spec, cursor=spec.plan.cursor_at(3))
+
+
+def parts(seed: int = 0) -> dict[str, Stateful]:
+    """A model and its optimizer after one step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def equal(one: dict[str, Stateful], other: dict[str, Stateful]) -> bool:
+    flat = [torch.utils._pytree.tree_leaves({n: p.state_dict() for n, p in each.items()}) for each in (one, other)]
+    return len(flat[0]) == len(flat[1]) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*flat, strict=True)
+    )
+
+
+def test_what_was_reported_is_restored_with_the_place_beside_it(stream: Loader, reports: Reports) -> None:
+    saved, others = parts(), parts(seed=1)
+    stream.report({"accuracy": 0.5}, **saved)
+    assert reports.metrics == [{"accuracy": 0.5}]
+    assert Cursor.from_json((reports.folder / "cursor.json").read_text()) == stream.cursor
+    assert not equal(saved, others)
+    stream.restore(**others)
+    assert equal(saved, others)
+
+
+def test_without_a_checkpoint_nothing_is_restored(stream: Loader, reports: Reports) -> None:
+    others = parts()
+    stream.restore(**others)
+    assert equal(others, parts())
+
+
+def test_a_part_may_be_left_out_of_what_is_restored(stream: Loader, reports: Reports) -> None:
+    saved, others = parts(), parts(seed=1)
+    stream.report({}, **saved)
+    stream.restore(model=others["model"])
+    assert equal({"model": saved["model"]}, {"model": others["model"]})
+
+
+def test_only_the_first_rank_makes_a_checkpoint_and_all_report(stream: Loader, reports: Reports) -> None:
+    stream.rank = 1
+    stream.report({"accuracy": 0.5}, **parts())
+    assert reports.metrics == [{"accuracy": 0.5}] and reports.newest() is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_in_ddp_has_the_checkpoint_of_one_without(stream: Loader, reports: Reports) -> None:
+    saved, alone = parts(), parts(seed=1)
+    model: Any = saved["model"]
+    stream.report({}, model=DistributedDataParallel(model))
+    stream.restore(model=alone["model"])
+    assert equal({"model": model}, {"model": alone["model"]})
+    other: Any = parts(seed=2)["model"]
+    stream.restore(model=DistributedDataParallel(other))
+    assert equal({"model": model}, {"model": other})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_model_is_refused_since_a_rank_has_but_a_part_of_it(stream: Loader, reports: Reports) -> None:
+    model = torch.nn.Linear(3, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ConfigError, match=r"net is sharded, .* docs/own-loop\.md"):
+        stream.report({}, net=model)
+    assert not reports.metrics
+
+
+def test_a_checkpoint_without_a_part_or_of_another_make_is_named(stream: Loader, reports: Reports) -> None:
+    stream.report({}, **parts())
+    with pytest.raises(ConfigError, match="checkpoint has model, optimizer, and no schedule"):
+        stream.restore(**parts(), schedule=parts()["optimizer"])
+    (reports.folder / "state.pt").unlink()
+    with pytest.raises(ConfigError, match=r"was not made by loader\.report"):
+        stream.restore(**parts())

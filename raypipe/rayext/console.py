@@ -20,10 +20,8 @@ _NOISE = re.compile(
     r"core_worker\.cc:\d+.*has constructor arguments in the object store"
     # One for each process group of torch's.
     r"|\[Gloo\] Rank \d+ is connected to"
-    # DDP copies such gradients, of 1 x 1 convolutions, as any other.
-    r"|Grad strides do not match bucket view strides|grad\.sizes\(\) = |bucket_view\.sizes\(\)"
     # Ray Train's and Ray Data's own chronicles.
-    r"|\(TrainController|Reporting training result|execution finished in|Registered dataset logger"
+    r"|Reporting training result|execution finished in|Registered dataset logger"
 )
 
 Shown = Callable[[str, dict[str, Any]], None]

@@ -6,6 +6,7 @@ stream from there, splits it over the current W ranks, and hands out the iterato
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,8 @@ def _handed_round(
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 
+        # It warns of more than 1,000 bytes; these are some 6,000, once.
+        logging.getLogger("ray.train.v2._internal.execution.collective_impl").setLevel(logging.ERROR)
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
     return handed

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
@@ -227,9 +228,13 @@ class Learner:
             self._gradients = OrderedGradients(self._model, self._per_rank, world_size)
         elif world_size > 1:
             # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
-            self._parallel = DistributedDataParallel(
-                self._model, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            # Those of 1 x 1 convolutions may have other strides, and are copied as any other.
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+            with warnings.catch_warnings():  # its new name is that of torch 2.15
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                self._parallel = DistributedDataParallel(
+                    self._model, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
 
     def begin_step(self, lr: float) -> None:
         """Before a step's first micro-batch."""

@@ -267,7 +267,8 @@ class Trainer:
             asked = stop_requested(self.run_uri)
             step_s = (time.perf_counter() - self._looked_at) / self._steps_since_look
             steps = max(1, int((_LOOK_REMOTE_S if is_remote(self.run_uri) else _LOOK_S) / step_s))
-        found = torch.tensor([asked, steps], device=self.device if self.world_size > 1 else "cpu")
+        device = self.device if self.world_size > 1 else "cpu"  # alone, there is nothing to wait for
+        found = torch.tensor([asked, steps], dtype=torch.float64, device=device)
         asked, steps = self._summed(found).tolist()
         self.stopping = asked > 0
         if self.stopping and self.log:

@@ -264,8 +264,8 @@ def test_a_run_that_is_asked_to_stop_before_it_trains_ends_after_its_first_step(
     assert result["stopped"] and result["steps"] == 1
 
 
-def test_a_run_stopped_by_ctrl_c_before_its_trainers_records_that_its_pool_has_no_room_and_goes_on_to_its_end(
-    run: RunConfig, idle_cluster: None
+def test_a_run_whose_pool_has_no_room_records_it_and_ctrl_c_ends_it_within_seconds_though_it_does_no_step(
+    run: RunConfig, idle_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, held, seen = Path(run.storage_path) / "waits", list[Any](), list[str]()
     metrics = folder / "metrics.jsonl"
@@ -273,25 +273,28 @@ def test_a_run_stopped_by_ctrl_c_before_its_trainers_records_that_its_pool_has_n
     class Job:
         def ping(self) -> None: ...
 
-    def take_what_is_free_and_interrupt() -> None:
+    def take_what_is_free() -> None:
         held.append(ray.remote(num_cpus=3)(Job).remote())
-        os.kill(os.getpid(), signal.SIGINT)  # kept until the trainers can be asked
 
-    def give_it_back() -> None:
+    def interrupt() -> None:
         while "no transform actor runs" not in metrics.read_text():
             time.sleep(0.1)
         seen.extend(metrics.read_text().splitlines())
-        ray.kill(held[0])
+        os.kill(os.getpid(), signal.SIGINT)
 
     helpers = [
-        once_it_is_there(folder / "config.yaml", take_what_is_free_and_interrupt),
-        once_it_is_there(metrics, give_it_back),
+        once_it_is_there(folder / "config.yaml", take_what_is_free),
+        once_it_is_there(metrics, interrupt),
     ]
-    settings = dataclasses.replace(run.train, log_interval=100, checkpoint_interval=0)
-    result = train(dataclasses.replace(run, name="waits", train=settings))
-    for helper in helpers:
-        helper.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(dataclasses.replace(run, name="waits"))
+    finally:
+        for helper in helpers:
+            helper.join()
+        ray.kill(held[0])
     assert [json.loads(line)["kind"] for line in seen] == ["start", "fault"]
     text = json.loads(seen[1])["text"]
     assert text.startswith("no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8")
-    assert result["stopped"] and result["steps"] == 1
+    said = f"stopped; before its first checkpoint. Go on by: jobs/train.py --resume {folder}"
+    assert said in capsys.readouterr().out.splitlines()

@@ -187,5 +187,5 @@ def test_a_name_that_is_no_utf_8_breaks_no_page(tmp_path: Path, capsys: pytest.C
         page = (tmp_path / "page.html").read_text()
         assert r"\udce9t\udce9\x1b[31m" in page and "\x1b" not in page
         assert "\x1b" not in capsys.readouterr().out
-    main(["preview", store, "-o", str(tmp_path / "grid.png"), "--transform", "none", "--samples", "2"])
+    main(["preview", store, "-o", str(tmp_path / "grid.png"), "--transform.train", "none", "--samples", "2"])
     assert (tmp_path / "grid.png").stat().st_size > 1000

@@ -122,7 +122,7 @@ def _is_run(address: str) -> bool:
         return False
     try:
         return exists(join(as_uri(address), "config.yaml"))
-    except (ConfigError, OSError):  # what is wrong with the address is told by those who open it as a store
+    except (ConfigError, OSError, UnicodeError):  # those who open it as a store tell what is wrong with it
         return False
 
 

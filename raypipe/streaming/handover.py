@@ -114,8 +114,10 @@ def _handed_round(
 
     handed: tuple[list[DataIterator], Any] | None = None
     if rank == 0:
-        if in_train and max_actors is None:
-            own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
+        context = ray.get_runtime_context()
+        is_worker = context.worker.mode == ray.WORKER_MODE  # and not a driver that calls its train function
+        if in_train and max_actors is None and is_worker:
+            own = context.get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
         iterators = splits(

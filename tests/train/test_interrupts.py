@@ -147,7 +147,7 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
     ("signum", "to_group"),
     [
         pytest.param(signal.SIGINT, True, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, True, id="timeout"),
+        pytest.param(signal.SIGTERM, True, id="timeout", marks=pytest.mark.soak),
         pytest.param(signal.SIGINT, False, id="kill -INT", marks=pytest.mark.soak),
         pytest.param(signal.SIGTERM, False, id="kill", marks=pytest.mark.soak),
     ],

@@ -35,12 +35,8 @@ class RunConsole:
     def __init__(
         self, epochs: int, steps_per_epoch: int, validates: Callable[[int], bool], relays: bool = True
     ) -> None:
-        self._validates, self._epochs, self._steps_per_epoch, self.relays = (
-            validates,
-            epochs,
-            steps_per_epoch,
-            relays,
-        )
+        self._validates, self.relays = validates, relays
+        self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
         self._bar = _bar() if relays else None
         self._ended = threading.Event()
         self._held, self._printed_at = "", -_LINE_EVERY_S

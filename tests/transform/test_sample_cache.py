@@ -456,7 +456,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
     def digests(actors: int, from_step: int = 0) -> list[bytes]:
         pool = replace(spec.pool, min_actors=actors)
         cursor = spec.plan.cursor_at(from_step)
-        found = iterate_digests(spec.plan, cursor, splits(replace(spec, pool=pool), cursor, max_actors=actors))
+        found = iterate_digests(spec.plan, cursor, splits(spec.replace(pool=pool), cursor, max_actors=actors))
         return [one.digest for one in found]
 
     # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
@@ -465,7 +465,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
         {"train": open_store(stores[name]), "val": open_store(stores["val"])},
         TransformConfig(size=24),
     )
-    alone = without_ray.digests(replace(spec, pool=PoolConfig(cache="off")))
+    alone = without_ray.digests(spec.replace(pool=PoolConfig(cache="off")))
     assert combine(digests(2)) == combine(alone)
     with_another = digests(1, from_step=4)
     assert combine(with_another) == combine(alone[-len(with_another) :])

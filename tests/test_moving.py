@@ -81,7 +81,7 @@ def test_the_ported_script_is_shorter_in_all_and_in_its_data_as_the_page_says() 
 
 
 @pytest.mark.cluster
-@pytest.mark.soak  # 100 s; alone it passes, after all other tests of the pages it has failed
+@pytest.mark.soak  # 100 s; tests/streaming/test_checkpoint.py and tests/test_docs.py have its parts
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("two_cpus")
 def test_the_ported_script_goes_on_after_sigkill_with_the_very_next_sample_on_two_workers_and_learns_as_well(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ray import cloudpickle
+
 import raypipe
 from raypipe.device.prefetcher import Batch
 from raypipe.plan.schedule import Plan, Segment
 from raypipe.streaming.loader import Loader
+
+# The trainers of a cluster cannot import a module of the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def loader(folder: str, dies_at: int, victim: int, spec: raypipe.StreamSpec, **options: Any) -> Loader:

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
-from raypipe.train.launch import Interrupts, train
+from raypipe.train.interrupts import Interrupts
+from raypipe.train.launch import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ def send(signum: int) -> None:
 @pytest.fixture
 def each_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two signals at one time are two."""
-    monkeypatch.setattr("raypipe.train.launch._ONE_SIGNAL_S", -1.0)
+    monkeypatch.setattr("raypipe.train.interrupts._ONE_SIGNAL_S", -1.0)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -70,7 +71,7 @@ def test_trainers_that_can_be_asked_are_asked_at_the_signal_or_if_it_came_before
 
 
 def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.train.launch._ONE_SIGNAL_S", 1000.0)
+    monkeypatch.setattr("raypipe.train.interrupts._ONE_SIGNAL_S", 1000.0)
     asked: list[str] = []
     with Interrupts() as interrupts:
         interrupts.hand_over(lambda: asked.append("once"))
@@ -83,7 +84,7 @@ def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(monkey
 def test_trainers_that_do_not_answer_or_cannot_be_asked_are_aborted(
     fails: bool, each_is_meant: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypipe.train.launch._PATIENCE_S", 0.1)
+    monkeypatch.setattr("raypipe.train.interrupts._PATIENCE_S", 0.1)
 
     def ask() -> None:
         if fails:

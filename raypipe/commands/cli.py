@@ -12,7 +12,6 @@ options and choices; it needs shtab.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import sys
@@ -159,9 +158,7 @@ def main(args: list[str] | None = None) -> None:
                 )
             _parser_of_all().parse_args([name, *given[1:]])  # help or completion, which ends the program
         function = COMMANDS[name]
-        takes_run = "run" in inspect.signature(function).parameters
-        parser = settings.command_parser(name, function)
-        return function(**settings.parse_command(parser, given[1:], takes_run=takes_run))
+        return function(**settings.parse_command(name, function, given[1:]))
 
     _finish(command)
 

@@ -36,6 +36,7 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
     parser = Parser(description=doc)
     for name, section in sections.items():
         parser.add_class_arguments(section, name)
+    _add_run(parser)
     own = _parsed(parser, with_dashes(sys.argv[1:] if args is None else args))
     return own.pop("run"), own
 
@@ -62,9 +63,10 @@ def command_parser(name: str, command: Callable[..., Any]) -> Parser:
     return parser
 
 
-def parse_command(parser: Parser, args: list[str], *, takes_run: bool) -> dict[str, Any]:
+def parse_command(name: str, command: Callable[..., Any], args: list[str]) -> dict[str, Any]:
     """The arguments of a command; `target`, if it is a run's folder, has settings that the others override."""
-    if takes_run:
+    parser = command_parser(name, command)
+    if "run" in inspect.signature(command).parameters:
         return _parsed(parser, args)
     check_no_pipe(args)
     return parser.instantiate_classes(parser.parse_args(args)).as_dict()
@@ -94,8 +96,6 @@ def _add_run(parser: Parser) -> None:
 def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     """The settings of a run as `run`, and what else the parser knows, by name."""
     check_no_pipe(args)
-    if not any(action.dest == "config" for action in parser._actions):
-        _add_run(parser)
     given = parser.parse_args(args)
     target = given.get("target", "")
     of_run = given.resume or (target if _is_run(target) else "")

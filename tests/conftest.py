@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -122,6 +123,13 @@ def all_cpus_held(idle_cluster: None) -> Iterator[None]:
 def cluster_outlives_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command ends its own local cluster; run in this process, it would end that of all tests."""
     monkeypatch.setattr("raypipe.commands.cli._shutdown", lambda: None)
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    """A folder for a Ray of a test's own."""
+    with tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp") as folder:  # short: sockets are made below it
+        yield folder
 
 
 @pytest.fixture

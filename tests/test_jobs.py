@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,14 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+import without_ray
 from local_head import LocalHead
+from signalled import assert_tells_how_to_go_on, ended_by, started
+
+from raypipe.commands.settings import parse_run
 
 pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parent.parent
 # A second actor would come late, and take its CPU from the trainer on a machine of two cores.
-DIGITS = ["--plan.epochs=2", "--train.log_interval=5", "--train.checkpoint_interval=5", "--name=digits"]
+DIGITS = ["--plan.epochs=4", "--plan.val_interval=4", "--train.log_interval=5", "--name=digits"]
 DIGITS += ["--pool.max_actors=1"]
+STEPS = 4 * 11
 
 
 def run(*command: str, code: int = 0, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -39,16 +45,11 @@ def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The last line of `python jobs/train.py` on the digits."""
+    """The figures of an unbroken run on the digits."""
     folder = tmp_path_factory.mktemp("digits")
-    return last_line(run(f"{ROOT}/jobs/train.py", f"--storage_path={folder}/runs", *DIGITS, cache=folder))
-
-
-@pytest.mark.cluster
-def test_train_without_a_store_learns_the_digits(digits_run: dict[str, Any]) -> None:
-    assert digits_run["val_accuracy"] > 0.9
-    assert digits_run["steps"] == 2 * 11 and digits_run["run_dir"].endswith("/runs/digits")
-    assert {"images_per_s", "wait_fraction"} <= digits_run.keys()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAYPIPE_CACHE", str(folder))
+        return without_ray.train(parse_run([f"--storage_path={folder}/runs", *DIGITS], None))
 
 
 @pytest.mark.cluster
@@ -141,14 +142,17 @@ TRAIN = [sys.executable, "jobs/train.py"]
 
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
-def test_a_submitted_run_resumes_what_a_crash_has_left_and_ends_with_the_weights_of_an_unbroken_one(
-    digits_run: dict[str, Any], tmp_path: Path
+def test_a_run_without_a_store_that_ctrl_c_ends_goes_on_as_a_job_to_the_weights_of_an_unbroken_one(
+    digits_run: dict[str, Any], ray_folder: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runs" / "digits"
-    shutil.copytree(digits_run["run_dir"], folder)
-    for checkpoint in sorted(folder.glob("checkpoint_*"))[4:]:
-        shutil.rmtree(checkpoint)
-    with LocalHead(3, {"RAYPIPE_CACHE": str(tmp_path)}) as head:
+    environment = {"RAYPIPE_CACHE": str(tmp_path)}
+    slowly = ["--train.checkpoint_interval=1"]  # or it might be at its end first
+    with started([f"--storage_path={folder.parent}", *DIGITS, *slowly], ray_folder, environment) as running:
+        said = ended_by(signal.SIGINT, running, to_group=True)
+    stopped = assert_tells_how_to_go_on(said, folder)
+    assert {"images_per_s", "wait_fraction"} <= stopped.keys() and stopped["steps"] < STEPS
+    with LocalHead(3, environment) as head:
         done = resumed_by_a_job(head, folder)
         submit_a_folder_of_ones_own(head, tmp_path / "mine")
     assert_as_unbroken(done, folder, digits_run)
@@ -178,19 +182,20 @@ def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an
     assert_as_unbroken(done, runs / "digits", digits_run)
 
 
-HALF_WRITTEN = "checkpoint_0009_0000001_01234567"
+HALF_WRITTEN = "checkpoint_0099_0000001_01234567"
 
 
 def resumed_by_a_job(head: LocalHead, folder: Path) -> subprocess.CompletedProcess[str]:
     """What a job prints that resumes a run, in whose folder a checkpoint was being written."""
     (folder / HALF_WRITTEN).mkdir()
-    return head.run("job", "submit", "--working-dir", str(ROOT), "--", *TRAIN, "--resume", str(folder))
+    resume = [*TRAIN, "--resume", str(folder), "--train.checkpoint_interval=20"]
+    return head.run("job", "submit", "--working-dir", str(ROOT), "--", *resume)
 
 
 def assert_as_unbroken(done: subprocess.CompletedProcess[str], folder: Path, digits_run: dict[str, Any]) -> None:
     lines = done.stdout.splitlines()
     result = next(json.loads(line) for line in reversed(lines) if line.startswith('{"val_accuracy"'))
-    assert result["val_accuracy"] == digits_run["val_accuracy"] and result["steps"] == 22
+    assert result["val_accuracy"] == digits_run["val_accuracy"] > 0.9 and result["steps"] == STEPS
     assert f"not resumed from {HALF_WRITTEN}: it was cut off while it was written" in lines
     assert (folder / HALF_WRITTEN).exists()
     assert_equal_weights(folder, Path(digits_run["run_dir"]))

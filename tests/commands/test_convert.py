@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from raypipe.commands import cli, tasks
 from raypipe.commands.convert import convert as _convert
@@ -524,8 +525,6 @@ def command(large: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) -> None:
-    import ray
-
     # A cluster that lives on: its tasks do not end with it.
     interrupted = command(ray.get_runtime_context().gcs_address)
     interrupted.wait_until_it_writes()
@@ -536,6 +535,7 @@ def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) 
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_conversion_leaves_no_store_and_the_next_one_succeeds(
     command: Callable[..., Command], large: Path, tmp_path: Path
 ) -> None:
@@ -547,7 +547,8 @@ def test_a_killed_conversion_leaves_no_store_and_the_next_one_succeeds(
     assert not killed.dst.exists()
     assert killed.written_bytes()  # it was killed on its way
 
-    stdout, stderr = (again := command()).process.communicate(timeout=90)
+    cluster = ray.get_runtime_context().gcs_address
+    stdout, stderr = (again := command(cluster)).process.communicate(timeout=90)
     assert again.process.returncode == 0, stderr
     copy = open_store(again.dst)
     source, stored = open_store(large), contents(copy)

@@ -1,24 +1,18 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from signalled import assert_tells_how_to_go_on, ended_by, started
 
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 from raypipe.train.interrupts import Interrupts
 from raypipe.train.launch import train
-
-ROOT = Path(__file__).parents[2]
 
 
 def send(signum: int) -> None:
@@ -111,28 +105,18 @@ def test_another_thread_leaves_signals_alone() -> None:
 
 
 @pytest.fixture
-def ray_folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp") as folder:  # short: sockets are made below it
-        yield folder
-
-
-def started(tmp_path: Path, ray_folder: str, stores: dict[str, Path], *settings: str) -> subprocess.Popen[str]:
-    """A run in a process group of its own, with a Ray of its own."""
-    command = [sys.executable, str(ROOT / "jobs" / "train.py"), f"--storage_path={tmp_path}", "--name=one"]
-    command += [f"--store.train={stores['train']}", "--train.model=small", "--transform.size=12"]
-    command += ["--train.use_gpu=false", "--plan.micro_batch_size=10", *settings]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment["RAY_TMPDIR"] = ray_folder  # where it finds no other cluster
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, bufsize=1
-    )
+def job(tmp_path: Path, stores: dict[str, Path]) -> list[str]:
+    """The settings of a run."""
+    settings = [f"--storage_path={tmp_path}", "--name=one", f"--store.train={stores['train']}"]
+    settings += ["--train.model=small", "--transform.size=12", "--train.use_gpu=false"]
+    return [*settings, "--plan.micro_batch_size=10"]
 
 
 @pytest.mark.cluster
 def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
-    tmp_path: Path, ray_folder: str, stores: dict[str, Path]
+    tmp_path: Path, ray_folder: str, job: list[str]
 ) -> None:
-    with started(tmp_path, ray_folder, stores) as run:
+    with started(job, ray_folder) as run:
         process = psutil.Process(run.pid)
         while not any("gcs_server" in child.name() for child in process.children()):
             assert run.poll() is None
@@ -143,32 +127,24 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
     assert not (tmp_path / "one" / "metrics.jsonl").exists()
 
 
+@pytest.mark.soak  # tests/test_jobs.py has the first
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("signum", "to_group"),
     [
         pytest.param(signal.SIGINT, True, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, True, id="timeout", marks=pytest.mark.soak),
-        pytest.param(signal.SIGINT, False, id="kill -INT", marks=pytest.mark.soak),
-        pytest.param(signal.SIGTERM, False, id="kill", marks=pytest.mark.soak),
+        pytest.param(signal.SIGTERM, True, id="timeout"),
+        pytest.param(signal.SIGINT, False, id="kill -INT"),
+        pytest.param(signal.SIGTERM, False, id="kill"),
     ],
 )
 def test_a_signal_to_the_process_or_its_group_ends_a_run_with_a_checkpoint_and_the_command_that_resumes(
-    signum: int, to_group: bool, tmp_path: Path, ray_folder: str, stores: dict[str, Path]
+    signum: int, to_group: bool, tmp_path: Path, ray_folder: str, job: list[str]
 ) -> None:
     endless = ["--plan.epochs=100000", "--train.checkpoint_interval=0", "--train.log_interval=1000000"]
-    with started(tmp_path, ray_folder, stores, *endless) as run:
-        assert run.stdout
-        assert any("step 1/" in line for line in run.stdout)  # and its log ends only with the run
-        (os.killpg if to_group else os.kill)(run.pid, signum)
-        said, _ = run.communicate(timeout=100)
-    assert run.returncode == 0, said
-    *lines, last = said.splitlines()
-    result = json.loads(last)
-    assert result["stopped"] and result["steps"] >= 1
-    kept = max((tmp_path / "one").glob("checkpoint_*"))
-    expected = f"stopped; its last checkpoint is {kept.name}. Go on by: jobs/train.py --resume {tmp_path}/one"
-    assert expected in lines, lines
+    with started([*job, *endless], ray_folder) as run:
+        said = ended_by(signum, run, to_group)
+    assert_tells_how_to_go_on(said, tmp_path / "one")
 
 
 @pytest.mark.soak  # tests/train/test_loop.py has the first; both are one handler's, as the first test here shows

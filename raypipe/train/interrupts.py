@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 # `timeout` and `uv run` send a signal to the process and to its group: it comes twice, and is meant once.
 _ONE_SIGNAL_S = 0.5
 # After which trainers that were asked to end, and have not looked, are aborted: a step may take minutes, and so
-# may the first batch. With what an abort takes, a run has ended ten seconds after the signal.
-_PATIENCE_S = 6.0
+# may the first batch. With what an abort and Ray's own end take, a run has ended ten seconds after the signal.
+_PATIENCE_S = 4.0
 
 
 class Interrupts:
@@ -32,6 +32,7 @@ class Interrupts:
         self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
         self._is_answered: Callable[[], bool] = lambda: True
+        self._has_begun: Callable[[], bool] = lambda: True
         self._asking: threading.Thread | None = None
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
@@ -65,14 +66,20 @@ class Interrupts:
         if self._asked_at is not None:
             raise KeyboardInterrupt
 
-    def hand_over(self, request: Callable[[], None], is_answered: Callable[[], bool] = lambda: True) -> None:
+    def hand_over(
+        self,
+        request: Callable[[], None],
+        is_answered: Callable[[], bool] = lambda: True,
+        has_begun: Callable[[], bool] = lambda: True,
+    ) -> None:
         """From now on the run can be asked to end by itself, and is, if there was a signal already.
 
         Args:
             request: asks it.
             is_answered: whether it is about to end. A run that is not, some seconds later, is aborted.
+            has_begun: whether its trainers run; before, there is nothing to keep, and it is aborted at once.
         """
-        self._request, self._is_answered = request, is_answered
+        self._request, self._is_answered, self._has_begun = request, is_answered, has_begun
         self.stand()
         if self._asked_at is not None:
             self._ask()
@@ -87,13 +94,9 @@ class Interrupts:
         deadline = time.monotonic() + _PATIENCE_S
         try:
             self._request()
-            while not self._is_answered():
-                if self._ended.wait(0.2):
+            while self._has_begun() and time.monotonic() < deadline:
+                if self._is_answered() or self._ended.wait(0.2):
                     return
-                if time.monotonic() > deadline:
-                    break
-            else:
-                return
         except Exception as error:
             logger.warning("the run cannot be asked to end: %s", error)
         if not self._ended.is_set():

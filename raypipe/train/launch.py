@@ -6,7 +6,9 @@ import itertools
 import logging
 import os
 import shlex
+import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,6 +18,7 @@ from raypipe.errors import ConfigError, CursorError, RaypipeError, RunError
 from raypipe.failures import cause_of, told
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.lookup import import_name
+from raypipe.metrics.records import START, read_records
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
 from raypipe.storage.files import read_json, read_whole, write_text
@@ -146,13 +149,16 @@ def _how_to_go_on(run_uri: str) -> str:
     """What a run that was stopped has kept."""
     kept = newest_name(run_uri)
     where = f"its last checkpoint is {kept}" if kept else "before its first checkpoint"
-    return f"stopped; {where}. Go on by: jobs/train.py --resume {shlex.quote(run_uri.removeprefix('file://'))}"
+    command = "jobs/train.py" if Path(sys.argv[0]).name == "train.py" else "raypipe train"
+    return f"stopped; {where}. Go on by: {command} --resume {shlex.quote(run_uri.removeprefix('file://'))}"
 
 
 def _leave_traces(run_uri: str) -> None:
     """Whatever becomes of the run."""
     try:
         remove_stop(run_uri)  # it was for this run, and not for one that resumes it
+        if read_records(run_uri) is None:  # it has not begun to train
+            return
         page = write_report(run_uri)["report"]
         progress(logger, f"report     {page.removeprefix('file://')}")
     except Exception as error:  # the run has a result, or an error of its own, that must not hide behind this one
@@ -260,6 +266,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         progress(logger, "stopping with a checkpoint; once more aborts")
         request_stop(run_uri)
 
+    starts = -1 if is_remote(run_uri) else _num_starts(run_uri)  # to a bucket a start is brought later
     sizes: dict[str, Any] = {"num_workers": allocation.workers}
     if allocation.min_workers:
         allowed = (allocation.min_workers, allocation.workers)
@@ -272,7 +279,9 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         train_loop,
         per_step=run.plan.per_step,
         timeout_s=run.pool.stall_timeout_s,
-        take_signals=lambda: interrupts.hand_over(on_interrupt, lambda: stop_answered(run_uri)),
+        take_signals=lambda: interrupts.hand_over(
+            on_interrupt, lambda: stop_answered(run_uri), lambda: _num_starts(run_uri) > starts
+        ),
         train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
             **sizes,
@@ -292,6 +301,12 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     except Exception as error:
         raise _told(error, run_uri) from error
     return read_json(join(run_uri, FIGURES_FILE))
+
+
+def _num_starts(run_uri: str) -> int:
+    """How often a run's trainers have been started."""
+    records = read_records(run_uri)
+    return 0 if records is None else sum(record.get("kind") == START for record in records.kept)
 
 
 def _told(error: Exception, run_uri: str) -> RaypipeError:

@@ -302,5 +302,5 @@ def test_a_run_whose_pool_has_no_room_records_it_and_ctrl_c_ends_it_within_secon
     assert [json.loads(line)["kind"] for line in seen] == ["start", "fault"]
     text = json.loads(seen[1])["text"]
     assert text.startswith("no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8")
-    said = f"stopped; before its first checkpoint. Go on by: jobs/train.py --resume {folder}"
+    said = f"stopped; before its first checkpoint. Go on by: raypipe train --resume {folder}"
     assert said in capsys.readouterr().out.splitlines()

@@ -12,6 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from raypipe.plan.selection import Selection
+
 # Rounds of the Feistel network. Four suffice for a pseudo-random permutation when the round function is
 # good (Luby & Rackoff 1988); the networks here are narrow and unbalanced for small N, so twice that.
 NUM_ROUNDS = 8
@@ -30,6 +32,9 @@ class Domain(IntEnum):
     MICRO_BATCH = 4
     SUBSTITUTE = 5
     WEIGHTS = 6
+    SOURCE = 7
+    MIXTURE = 8
+    WEIGHTED = 9
     MIXING = 0x4D49584D49584D49  # MixUp and CutMix: the second word of a Philox key
 
 
@@ -172,36 +177,10 @@ class WindowOrder:
         return {**self.__dict__, "_epoch": None}
 
 
-class Kept:
-    """The samples of a store that remain when some are excluded, and their numbers, 0 to N' - 1.
-
-        index     0 1 2 3 4 5 6
-        left out    x   x x
-        number    0   1       2 3 …
-
-    Only the excluded indices are stored: O(k) memory for k of them, for a store of any size.
-
-    Args:
-        left_out: indices of samples, integers (k,), in any order.
-    """
-
-    def __init__(self, left_out: np.ndarray) -> None:
-        self.left_out = np.unique(np.asarray(left_out, np.int64))
-        self._kept_before = self.left_out - np.arange(len(self.left_out))
-
-    def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """The indices, int64, of the kept samples with these numbers."""
-        return numbers + np.searchsorted(self._kept_before, numbers, side="right")
-
-    def numbers(self, indices: np.ndarray) -> np.ndarray:
-        """How many kept samples stand before each index, int64: the number of a sample that is kept itself."""
-        return indices - np.searchsorted(self.left_out, indices, side="left")
-
-
 class KeptOrder:
     """An order of the kept samples of a store: an order of their numbers, and which samples these are."""
 
-    def __init__(self, order: Order, kept: Kept) -> None:
+    def __init__(self, order: Order, kept: Selection) -> None:
         self.order, self.kept = order, kept
         self.size: int = order.size
 
@@ -210,8 +189,10 @@ class KeptOrder:
         return self.kept.indices(self.order.indices(epoch, positions))
 
     def positions(self, epoch: int, indices: np.ndarray) -> np.ndarray:
-        assert not np.isin(indices, self.kept.left_out).any(), "a sample that is left out has no position"
-        return self.order.positions(epoch, self.kept.numbers(indices))
+        numbers = self.kept.numbers(indices)
+        is_kept = self.kept.indices(np.minimum(numbers, self.size - 1)) == indices
+        assert is_kept.all(), "a sample that is left out has no position"
+        return self.order.positions(epoch, numbers)
 
 
 Order = GlobalOrder | StoredOrder | WindowOrder | KeptOrder

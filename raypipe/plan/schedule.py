@@ -27,7 +27,6 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import (
     Domain,
     GlobalOrder,
-    Kept,
     KeptOrder,
     Order,
     StoredOrder,
@@ -36,11 +35,16 @@ from raypipe.plan.order import (
     derive_keys,
     mix64,
 )
+from raypipe.plan.selection import Kept
 from raypipe.stores.base import Store
 
 Split = Literal["train", "val"]
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
+
+Drawn = tuple[np.ndarray, np.ndarray | None]
+"""Indices of samples, int64, and, of the same shape, their repeats, int64, which tell the draws of a sample in an
+epoch apart; None = all are 0."""
 
 _SPLIT_CODE = {"train": 0, "val": 1}
 
@@ -192,7 +196,7 @@ class Plan:
             None if window_groups == 0 or groups is None else hashlib.blake2b(groups.tobytes()).hexdigest(),
         ]
         if len(left_out):
-            parts.append(hashlib.blake2b(left_out.tobytes()).hexdigest())
+            parts.append(kept["train"].signature())
             order = KeptOrder(order, kept["train"])
         fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
         return Plan(config, order, num_train, num_val, fingerprint, kept)
@@ -298,29 +302,43 @@ class Plan:
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""
-        return self.block_indices([at])[0]
+        return self.draws(at)[0]
 
-    def block_indices(self, block: Sequence[MicroBatchId]) -> np.ndarray:
+    def draws(self, at: MicroBatchId) -> Drawn:
+        """The samples of a micro-batch, int64 (B,), and their repeats, int64 (B,), or None: all are 0."""
+        indices, repeats = self.block_draws([at])
+        return indices[0], None if repeats is None else repeats[0]
+
+    def block_draws(self, block: Sequence[MicroBatchId]) -> Drawn:
         """The same of k micro-batches of a segment: int64 (k, B). For 16 it takes as long as for one."""
         size, split, epoch = self.config.micro_batch_size, block[0].split, block[0].epoch
         first = [(at.step * self.config.per_step + at.micro) * size for at in block]
         positions = np.add.outer(first, np.arange(size)).ravel()
+        repeats = None
         if split == "train":
             found = self.train_order.indices(epoch, positions)
         else:
             numbers = np.minimum(positions, self.num_val - 1)
             found = np.where(positions < self.num_val, self.kept["val"].indices(numbers), PADDING)
-        return found.reshape(len(block), size)
+        shape = (len(block), size)
+        return found.reshape(shape), None if repeats is None else repeats.reshape(shape)
 
-    def sample_keys(self, at: MicroBatchId, indices: np.ndarray) -> np.ndarray:
-        """The key of each sample's CPU transform: uint64 (B, 2), a function of (seed, split, e, index).
+    def sample_keys(self, at: MicroBatchId, indices: np.ndarray, repeats: np.ndarray | None = None) -> np.ndarray:
+        """The key of each sample's CPU transform: uint64 (B, 2), a function of (seed, split, e, index, repeat).
 
         Each word is a bijection of the index under a key of (seed, split, e), so no two samples of an
         epoch share a key. A validation has the same keys in every epoch, so its metrics compare.
+
+        Args:
+            repeats: int64 (B,), which tell apart the draws of a sample in an epoch; None = all are 0.
         """
         keys = _sample_domain(self.config.seed, at.split, at.epoch if at.split == "train" else 0)
         x = indices.astype(np.uint64)
-        return np.stack([mix64(x ^ keys[0]), mix64(x ^ keys[1])], axis=1)
+        words = [x ^ keys[0], x ^ keys[1]]
+        if repeats is not None:  # hashed, by one bijection for each word, of which each leaves 0 as it is
+            hashed = mix64(repeats.astype(np.uint64))
+            words = [words[0] ^ hashed, words[1] ^ mix64(hashed)]
+        return np.stack([mix64(word) for word in words], axis=1)
 
     def micro_batch_seed(self, at: MicroBatchId) -> int:
         """The seed, in [0, 2^63), of all that is drawn once per micro-batch: augmentation, dropout."""

@@ -21,7 +21,7 @@ import numpy as np
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import BadSamplesError, ConfigError, SampleError
 from raypipe.logs import log_place
-from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
+from raypipe.plan.schedule import PADDING, Drawn, MicroBatchId, Plan, Split
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.stores.base import Store, name_of, title_of
@@ -100,7 +100,7 @@ class MicroBatchMaker:
         given: Read | None = None,
         attempt: Attempt = FIRST_ATTEMPT,
         room: Room | None = None,
-        indices: np.ndarray | None = None,
+        drawn: Drawn | None = None,
     ) -> Made:
         """Make one micro-batch; reads the store unless a reader has done so.
 
@@ -108,12 +108,12 @@ class MicroBatchMaker:
             given: what a reader has read.
             attempt: what is known of it.
             room: where its arrays are put; None = arrays of its own.
-            indices: its samples, where the plan has been asked for them.
+            drawn: its samples, where the plan has been asked for them.
         """
         started = time.perf_counter()
         self._log_place(at)
         self._attempt = attempt
-        indices = self.plan.indices(at) if indices is None else indices
+        indices, repeats = drawn or self.plan.draws(at)
         cache = self.caches.get(at.split)
         kept = cache.find(indices) if cache else {}
         samples: list[Sample | ReadSample]
@@ -137,12 +137,13 @@ class MicroBatchMaker:
 
         def read_substitute(position: int, attempt: int) -> tuple[ReadSample, int, int, Key]:
             index = self.plan.substitute(at, int(indices[position]), attempt)
-            k0, k1 = self.plan.sample_keys(at, np.array([index]))[0].tolist()
+            repeat = None if repeats is None else repeats[position : position + 1]
+            k0, k1 = self.plan.sample_keys(at, np.array([index]), repeat)[0].tolist()
             return functools.partial(self._read, at.split, index), 0, index, (k0, k1)
 
         result = self._transforms[at.split].run(
             {"image": samples, "label": labels, "index": indices},
-            self.plan.sample_keys(at, indices),
+            self.plan.sample_keys(at, indices, repeats),
             read_substitute,
             attempt,
             room,
@@ -165,7 +166,7 @@ class MicroBatchMaker:
 
     def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
         kept = self.plan.kept[split]
-        num_samples = len(self._stores[split]) - len(kept.left_out)
+        num_samples = len(self._stores[split]) - kept.num_left_out
         for index in kept.indices(np.arange(min(16, num_samples))).tolist():
             if self._attempt.before_sample:
                 self._attempt.before_sample(index)

@@ -63,11 +63,12 @@ class TransformWorker:
         """
         room, all_made = Room(len(block)), list[Made]()
         with self._guard.block(block) as orders:
-            indices = self._maker.plan.block_indices(block)
+            indices, repeats = self._maker.plan.block_draws(block)
             for number, at in enumerate(block):
                 attempt = self._guard.attempt(at, orders)
                 read = reads[number] if reads else None
-                all_made.append(self._maker.make(at, read, attempt, room, indices[number]))
+                drawn = indices[number], None if repeats is None else repeats[number]
+                all_made.append(self._maker.make(at, read, attempt, room, drawn))
         # Unguarded: where records go may be slow, which is no fault of the samples.
         for made in all_made:
             self._maker.settle(made)

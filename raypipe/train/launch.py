@@ -221,7 +221,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
     """What is about to run, for people: the settings that are not the defaults, and what was derived from them."""
     plan = spec.plan
-    left_out = sum(len(kept.left_out) for kept in plan.kept.values())
+    left_out = sum(kept.num_left_out for kept in plan.kept.values())
     slower = missing_extension()
     trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
     if allocation.min_workers:

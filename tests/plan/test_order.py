@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from raypipe.plan.order import (
     NUM_ROUNDS,
     GlobalOrder,
-    Kept,
     KeptOrder,
     Order,
     StoredOrder,
@@ -22,6 +21,7 @@ from raypipe.plan.order import (
     derive_keys,
     permute,
 )
+from raypipe.plan.selection import Kept
 
 UNEVEN = np.array([0, 3, 5, 5, 9, 12])  # the third group is empty
 BILLION = 1_000_000_000
@@ -181,16 +181,6 @@ def test_default_window_holds_ten_groups_and_4096_rows() -> None:
 
 
 # What is left of a store
-
-
-@given(st.sets(st.integers(0, 40)), st.integers(1, 60))
-@settings(max_examples=80, deadline=None)
-def test_kept_samples_are_numbered_in_their_order(left_out: set[int], size: int) -> None:
-    kept = Kept(np.array(sorted(left_out, reverse=True), np.int64))
-    indices = np.array([index for index in range(size) if index not in left_out], np.int64)
-    numbers = np.arange(len(indices))
-    assert kept.indices(numbers).tolist() == indices.tolist()
-    assert kept.numbers(indices).tolist() == numbers.tolist()
 
 
 def orders_of(num: int, groups: np.ndarray) -> list[GlobalOrder | StoredOrder | WindowOrder]:

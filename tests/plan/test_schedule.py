@@ -198,7 +198,7 @@ def test_a_block_has_the_samples_of_its_micro_batches(plan: Plan) -> None:
         segment = list(group)
         for block in (segment, segment[1::3], segment[-1:]):
             if block:
-                assert plan.block_indices(block).tolist() == [plan.indices(at).tolist() for at in block]
+                assert plan.block_draws(block)[0].tolist() == [plan.indices(at).tolist() for at in block]
 
 
 # Resume
@@ -420,6 +420,15 @@ def test_sample_keys_depend_on_the_index_alone_within_an_epoch() -> None:
     plan = plan_of()
     elsewhere = MicroBatchId("train", 1, 9, 3)
     assert (plan.sample_keys(TRAIN, np.array([4, 2])) == plan.sample_keys(elsewhere, np.array([2, 4]))[::-1]).all()
+
+
+def test_repeat_0_has_the_plain_key_and_all_others_have_keys_of_their_own() -> None:
+    plan, indices = plan_of(), np.repeat(np.arange(100), 50)
+    repeats = np.tile(np.arange(50), 100)
+    keys = plan.sample_keys(TRAIN, indices, repeats)
+    assert (keys[::50] == plan.sample_keys(TRAIN, np.arange(100))).all()
+    assert len(np.unique(keys, axis=0)) == len(np.unique(keys[:, 0])) == len(keys)
+    assert keys[3].tolist() == plan.sample_keys(TRAIN, np.array([0]), np.array([3]))[0].tolist()
 
 
 def test_validation_has_the_same_keys_in_every_epoch() -> None:

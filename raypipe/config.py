@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 
+Mixture = dict[str, float] | dict[int, dict[str, float]]
+"""The weight of each source by its name, or, from an epoch on, those weights."""
 Shuffle = Literal["auto", "global", "window", "off"]
 Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
@@ -60,20 +62,27 @@ class StoreConfig(_Section, prefix="store."):
     """Where the images are: stores are local paths or URIs (s3://, gs://, az://, abfs://).
 
     Attributes:
-        train: address of the training store; empty = the handwritten digits that scikit-learn ships.
+        train: address of the training store; empty = the handwritten digits that scikit-learn ships. Or several
+            for a mixture, `{NAME: ADDRESS, …}`, weighted by plan.mixture.
         val: address of the validation store; empty = no validation (for the digits: their own).
         image_column: name of the image column of Parquet; of WebDataset, the suffix of the images.
         label_column: the same for labels; of WebDataset, their suffix, or their field in the JSON.
-        exclude: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none.
+        exclude: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none. Of
+            a mixture `{NAME: LIST, …}`.
         val_exclude: the same for the validation store.
+        filter: train on the samples for which an expression of columns is true, "width >= 256 and label != 3";
+            empty = all. Of a mixture for each store, or `{NAME: EXPRESSION, …}`.
+        val_filter: the same for the validation store.
     """
 
-    train: str = ""
+    train: str | dict[str, str] = ""
     val: str = ""
     image_column: str = "image"
     label_column: str = "label"
-    exclude: str = ""
+    exclude: str | dict[str, str] = ""
     val_exclude: str = ""
+    filter: str | dict[str, str] = ""
+    val_filter: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,14 @@ class PlanConfig(_Section, prefix="plan."):
         shuffle: "global", "window" (for stores in groups), "off", or "auto": window if there are groups.
         window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
         val_interval: epochs between validations, the last epoch always has one; 0 = never.
+        epoch_samples: samples that an epoch draws; 0 = the store once, or a mixture until its first store ends
+            ("shortest"), which may also be its last ("longest"). See docs/plans.md for this and what follows.
+        mixture: weights of the stores that store.train names, or from epoch → such; empty = by their sizes.
+        weights: how often each sample is drawn: a column of numbers, or a file *.npy; empty = all alike.
+        class_balance: exponent: a class of n samples is drawn in proportion to n^(1 - exponent); 0 = off, 1 = all
+            classes equally often.
+        repeats: draw each sample so many times in a step (repeated augmentation), each differently augmented.
+        repeats_in: "step": the copies in different micro-batches of a step; "micro_batch": side by side in one.
     """
 
     epochs: AtLeast1 = 10
@@ -97,14 +114,54 @@ class PlanConfig(_Section, prefix="plan."):
     shuffle: Shuffle = "auto"
     window_groups: int = 0
     val_interval: int = 1
+    epoch_samples: int | Literal["shortest", "longest"] = 0
+    mixture: Mixture = field(default_factory=dict)
+    weights: str = ""
+    class_balance: float = 0.0
+    repeats: AtLeast1 = 1
+    repeats_in: Literal["step", "micro_batch"] = "step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_draws()
         whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
         if rest:
             nearest = " or ".join(str(number * self.micro_batch_size) for number in (whole, whole + 1) if number)
             expected = f"a multiple of plan.micro_batch_size ({self.micro_batch_size}), such as {nearest}"
             self._require(False, "global_batch_size", self.global_batch_size, expected)
+
+    def _check_draws(self) -> None:
+        wanted = self.epoch_samples
+        ok = wanted in ("shortest", "longest") or (isinstance(wanted, int) and wanted >= 0)
+        self._require(ok, "epoch_samples", wanted, "at least 0, 'shortest' or 'longest'")
+        one = not (self.weights and self.class_balance)
+        self._require(one, "weights", self.weights, "empty with plan.class_balance")
+        of, what = self.per_step, "micro-batches in a step"
+        if self.repeats_in == "micro_batch":
+            of, what = self.micro_batch_size, "samples in a micro-batch"
+        self._require(of % self.repeats == 0, "repeats", self.repeats, f"a divisor of the {of} {what}")
+        for epoch, weights in self.mixture_by_epoch.items():
+            values = weights.values() if isinstance(weights, dict) else ()
+            ok = epoch >= 0 and all(0 <= value < float("inf") for value in values) and any(values)
+            self._require(ok, "mixture", self.mixture, "weights of at least 0 by store, one of them above 0")
+        starts = list(self.mixture_by_epoch)
+        self._require(starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an epoch is each sample of one store once."""
+        plain = not (self.weights or self.class_balance or self.mixture)
+        return plain and self.repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+
+    @property
+    def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
+        """From epoch → weight by store, ascending; empty where no weights are given."""
+        by_epoch: dict[int, dict[str, float]] = {
+            int(key): value for key, value in self.mixture.items() if isinstance(value, dict)
+        }
+        if not by_epoch and self.mixture:
+            by_epoch = {0: {str(key): value for key, value in self.mixture.items() if not isinstance(value, dict)}}
+        return dict(sorted(by_epoch.items()))
 
     @property
     def per_step(self) -> int:

@@ -23,7 +23,7 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import printable
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.schedule import MicroBatchId, Plan
 from raypipe.stores.base import Store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -82,26 +82,21 @@ class Preview:
         """One row per sample: decoded, then transformed, augmented and mixed for each epoch."""
         rows = [[self._decoded(index)] for index in indices]
         for epoch in epochs:
-            places = [self.place(epoch, index) for index in indices]
+            places = [self.plan.find(epoch, index) for index in indices]
             # Each micro-batch once, and one at a time.
             for at in dict.fromkeys(at for at, _ in places if at is not None):
                 stages = self.stages(at)
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
                         row += self._three(at, position, stages)
-            left_out = len(self.store) % self.plan.global_batch_size
-            reason = f"not in this epoch: its last {left_out} samples make no whole step"
+            reason = "not in this epoch: its draws are others"
+            if self.plan.layout.order is not None:
+                left_out = len(self.store) % self.plan.global_batch_size
+                reason = f"not in this epoch: its last {left_out} samples make no whole step"
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:
                     row += [Tile(None, (), reason), Tile(None), Tile(None)]
         return rows
-
-    def place(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
-        """The micro-batch in which a sample stands, None where an epoch leaves it out, and its row there."""
-        position = int(self.plan.train_order.positions(epoch, np.array([index]))[0])
-        number, row = divmod(position, self.plan.config.micro_batch_size)
-        step, micro = divmod(number, self.plan.config.per_step)
-        return (MicroBatchId("train", epoch, step, micro) if step < self.plan.steps_per_epoch else None), row
 
     def stages(self, at: MicroBatchId) -> Stages:
         """All of one micro-batch on its way to the model, bad samples substituted.
@@ -211,7 +206,7 @@ def preview(
     made = Preview(
         store, replace(plan, micro_batch_size=size, global_batch_size=size * plan.per_step), transform, augment
     )
-    shown = indices or made.plan.train_order.indices(0, np.arange(min(samples, len(store)))).tolist()
+    shown = indices or _first_of(made.plan, min(samples, len(store)))
     if not 0 < (num_tiles := len(shown) * (1 + 3 * epochs)) <= MAX_TILES:
         raise ConfigError(
             f"{len(shown)} samples over {epochs} epochs make {num_tiles} tiles, not 1 to {MAX_TILES}"
@@ -226,6 +221,12 @@ def preview(
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from error
     return {"output": output, "samples": len(shown), "epochs": epochs}
+
+
+def _first_of(plan: Plan, num: int) -> list[int]:
+    """The first samples of a run, each once; fewer where an epoch's first draws are of fewer."""
+    drawn, _ = plan.train_draws(0, np.arange(num if plan.layout.order is not None else 8 * num))
+    return list(dict.fromkeys(drawn.tolist()))[:num]
 
 
 def _note(made: Preview, is_example: bool) -> str:

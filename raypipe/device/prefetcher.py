@@ -51,6 +51,8 @@ class Batch:
         mixed: the other half of the targets, if MixUp or CutMix was applied.
         num_fallback: samples that the device should have decoded, but the host had to.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
+        source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
+            `plan.layout.sources`; -1 for padding; None if the plan is no mixture.
         mask: uint8 (B, H, W), a class per pixel, 255 where there is none; None if the stream has no masks.
         boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
             if the stream has no boxes.
@@ -72,6 +74,7 @@ class Batch:
     failed: dict[int, str] = field(default_factory=dict)
     mask: torch.Tensor | None = None
     boxes: torch.Tensor | None = None
+    source: np.ndarray | None = None
 
 
 def on_device(

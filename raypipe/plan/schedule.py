@@ -24,28 +24,18 @@ import numpy as np
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.order import (
-    Domain,
-    GlobalOrder,
-    KeptOrder,
-    Order,
-    StoredOrder,
-    WindowOrder,
-    default_window_groups,
-    derive_keys,
-    mix64,
-)
-from raypipe.plan.selection import Kept
+from raypipe.plan.draws import Drawn
+from raypipe.plan.layout import Layout, lay_out, selection_of
+from raypipe.plan.order import Domain, Order, StoredOrder, derive_keys, mix64
+from raypipe.plan.selection import Selection
 from raypipe.stores.base import Store
 
 Split = Literal["train", "val"]
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
-Drawn = tuple[np.ndarray, np.ndarray | None]
-"""Indices of samples, int64, and, of the same shape, their repeats, int64, which tell the draws of a sample in an
-epoch apart; None = all are 0."""
-
+# To find a sample by drawing takes a second or two for so many.
+_MAX_LOOKED_AT, _LOOKED_AT = 1 << 22, 1 << 16
 _SPLIT_CODE = {"train": 0, "val": 1}
 
 
@@ -127,7 +117,7 @@ class Plan:
 
     Attributes:
         config: the order's settings.
-        train_order: position → index of the training store.
+        layout: what the training epochs draw.
         num_train: N, samples of the training store that are not excluded.
         num_val: samples of the validation store that are not excluded; 0 = no validation.
         fingerprint: 16 hex digits over everything that determines the stream's order.
@@ -137,11 +127,11 @@ class Plan:
     """
 
     config: PlanConfig
-    train_order: Order = field(repr=False)
+    layout: Layout = field(repr=False, compare=False)
     num_train: int
     num_val: int
     fingerprint: str
-    kept: dict[Split, Kept] = field(repr=False, compare=False)
+    kept: dict[Split, Selection] = field(repr=False, compare=False)
     end_step: int | None = None
 
     @staticmethod
@@ -150,56 +140,35 @@ class Plan:
         train: Store,
         val: Store | None = None,
         *,
-        exclude: Sequence[int] | np.ndarray = (),
-        val_exclude: Sequence[int] | np.ndarray = (),
+        exclude: Sequence[int] | np.ndarray | Selection = (),
+        val_exclude: Sequence[int] | np.ndarray | Selection = (),
     ) -> Plan:
         """The plan of a run over a training store and, optionally, a validation store.
 
         Args:
-            exclude, val_exclude: indices of samples of each store to exclude; all others keep their indices.
+            train: of a mixture a `JoinedStore`.
+            exclude, val_exclude: indices of samples of each store to exclude; all others keep their indices. Or a
+                selection of those that are left.
 
         Raises:
-            ConfigError: the store, without excluded samples, is smaller than one step, or has no groups to shuffle
-                in windows.
+            ConfigError: the store, without excluded samples, is smaller than one step, has no groups to shuffle in
+                windows, or lacks what another setting needs.
         """
-        kept: dict[Split, Kept] = {"train": Kept(np.asarray(exclude)), "val": Kept(np.asarray(val_exclude))}
-        left_out = kept["train"].left_out
-        num_train = len(train) - len(left_out)
-        num_val = len(val) - len(kept["val"].left_out) if val is not None and config.val_interval else 0
-        global_batch = config.micro_batch_size * config.per_step
-        if num_train < global_batch:
-            beside = f" beside the {len(left_out)} that are left out" if len(left_out) else ""
-            raise ConfigError(
-                f"{train.address} has {num_train} samples{beside}, fewer than a global batch of "
-                f"{global_batch}: lower plan.global_batch_size and plan.micro_batch_size"
-            )
-        groups = None if train.groups is None else kept["train"].numbers(train.groups)
-        shuffle = config.shuffle
-        if shuffle == "auto":
-            shuffle = "global" if groups is None else "window"
-        order: Order = GlobalOrder(num_train, config.seed) if shuffle == "global" else StoredOrder(num_train)
-        window_groups = 0
-        if shuffle == "window":
-            if groups is None:
-                raise ConfigError(f"{train.address} is not read in groups: use plan.shuffle=global")
-            window_groups = config.window_groups or default_window_groups(groups)
-            order = WindowOrder(groups, config.seed, window_groups)
-        parts = [
-            1,  # the version of this algorithm: an old cursor must not continue under a new order
-            config.micro_batch_size,
-            config.per_step,
-            config.seed,
-            shuffle,
-            window_groups,
-            num_train,
-            train.fingerprint,
-            None if window_groups == 0 or groups is None else hashlib.blake2b(groups.tobytes()).hexdigest(),
-        ]
-        if len(left_out):
-            parts.append(kept["train"].signature())
-            order = KeptOrder(order, kept["train"])
-        fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
-        return Plan(config, order, num_train, num_val, fingerprint, kept)
+        kept: dict[Split, Selection] = {
+            "train": selection_of(exclude, train),
+            "val": selection_of(val_exclude, val),
+        }
+        num_train = len(train) - kept["train"].num_left_out
+        num_val = len(val) - kept["val"].num_left_out if val is not None and config.val_interval else 0
+        layout = lay_out(config, train, kept["train"])
+        fingerprint = hashlib.blake2b(json.dumps(layout.parts).encode(), digest_size=8).hexdigest()
+        return Plan(config, layout, num_train, num_val, fingerprint, kept)
+
+    @property
+    def train_order(self) -> Order:
+        """Position → index of the training store, of a plain plan."""
+        assert self.layout.order is not None, "a plain plan has an order"
+        return self.layout.order
 
     def until(self, step: int) -> Plan:
         """This plan, cut off before a training step, counted through all epochs.
@@ -218,12 +187,12 @@ class Plan:
     @cached_property
     def steps_per_epoch(self) -> int:
         """S: training steps in an epoch."""
-        return self.num_train // (self.global_batch_size)
+        return self.layout.epoch_samples // self.global_batch_size
 
     @cached_property
     def val_steps(self) -> int:
         """Steps in a validation; 0 = there is none."""
-        return -(-self.num_val // (self.global_batch_size))
+        return -(-self.num_val // self.global_batch_size)
 
     def progress(self, epoch: int, step: int) -> float:
         """The share of the run's training steps, in [0, 1], that come before a step."""
@@ -252,7 +221,8 @@ class Plan:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
                 f"{self.fingerprint}: the training store, what is excluded, seed, micro_batch_size, "
-                "global_batch_size or shuffle differ. Restore those, or start a new run"
+                "global_batch_size, shuffle or what else of the plan says what is drawn differ. Restore those, or "
+                "start a new run"
             )
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
             raise CursorError(
@@ -316,12 +286,49 @@ class Plan:
         positions = np.add.outer(first, np.arange(size)).ravel()
         repeats = None
         if split == "train":
-            found = self.train_order.indices(epoch, positions)
+            found, repeats = self.train_draws(epoch, positions)
         else:
             numbers = np.minimum(positions, self.num_val - 1)
             found = np.where(positions < self.num_val, self.kept["val"].indices(numbers), PADDING)
         shape = (len(block), size)
         return found.reshape(shape), None if repeats is None else repeats.reshape(shape)
+
+    def train_draws(self, epoch: int, positions: np.ndarray) -> Drawn:
+        """The samples at int64 positions (n,) of a training epoch, and their repeats."""
+        if self.layout.draws is not None:
+            return self.layout.draws.draws(epoch, positions)
+        return self.train_order.indices(epoch, positions), None
+
+    def find(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
+        """The first micro-batch of a training epoch that draws a sample, None where none does, and the row there.
+
+        Of a plan that is not plain, only the first 4 million draws are looked at.
+        """
+        position = -1
+        if self.layout.order is not None:
+            position = int(self.layout.order.positions(epoch, np.array([index]))[0])
+        else:
+            num_draws = min(self.steps_per_epoch * self.global_batch_size, _MAX_LOOKED_AT)
+            for first in range(0, num_draws, _LOOKED_AT):
+                found, _ = self.train_draws(epoch, np.arange(first, min(num_draws, first + _LOOKED_AT)))
+                if (places := np.flatnonzero(found == index)).size:
+                    position = first + int(places[0])
+                    break
+        number, row = divmod(position, self.config.micro_batch_size)
+        step, micro = divmod(number, self.config.per_step)
+        is_in = position >= 0 and step < self.steps_per_epoch
+        return (MicroBatchId("train", epoch, step, micro) if is_in else None), row
+
+    def without_draws(self) -> Plan:
+        """This plan for one who needs its schedule alone: it has no lists of samples, whatever they weigh."""
+        order = StoredOrder(self.num_train)
+        layout = replace(self.layout, order=order, draws=None, leaves=(), offsets=None)
+        return replace(self, layout=layout, kept={})
+
+    def source_of(self, indices: np.ndarray) -> np.ndarray:
+        """Of a mixture, which source each sample of int64 indices (n,) is from: int64 (n,), -1 = padding."""
+        assert self.layout.offsets is not None, "a mixture has sources"
+        return np.where(indices < 0, PADDING, np.searchsorted(self.layout.offsets[1:-1], indices, side="right"))
 
     def sample_keys(self, at: MicroBatchId, indices: np.ndarray, repeats: np.ndarray | None = None) -> np.ndarray:
         """The key of each sample's CPU transform: uint64 (B, 2), a function of (seed, split, e, index, repeat).
@@ -346,10 +353,17 @@ class Plan:
         return int(derive_keys(1, self.config.seed, *parts)[0]) >> 1
 
     def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
-        """The sample that replaces a bad one: a function of (seed, e, index, attempt)."""
+        """The sample that replaces a bad one: a function of (seed, e, index, attempt), of the same source."""
         parts = (Domain.SUBSTITUTE, at.epoch, index, attempt)
-        number = derive_keys(1, self.config.seed, *parts)[0] % np.uint64(self.num_train)
-        return int(self.kept["train"].indices(np.array([number], np.int64))[0])
+        key = derive_keys(1, self.config.seed, *parts)[0]
+        leaves, offsets = self.layout.leaves, self.layout.offsets
+        if not leaves:
+            number = key % np.uint64(self.num_train)
+            return int(self.kept["train"].indices(np.array([number], np.int64))[0])
+        source = 0 if offsets is None else int(self.source_of(np.array([index]))[0])
+        position = key % np.uint64(leaves[source].size)
+        found = int(leaves[source].draws(0, np.array([position], np.int64))[0][0])
+        return found if offsets is None else found + int(offsets[source])
 
 
 @lru_cache(maxsize=8)

@@ -79,7 +79,7 @@ class JoinedSelection:
 
     def __init__(self, parts: Sequence[Selection], offsets: np.ndarray) -> None:
         self.parts, self.offsets = list(parts), offsets
-        self.num_left_out = sum(part.num_left_out for part in parts)
+        self.num_left_out: int = sum(part.num_left_out for part in parts)
         left_out = np.array([part.num_left_out for part in parts])
         self.bounds = np.append(0, np.cumsum(np.diff(offsets) - left_out))
 

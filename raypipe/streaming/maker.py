@@ -21,7 +21,8 @@ import numpy as np
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import BadSamplesError, ConfigError, SampleError
 from raypipe.logs import log_place
-from raypipe.plan.schedule import PADDING, Drawn, MicroBatchId, Plan, Split
+from raypipe.plan.draws import Drawn
+from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.stores.base import Store, name_of, title_of

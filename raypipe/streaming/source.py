@@ -65,7 +65,9 @@ class MicroBatchSource(Datasource):
     ) -> None:
         super().__init__()
         plan.check(cursor)
-        self._plan, self._cursor, self._readers, self._supervisor = plan, cursor, readers, supervisor
+        # Each task has the plan. What only names places needs no lists of samples.
+        self._plan = plan if readers else plan.without_draws()
+        self._cursor, self._readers, self._supervisor = cursor, readers, supervisor
         self._share, self._targets = share, targets
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
         # To serialise lists, even of nothing, takes as long as all other columns.

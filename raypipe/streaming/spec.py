@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
+from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.plan.schedule import Plan, Split
+from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, selected
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
+from raypipe.stores.filter import matching
+from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
 from raypipe.transform.contents import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform
@@ -23,6 +27,11 @@ from raypipe.transform.transform_steps import Steps, config_without_files, witho
 Transform = Callable[..., Any] | str | Steps | None
 """A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, None, or what `transform.train`
 may be."""
+
+Train = Store | str | Path | Mapping[str, Store | str | Path]
+"""A training store or its address; or several, by names, which a mixture draws from."""
+PerSource = str | Path | Mapping[str, str]
+"""What there is one of for a store; of a mixture one for all its stores, or some by their names."""
 
 Recipe = tuple[Plan, dict[Split, Store], dict[Split, Transform], TransformConfig, PoolConfig, str]
 
@@ -53,7 +62,7 @@ class StreamSpec:
 
     def __init__(
         self,
-        train: Store | str | Path,
+        train: Train,
         val: Store | str | Path | None = None,
         *,
         plan: PlanConfig | None = None,
@@ -61,8 +70,10 @@ class StreamSpec:
         pool: PoolConfig | None = None,
         train_transform: Transform = "",
         val_transform: Transform = "",
-        exclude: str | Path = "",
+        exclude: PerSource = "",
         val_exclude: str | Path = "",
+        filter: PerSource = "",
+        val_filter: str = "",
         quarantine: str = "",
         run: str = "",
         log: LogFormat = "text",
@@ -70,10 +81,11 @@ class StreamSpec:
         """Open the stores and lay out the plan.
 
         Args:
-            train, val: stores or their addresses.
+            train, val: stores or their addresses; `train` may have several, by names, for a mixture.
             plan, transform, pool: settings; None = the defaults.
             train_transform, val_transform: used instead of those that `transform` names.
             exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
+            filter, val_filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
             quarantine, run, log: see above.
 
         Raises:
@@ -82,7 +94,7 @@ class StreamSpec:
         transform = config_without_files(transform or TransformConfig())
         plan_config, pool = plan or PlanConfig(), pool or PoolConfig()
         check_cache(pool, transform)
-        train_store = open_store(train) if isinstance(train, str | Path) else train
+        train_store = open_stores(train)
         val_store = open_store(val) if isinstance(val, str | Path) else val
         stores: dict[Split, Store] = {"train": train_store}
         if val_store is not None and plan_config.val_interval:
@@ -98,8 +110,8 @@ class StreamSpec:
                 plan_config,
                 train_store,
                 val_store,
-                exclude=read_bad_list(exclude, train_store, "store.exclude"),
-                val_exclude=read_bad_list(val_exclude, val_store, "store.val_exclude"),
+                exclude=select(train_store, exclude, filter),
+                val_exclude=select(val_store, val_exclude, val_filter, "store.val_"),
             ),
             "stores": stores,
             "transforms": transforms,
@@ -130,6 +142,70 @@ class StreamSpec:
         return dict(self.stores) if self.pool.read == "stage" else {}
 
 
+def open_stores(train: Train, **options: Any) -> Store:
+    """The store at an address, or of several, by names, one that joins them; `options` see `open_store`."""
+    if not isinstance(train, Mapping):
+        return open_store(train, **options) if isinstance(train, str | Path) else train
+    if not train:
+        raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
+    parts = {
+        name: open_store(each, **options) if isinstance(each, str | Path) else each for name, each in train.items()
+    }
+    return JoinedStore(parts)
+
+
+def select(
+    store: Store | None, exclude: PerSource, filter: PerSource, prefix: str = "store."
+) -> Selection | tuple[()]:
+    """What is left of a store without the samples of a list, and those that a filter is not true for.
+
+    Args:
+        store: None = the run reads none.
+        prefix: of the settings' names, for errors.
+
+    Raises:
+        ConfigError: a list or a filter is wrong, or nothing is left.
+    """
+    if isinstance(store, JoinedStore):
+        _check_names(store, f"{prefix}exclude", exclude, or_one=False)
+        _check_names(store, f"{prefix}filter", filter, or_one=True)
+        parts = [
+            _selected(part, _of_source(name, exclude), str(_of_source(name, filter)), prefix)
+            for name, part in store.parts.items()
+        ]
+        return JoinedSelection(parts, store.offsets)
+    if isinstance(exclude, Mapping) or isinstance(filter, Mapping):
+        raise ConfigError(f"{prefix}exclude and {prefix}filter have names, which only a mixture's stores have")
+    if store is None:
+        read_bad_list(exclude, None, f"{prefix}exclude")
+        if filter:
+            raise ConfigError(f"{prefix}filter: there is {filter!r}, and no store to filter")
+        return ()
+    return _selected(store, exclude, str(filter), prefix)
+
+
+def _selected(store: Store, exclude: str | Path, filter: str, prefix: str) -> Kept | Chosen:
+    left_out = read_bad_list(exclude, store, f"{prefix}exclude")
+    if not filter:
+        return Kept(left_out)
+    keep = matching(store, filter, f"{prefix}filter")
+    keep[left_out] = False
+    if not keep.any():
+        raise ConfigError(f"{prefix}exclude and {prefix}filter leave out all of {store.address}: mend one of them")
+    return selected(keep)
+
+
+def _check_names(store: JoinedStore, setting: str, given: PerSource, or_one: bool) -> None:
+    if set(given) - set(store.parts) if isinstance(given, Mapping) else given and not or_one:
+        raise ConfigError(
+            f"{setting} must be {{NAME: …}} by the stores of store.train, {', '.join(store.parts)}, got {given!r}"
+        )
+
+
+def _of_source(name: str, given: PerSource) -> str | Path:
+    return given.get(name, "") if isinstance(given, Mapping) else given
+
+
 def with_digits(run: RunConfig) -> RunConfig:
     """The run, on the digits that scikit-learn ships where it names no store; they are written on first use."""
     if run.store.train:
@@ -143,7 +219,7 @@ def with_digits(run: RunConfig) -> RunConfig:
 def open_train(run: RunConfig) -> Store:
     """The training store of a run."""
     store = with_digits(run).store
-    return open_store(store.train, **store_options(store.image_column, store.label_column))
+    return open_stores(store.train, **store_options(store.image_column, store.label_column))
 
 
 def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
@@ -151,13 +227,15 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
     store = with_digits(run).store
     options = store_options(store.image_column, store.label_column)
     return StreamSpec(
-        open_store(store.train, **options),
+        open_stores(store.train, **options),
         open_store(store.val, **options) if store.val else None,
         plan=run.plan,
         transform=run.transform,
         pool=run.pool,
         exclude=store.exclude,
         val_exclude=store.val_exclude,
+        filter=store.filter,
+        val_filter=store.val_filter,
         quarantine=join(run_uri, "quarantine") if run_uri else "",
         run=run.name,
         log=run.log,

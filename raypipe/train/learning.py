@@ -339,15 +339,16 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
             "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
             "leave them out, or write a loop of your own around raypipe.loader, as docs/targets.md does"
         )
-    classes = spec.stores["train"].classes
+    store = spec.stores["train"]
+    classes = store.classes
     if run.train.num_classes:
         return run.train.num_classes
     if classes is None:
-        raise ConfigError(f"{run.store.train} does not name its classes: set train.num_classes")
+        raise ConfigError(f"{store.address} does not name its classes: set train.num_classes")
     val = spec.stores.get("val")
     if val is not None and val.classes is not None and val.classes != classes:
         raise ConfigError(
-            f"{run.store.train} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
+            f"{store.address} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
             "or in another order: their labels mean different things. Convert both with the same classes"
         )
     return len(classes)

@@ -72,7 +72,7 @@ def test_a_position_in_a_huge_store_takes_no_search() -> None:
 def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
     shown = made(memory(35))  # two steps of 16, and 3 samples too many
     for epoch in range(2):
-        places = [shown.place(epoch, index) for index in range(35)]
+        places = [shown.plan.find(epoch, index) for index in range(35)]
         assert sum(at is None for at, _ in places) == 3
         for index, (at, row) in enumerate(places):
             assert at is None or (at.epoch, shown.plan.indices(at)[row]) == (epoch, index)
@@ -87,7 +87,7 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
     augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0, mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1))
     augment = replace(augment, strength=strength)
     shown = made(store, augment)
-    indices = [index for index in range(30) if all(shown.place(epoch, index)[0] for epoch in (0, 2))][:5]
+    indices = [index for index in range(30) if all(shown.plan.find(epoch, index)[0] for epoch in (0, 2))][:5]
     rows = shown.tiles(indices, [0, 2])
     assert [len(row) for row in rows] == [7] * len(indices)
     apply = SampleTransform(build_transform("light", SIZE))
@@ -98,7 +98,7 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
         assert np.array_equal(row[0].image, decode(store.read(np.array([index]))["image"][0]))
         for number, epoch in enumerate((0, 2)):
             transformed, _, fed = row[1 + 3 * number : 4 + 3 * number]
-            at, place = shown.place(epoch, index)
+            at, place = shown.plan.find(epoch, index)
             assert at is not None
             members = shown.plan.indices(at)
             columns, keys = store.read(members), shown.plan.sample_keys(at, members).tolist()
@@ -132,7 +132,7 @@ def test_without_mixing_what_is_fed_is_what_is_augmented() -> None:
 def test_the_caption_of_a_mixed_tile_is_its_target(alphas: tuple[float, float], kind: str) -> None:
     shown = made(memory(), replace(FLIP, mixup_alpha=alphas[0], cutmix_alpha=alphas[1]))
     for index, row in zip(first_of(shown), shown.tiles(first_of(shown), [0]), strict=True):
-        at, place = shown.place(0, index)
+        at, place = shown.plan.find(0, index)
         assert at is not None
         *_, mixed = shown.stages(at)
         assert mixed is not None
@@ -153,7 +153,7 @@ def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> No
     shown = made(memory(bad=bad))
     decoded, transformed, _, fed = shown.tiles([bad], [0])[0]
     assert decoded.image is None and "JPEG" in decoded.reason
-    at, _ = shown.place(0, bad)
+    at, _ = shown.plan.find(0, bad)
     assert at is not None
     substitute = shown.plan.substitute(at, bad, 0)
     assert transformed.lines[-1] == f"bad: sample {substitute} stands in"
@@ -178,7 +178,7 @@ def test_a_sample_that_the_transform_fails_on_is_grey_at_the_transform(monkeypat
 
 def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:
     shown = made(memory(35))
-    index = next(i for i in range(35) if shown.place(1, i)[0] is None)
+    index = next(i for i in range(35) if shown.plan.find(1, i)[0] is None)
     tile = shown.tiles([index], [1])[0][1]
     assert (tile.image, tile.reason) == (None, "not in this epoch: its last 3 samples make no whole step")
 

@@ -1,0 +1,110 @@
+"""Several stores as one, for mixtures: the samples of the first, then those of the second, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.stores.base import (
+    Columns,
+    Store,
+    by_part,
+    check_columns,
+    check_indices,
+    join_fingerprints,
+    name_of,
+    part_of,
+)
+
+# Of a store that is not read in groups, beside one that is: any size will do.
+_GROUP = 1024
+
+
+class JoinedStore:
+    """Stores one after the other; what differs between them is left out: columns, and names of classes.
+
+    Args:
+        parts: the stores, by the names of the sources that they are; one at least.
+
+    Attributes:
+        parts: as given.
+        offsets: int64 (parts + 1,), where each store's samples begin.
+    """
+
+    def __init__(self, parts: Mapping[str, Store]) -> None:
+        assert parts, "a joined store has parts"
+        self.parts = dict(parts)
+        self.offsets = np.append(0, np.cumsum([len(store) for store in parts.values()])).astype(np.int64)
+        self.address = " + ".join(store.address for store in parts.values())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that all have."""
+        first, *others = self.parts.values()
+        return tuple(name for name in first.columns if all(name in store.columns for store in others))
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Class names; None if a store names none, or others."""
+        first, *others = self.parts.values()
+        return first.classes if all(store.classes == first.classes for store in others) else None
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        stores = self.parts.values()
+        if all(store.groups is None for store in stores):
+            return None
+        starts = [
+            offset + (np.arange(0, len(store), _GROUP) if store.groups is None else store.groups[:-1])
+            for offset, store in zip(self.offsets[:-1], stores, strict=True)
+        ]
+        return np.append(np.concatenate(starts), self.offsets[-1]).astype(np.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        return join_fingerprints([store.fingerprint for store in self.parts.values()])
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        """Read samples, see `Store.read`; each store is asked once."""
+        wanted = check_indices(indices, len(self), self.address)
+        for store in self.parts.values():
+            check_columns(columns, store.columns, store.address)
+        stores = list(self.parts.values())
+        places: list[np.ndarray] = [np.empty(0, np.int64)]
+        found: dict[str, list[Any]] = {name: [] for name in columns}
+        for number, positions in by_part(wanted, self.offsets):
+            places.append(positions)
+            of_part = stores[number].read(wanted[positions] - self.offsets[number], columns)
+            for name in columns:
+                found[name].append(of_part[name])
+        if not found or len(places) == 1:
+            return stores[0].read(wanted, columns)
+        back = np.argsort(np.concatenate(places))
+        return {name: _put_back(name, values, back) for name, values in found.items()}
+
+    def sample_name(self, index: int) -> str:
+        """The name of a sample's source, and what that store calls it."""
+        number, of_part = part_of(self.offsets, index)
+        name, store = list(self.parts.items())[number]
+        return " ".join(filter(None, (name, str(of_part), name_of(store, of_part))))
+
+    def close(self) -> None:
+        for store in self.parts.values():
+            store.close()
+
+
+def _put_back(name: str, values: list[Any], back: np.ndarray) -> Any:
+    """A column that was read by parts, in the order that was asked for."""
+    arrays = [isinstance(each, np.ndarray) for each in values]
+    if all(arrays):
+        return np.concatenate(values)[back]
+    if any(arrays):
+        raise StoreError(f"column {name!r} has numbers in one of the stores and no numbers in another")
+    joined = [value for each in values for value in each]
+    return [joined[place] for place in back.tolist()]

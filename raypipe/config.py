@@ -65,7 +65,7 @@ class StoreConfig(_Section, prefix="store."):
         train: address of the training store; empty = the handwritten digits that scikit-learn ships. Or several
             for a mixture, `{NAME: ADDRESS, …}`, weighted by plan.mixture.
         val: address of the validation store; empty = no validation (for the digits: their own).
-        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images.
+        image_column: name of the image column, where columns have names; of WebDataset, the suffix of the images.
         label_column: the same for labels; of WebDataset, their suffix, or their field in the JSON.
         exclude: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none. Of
             a mixture `{NAME: LIST, …}`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from s3_server import environment, make_bucket, s3_server  # isort: skip
 from test_convert_sources import write_lmdb  # isort: skip
 from test_capacity import CONTENT  # isort: skip
 from test_report import make_run  # isort: skip
+from shard_writers import write_litdata, write_mds  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -264,6 +266,20 @@ def write_hdf5(name: str, images: str, labels: str) -> None:
         file[labels] = np.arange(30) % 5
 
 
+def labelled_pictures() -> list[tuple[bytes, bytes]]:
+    return [(picture(i), struct.pack("<q", i % 5)) for i in range(30)]
+
+
+def write_mosaic() -> None:
+    Path("mds").mkdir()
+    write_mds(Path("mds/train"), {"x": ("jpeg", None), "y": ("int", 8)}, [labelled_pictures()], "zstd")
+
+
+def write_lightning() -> None:
+    Path("litdata").mkdir()
+    write_litdata(Path("litdata/train"), {"image": "jpeg", "class": "int"}, [labelled_pictures()])
+
+
 def write_hugging_face(image: str = "image", label: str = "label") -> None:
     Path("data").mkdir(exist_ok=True)
     images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
@@ -281,6 +297,8 @@ GIVEN: dict[str, Callable[[], None]] = {
     "train.h5": lambda: write_hdf5("train.h5", "images", "labels"),
     "camelyon.h5": lambda: write_hdf5("camelyon.h5", "x", "y"),
     "data/train-*.parquet": write_hugging_face,
+    "mds/train": write_mosaic,
+    "litdata/train": write_lightning,
 }
 
 

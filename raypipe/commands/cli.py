@@ -63,7 +63,7 @@ def convert(
     Args:
         run: settings, of which store.image_column and store.label_column matter; they name TFRecord's features and
             HDF5's datasets too.
-        src: LMDB, Parquet, tar, zip, a folder of class folders, TFRecord or HDF5; several as 'train-*.parquet'.
+        src: a store of any format, TFRecord or HDF5, see docs/formats.md; several files as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
         quality: of the JPEGs that short_side makes, 1 to 100.

@@ -31,8 +31,10 @@ _HOME = {
 _STORES = {
     "folder": ("folder", "FolderStore"),
     "hdf5": ("hdf5", "hdf5_samples"),
+    "litdata": ("litdata", "LitDataStore"),
     "lmdb": ("lmdb", "LMDBStore"),
     "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
+    "mds": ("mds", "MDSStore"),
     "parquet": ("parquet", "ParquetStore"),
     "tar": ("tar_and_zip", "TarStore"),
     "tfrecord": ("tfrecord", "tfrecord_samples"),
@@ -63,11 +65,13 @@ _LAYOUTS = """understood are:
   Parquet  a *.parquet file, or a folder of them
   tar      an uncompressed *.tar of class/image.jpg, or of WebDataset's key.jpg beside key.cls; a folder of *.tar
   zip      a *.zip of class/image.jpg
+  MDS      a folder with MosaicML's index.json and *.mds
+  LitData  a folder with LitData's index.json and chunk-*.bin
   folder   a folder of class/image.jpg
   TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe convert` copies them
   HDF5     a *.h5 or *.hdf5 file; likewise
-several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and the first four at s3://, gs://, az://
-or abfs:// too"""
+several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last three at s3://, gs://,
+az:// or abfs:// too"""
 
 _FROM_ARROW = (
     "as the datasets library caches them, which raypipe does not read: write it as Parquet, "
@@ -135,7 +139,7 @@ def store_options(image_column: str = "image", label_column: str = "label") -> d
     """The options for `open_store` that differ from the defaults: not every kind of store has them.
 
     Args:
-        image_column: name of the image column of Parquet; of WebDataset, the suffix of the images; of TFRecord,
+        image_column: name of the image column; of WebDataset, the suffix of the images; of TFRecord,
             the feature; of HDF5, the dataset.
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
     """
@@ -183,6 +187,24 @@ def _kind_of_name(name: str) -> str:
     return next((kind for end, kind in _ENDS.items() if name.endswith(end)), "")
 
 
+def _kind_of_shards(address: str, names: set[str]) -> str:
+    """MDS or LitData by a folder's `index.json`, or by its files where that is damaged; empty if neither."""
+    from raypipe.storage.files import read_json
+    from raypipe.storage.filesystem import join
+
+    try:
+        content = read_json(join(address, "index.json"))
+    except ConfigError:
+        shards = {"mds": any(".mds" in name for name in names), "litdata": "chunk-0-0.bin" in names}
+        return next((kind for kind, is_one in shards.items() if is_one), "")
+    match content:
+        case {"shards": [{"format": str()}, *_]}:
+            return "mds"
+        case {"chunks": list(), "config": dict()}:
+            return "litdata"
+    return ""
+
+
 def _kind_of_folder(address: str, names: set[str]) -> str:
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
@@ -193,6 +215,8 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         return "parquet"
     if "dataset_dict.json" in names or "arrow" in suffixes:
         raise StoreError(f"{address} is a data set in Arrow files, {_FROM_ARROW}")
+    if "index.json" in names and (kind := _kind_of_shards(address, names)):
+        return kind
     here = "://" not in address
     if here and any(_kind_of_name(name) == "tfrecord" for name in names):
         return "tfrecord"

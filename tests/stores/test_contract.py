@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import struct
 import subprocess
 import sys
 import tarfile
@@ -20,6 +21,8 @@ import pytest
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import MemoryStore, name_of
+
+from shard_writers import write_litdata, write_mds  # isort: skip
 
 CLASSES = ("ant", "bee", "cat")
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
@@ -109,6 +112,26 @@ def make_zip(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder / "data.zip")
 
 
+def _shards_of(images: list[bytes]) -> list[list[tuple[bytes, bytes]]]:
+    values = [(image, struct.pack("<q", label)) for image, label in zip(images, LABELS, strict=True)]
+    return [values[:4], values[4:5], values[5:]]
+
+
+def make_mds(folder: Path, images: list[bytes]) -> Store:
+    write_mds(folder / "data", {"image": ("png", None), "label": ("int", 8)}, _shards_of(images))
+    return open_store(folder / "data")
+
+
+def make_mds_compressed(folder: Path, images: list[bytes]) -> Store:
+    write_mds(folder / "data", {"image": ("png", None), "label": ("int", 8)}, _shards_of(images), "zstd")
+    return open_store(folder / "data")
+
+
+def make_litdata(folder: Path, images: list[bytes]) -> Store:
+    write_litdata(folder / "data", {"image": "bytes", "label": "int"}, _shards_of(images))
+    return open_store(folder / "data")
+
+
 def _without_time(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.mtime = 0  # part of the fingerprint
     return member
@@ -132,12 +155,17 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "webdataset": make_webdataset,
     "webdataset_shards": make_webdataset_shards,
     "zip": make_zip,
+    "mds": make_mds,
+    "mds_compressed": make_mds_compressed,
+    "litdata": make_litdata,
     "memory": make_memory,
     "memory_groups": make_memory_groups,
 }
+WITHOUT_CLASSES = ("webdataset", "webdataset_shards", "mds", "mds_compressed", "litdata")
 GROUPS = {
     "parquet": [0, 3, 6, 9, 10],
     "parquet_hf": [0, 4, 6, 10],
+    "mds_compressed": [0, 4, 5, 10],
     "memory_groups": [0, 4, 8, 10],
 }
 
@@ -206,7 +234,7 @@ def test_result_belongs_to_the_reader(store: Store) -> None:
 
 def test_columns_and_classes(store: Store, kind: str) -> None:
     assert store.columns == ("image", "label")
-    assert store.classes == (None if "webdataset" in kind else CLASSES)
+    assert store.classes == (CLASSES if kind not in WITHOUT_CLASSES else None)
 
 
 NAMES = {
@@ -219,6 +247,9 @@ NAMES = {
     "webdataset": "/data.tar, 009.png",
     "webdataset_shards": "/00002.tar, 009.png",
     "zip": "/data.zip, train/cat/009.PNG",
+    "mds": "/data/shard.00002.mds, sample 4",
+    "mds_compressed": "/data/shard.00002.mds.zstd, sample 4",
+    "litdata": "/data/chunk-0-2.bin, sample 4",
 }
 
 

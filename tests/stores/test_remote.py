@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import struct
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from raypipe.stores import Store, destination, open_store, open_writer
 from raypipe.stores.addresses import MANIFEST, expand, list_files
 from raypipe.stores.destination import new_remote
 from raypipe.stores.tar_and_zip import TarStore
+
+from shard_writers import write_mds  # isort: skip
 
 CLASSES = ("ant", "bee", "cat")
 IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (9000 * i) for i in range(12)]
@@ -101,6 +104,18 @@ def one_zip(folder: Path, bucket: str) -> tuple[Path, str]:
     return folder / "a.zip", f"{bucket}/a.zip"
 
 
+def mds(codec: str) -> Callable[[Path, str], tuple[Path, str]]:
+    def make(folder: Path, bucket: str) -> tuple[Path, str]:
+        values = [(image, struct.pack("<q", label)) for image, label in zip(IMAGES, LABELS, strict=True)]
+        columns = {"image": ("png", None), "label": ("int", 8)}
+        write_mds(folder / "mds", columns, [values[start:end] for start, end in SHARDS], codec)
+        for file in (folder / "mds").iterdir():
+            put(file, f"{bucket}/mds/{file.name}")
+        return folder / "mds", f"{bucket}/mds"
+
+    return make
+
+
 MAKERS = {
     "one_lmdb": one_lmdb,
     "lmdb_shards": shards("lmdb"),
@@ -108,6 +123,8 @@ MAKERS = {
     "one_tar": one_tar,
     "several_tars": several_tars,
     "one_zip": one_zip,
+    "mds": mds(""),
+    "mds_compressed": mds("zstd"),
 }
 
 

@@ -1,0 +1,157 @@
+"""How values are written in the shards of MDS and LitData, see `raypipe.stores.shards`.
+
+    bytes, jpeg, png, …       as they are
+    str, json, str_int, …     text in UTF-8
+    int, uint8, float32, …    little-endian
+    pil                       uint32 width, height and length of the mode's name | name | pixels
+    ndarray                   of MDS: type and axes, as far as the name of the encoding lacks them | values
+    numpy, tensor             of LitData: uint32 type, number of axes, and axes | values
+
+There is no encoding for pickles: they are programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+DAMAGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error)
+"""What decoding damage raises: OverflowError for a number over 64 bits, RecursionError for a thousand brackets."""
+
+# Name → code of `struct`; that of numpy is the name.
+_NUMBERS = {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "int8": "b", "int16": "h", "int32": "i"}
+_NUMBERS |= {"int64": "q", "float16": "e", "float32": "f", "float64": "d"}
+_ALIASES = {"int": "int64", "float": "float64"}
+_DIGITS: dict[str, Callable[[str], Any]] = {
+    "str_int": lambda text: np.int64(int(text)),
+    "str_float": lambda text: np.float64(text),
+}
+_AS_THEY_ARE = ("bytes", "jpeg", "png", "tifffile", "file", "video")
+_PIL_HEAD = struct.Struct("<III")
+_PIL_CHANNELS = {b"L": 1, b"RGB": 3, b"RGBA": 4}
+# The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
+_MDS_TYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4"}
+_MDS_TYPES |= {64: "u8", 65: "i8", 66: "f8"}
+_NUMPY_TYPES = {**dict(enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))), 13: "?"}
+_TORCH_TYPES = {0: "f4", 1: "f4", 2: "f8", 3: "f8", 8: "f2", 9: "f2", 11: "u1", 12: "i1", 13: "i2", 14: "i2"}
+_TORCH_TYPES |= {15: "i4", 16: "i4", 17: "i8", 18: "i8", 19: "?", 20: "u2"}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the values of one column are written.
+
+    Attributes:
+        decode: bytes → a value; raises one of `DAMAGE` where the bytes are none.
+        dtype: of numbers; None for other values.
+        num_bytes: size of each value; None where each has its own.
+        is_image: values may be encoded images.
+    """
+
+    decode: Callable[[bytes], Any]
+    dtype: np.dtype[Any] | None = None
+    num_bytes: int | None = None
+    is_image: bool = False
+
+
+def encoding_of(name: str) -> Encoding | None:
+    """The encoding that an index names, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`.
+
+    None for pickles, and for what is unknown.
+    """
+    kind, _, rest = name.partition(":")
+    kind = _ALIASES.get(kind, kind)
+    if kind in _AS_THEY_ARE:
+        return Encoding(lambda data: data, is_image=kind != "video")
+    if kind in _NUMBERS:
+        number = struct.Struct(f"<{_NUMBERS[kind]}")
+        return Encoding(lambda data: number.unpack(data)[0], np.dtype(kind), number.size)
+    if kind == "bool":
+        return Encoding(lambda data: int(struct.unpack("<?", data)[0]), np.dtype(np.int64), 1)
+    if kind in _DIGITS:
+        from_text = _DIGITS[kind]
+        return Encoding(
+            lambda data: from_text(data.decode()), np.dtype("int64" if kind == "str_int" else "float64")
+        )
+    if kind in ("str", "str_decimal"):
+        return Encoding(lambda data: data.decode())
+    if kind == "json":
+        return Encoding(json.loads)
+    if kind == "pil":
+        return Encoding(_png_of, is_image=True)
+    with contextlib.suppress(ValueError):  # of a damaged name
+        return _array_encoding(kind, rest)
+    return None
+
+
+def _array_encoding(kind: str, rest: str) -> Encoding | None:
+    """That of arrays, whose values become lists."""
+    if kind == "ndarray":
+        name, _, axes = rest.partition(":")
+        dtype = np.dtype(name) if name in _NUMBERS else None
+        shape = tuple(map(int, axes.split(","))) if axes else None
+        if (name and dtype is None) or min(shape or (1,)) < 1:
+            raise ValueError(f"the encoding ndarray:{rest}")
+        num_bytes = None if dtype is None or shape is None else dtype.itemsize * math.prod(shape)
+        return Encoding(lambda data: _of_mds(data, dtype, shape), num_bytes=num_bytes)
+    types = {"numpy": _NUMPY_TYPES, "tensor": _TORCH_TYPES}.get(kind.removeprefix("no_header_"))
+    if types is None:
+        return None
+    if kind.startswith("no_header_"):
+        if int(rest) not in types:  # complex numbers, objects
+            return None
+        one_type = np.dtype(types[int(rest)])
+        return Encoding(lambda data: np.frombuffer(data, one_type).tolist())
+    return Encoding(lambda data: _of_litdata(data, types))
+
+
+def _png_of(data: bytes) -> bytes:
+    """Pixels as PNG, which loses nothing; ValueError where their mode is neither L, RGB nor RGBA."""
+    import cv2
+
+    width, height, num_letters = _PIL_HEAD.unpack_from(data)
+    start = _PIL_HEAD.size + num_letters
+    mode = data[_PIL_HEAD.size : start]
+    if mode not in _PIL_CHANNELS:
+        raise ValueError(f"pixels of mode {mode[:20]!r}")
+    pixels = np.frombuffer(data, np.uint8, offset=start).reshape(height, width, _PIL_CHANNELS[mode])
+    # OpenCV has blue first. They are made anew at each read, so they are packed quickly rather than well.
+    ordered = pixels[..., [2, 1, 0, 3][: pixels.shape[2]]] if pixels.shape[2] > 1 else pixels
+    ok, png = cv2.imencode(".png", np.ascontiguousarray(ordered), [cv2.IMWRITE_PNG_COMPRESSION, 1])
+    if not ok:
+        raise ValueError(f"pixels of {width} x {height}")
+    return bytes(png.tobytes())
+
+
+def _of_mds(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> list[Any]:
+    start = 0
+    if dtype is None:
+        dtype, start = np.dtype(_MDS_TYPES[data[0]]), 1
+    if shape is None:
+        num_axes, axis = data[start] >> 2, np.dtype(f"<u{1 << data[start] % 4}")
+        shape = tuple(np.frombuffer(data, axis, num_axes, start + 1).tolist())
+        start += 1 + num_axes * axis.itemsize
+    return _as_list(data, start, dtype, shape)
+
+
+def _of_litdata(data: bytes, types: dict[int, str]) -> list[Any]:
+    # The head of a tensor was little-endian, as that of numpy's arrays is, and is big-endian in newer versions.
+    order = "<" if struct.unpack_from("<I", data)[0] in types else ">"
+    kind, num_axes = struct.unpack_from(f"{order}II", data)
+    shape = np.frombuffer(data, f"{order}u4", num_axes, 8).tolist()
+    return _as_list(data, 8 + 4 * num_axes, np.dtype(types[kind]), shape)
+
+
+def _as_list(data: bytes, start: int, dtype: np.dtype[Any], shape: Sequence[int]) -> list[Any]:
+    values = np.frombuffer(memoryview(data)[start:], dtype)
+    if math.prod(shape) != len(values):  # numpy would take a product over 64 bits for another
+        raise ValueError(f"{len(values)} values in an array of {tuple(shape)}")
+    found: list[Any] = values.reshape(shape).tolist()
+    return found

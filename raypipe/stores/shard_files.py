@@ -1,0 +1,182 @@
+"""One shard of MDS or LitData: a file of samples, which may be compressed as a whole.
+
+    uint32 n | uint32 offsets (n + 1) | … | samples, from one offset to the next
+
+A compressed shard is unpacked into memory, up to 1 GiB. LitData also packs it in frames of some samples each:
+
+    "LDFZ01" 0 0 | uint16 1 | uint16 | uint32 n, samples of a frame, number of frames |
+    uint32 offsets (n + 1), from 0 |
+    of each frame: uint32 first sample, samples | uint64 place | uint32 packed bytes, unpacked bytes |
+    frames, by zstd
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pyarrow as pa
+
+from raypipe.errors import StoreError
+from raypipe.stores.archive import OpenFile
+
+MAX_UNPACKED_BYTES = 1 << 30
+FRAMES = "zstd in frames"
+"""The codec of LitData's frames."""
+
+_FRAMES_MAGIC = b"LDFZ01\0\0"
+_FRAMES_HEAD = struct.Struct("<8sHHIII")
+_FRAME = np.dtype([("first", "<u4"), ("num", "<u4"), ("place", "<u8"), ("packed", "<u4"), ("unpacked", "<u4")])
+# Name in an index → pyarrow's.
+_CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy", FRAMES: "zstd"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard, as an index describes it.
+
+    Attributes:
+        name: its path below the folder of the index.
+        num_samples: that it holds.
+        num_bytes: of the file; -1 where the index does not say.
+        codec: how it is compressed, such as `zstd:7`; empty = not.
+        unpacked_bytes: its size, unpacked, or a limit of it; only with a codec.
+        unpacked_name: a file of the same, uncompressed, which need not be there; empty = none.
+    """
+
+    name: str
+    num_samples: int
+    num_bytes: int = -1
+    codec: str = ""
+    unpacked_bytes: int = -1
+    unpacked_name: str = ""
+
+
+def check_shard(shard: Shard) -> None:
+    """Raise ValueError where an index says what cannot be, or names a file outside its folder."""
+    path = PurePosixPath(shard.name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in shard.name or "\\" in shard.name:
+        raise ValueError(f"the shard {shard.name!r} is no file below this folder")
+    if shard.num_samples < 0 or shard.num_bytes < -1:
+        raise ValueError(f"{shard.name} with {shard.num_samples} samples in {shard.num_bytes} bytes")
+    if not shard.codec:
+        return
+    if shard.codec.partition(":")[0] not in _CODECS:
+        raise ValueError(f"{shard.name} with the compression {shard.codec!r}; known are {', '.join(_CODECS)}")
+    if not 0 <= shard.unpacked_bytes <= MAX_UNPACKED_BYTES:
+        raise ValueError(
+            f"{shard.name}, which unpacks to {shard.unpacked_bytes:,} bytes: the limit is {MAX_UNPACKED_BYTES:,}"
+        )
+
+
+class OpenShard:
+    """A shard whose samples are read by position: from an open file, or from what a compressed one unpacks to.
+
+    Attributes:
+        offsets: int64 of shape (num_samples + 1,), ascending.
+        num_bytes: that it takes in memory.
+
+    Args:
+        name: of the shard, for errors.
+        num_samples: that the index gives it.
+        source: the file, or its content.
+    """
+
+    def __init__(self, name: str, num_samples: int, source: OpenFile | bytes) -> None:
+        self._name, self._source = name, source
+        self.num_bytes = len(source) if isinstance(source, bytes) else 0
+        end = len(source) if isinstance(source, bytes) else os.fstat(source.descriptor).st_size
+        table = np.frombuffer(self.part(0, 4 * (num_samples + 2)), "<u4", count=min(num_samples + 2, end // 4))
+        needed = int(table[-1]) if len(table) == num_samples + 2 else 4 * (num_samples + 2)
+        if needed > end:
+            raise StoreError(f"{name} is truncated, or damaged: {end} bytes, needs {needed}; copy it again")
+        self.offsets = table[1:].astype(np.int64)
+        if table[0] != num_samples or self.offsets[0] < table.nbytes or (np.diff(self.offsets) < 0).any():
+            raise StoreError(
+                f"{name} is damaged, or another shard than the index describes: it begins with {table[0]} and "
+                f"{self.offsets[0]}, for {num_samples} samples; copy it again"
+            )
+        if num_samples and self.offsets[0] == self.offsets[-1]:
+            raise StoreError(
+                f"{name} has no samples by position, as LitData's shards of nested samples, which are Arrow: "
+                "write them flat"
+            )
+
+    def part(self, start: int, num_bytes: int) -> bytes:
+        """As many bytes from `start` on as there are. Threads may share the shard; it may raise StoreError."""
+        if isinstance(self._source, bytes):
+            return self._source[start : start + num_bytes]
+        try:
+            return os.pread(self._source.descriptor, num_bytes, start)
+        except OSError as error:
+            raise StoreError(f"{self._name} cannot be read: {error}") from error
+
+
+def open_file(path: str | Path, shard: Shard, name: str) -> OpenFile:
+    """The file of a shard; StoreError, with its name for errors, where it cannot be opened or has another size."""
+    try:
+        file = OpenFile(Path(path))
+    except OSError as error:
+        raise StoreError(f"{name} cannot be opened: {error}; copy it again") from error
+    found = os.fstat(file.descriptor).st_size
+    if shard.num_bytes not in (-1, found):
+        raise StoreError(f"{name} is truncated, or damaged: {found} bytes, needs {shard.num_bytes}; copy it again")
+    return file
+
+
+def unpacked(file: OpenFile, shard: Shard, name: str) -> bytes:
+    """What a compressed shard unpacks to; StoreError where it is damaged."""
+    packed_bytes = os.fstat(file.descriptor).st_size
+    codec = _CODECS[shard.codec.partition(":")[0]]
+    try:
+        if packed_bytes > MAX_UNPACKED_BYTES:
+            raise ValueError(f"{packed_bytes:,} bytes; the limit is {MAX_UNPACKED_BYTES:,}")
+        packed = _whole(file.descriptor, packed_bytes)
+        if shard.codec == FRAMES:
+            return _of_frames(packed)
+        return _unpacked(packed, codec, shard.unpacked_bytes)
+    except (pa.ArrowException, OSError, ValueError, struct.error) as error:
+        raise StoreError(f"{name} cannot be unpacked by {codec}: {error}; copy it again") from error
+
+
+def _unpacked(packed: bytes, codec: str, max_bytes: int) -> bytes:
+    """Of snappy, `max_bytes` is the very size."""
+    if codec == "snappy":  # which pyarrow unpacks at once or not at all
+        return bytes(pa.decompress(packed, max_bytes, codec, asbytes=True))
+    with pa.CompressedInputStream(pa.BufferReader(packed), codec) as stream:
+        content = bytes(stream.read(max_bytes + 1))  # a bomb unpacks no further
+    if len(content) > max_bytes:
+        raise ValueError(f"more than {max_bytes} bytes")
+    return content
+
+
+def _of_frames(packed: bytes) -> bytes:
+    """What a shard in frames would be without them."""
+    magic, version, _, num_samples, _, num_frames = _FRAMES_HEAD.unpack_from(packed)
+    if (magic, version) != (_FRAMES_MAGIC, 1):
+        raise ValueError(f"it begins with {magic!r}, version {version}, in place of {_FRAMES_MAGIC!r}, version 1")
+    place = _FRAMES_HEAD.size + 4 * (num_samples + 1)
+    offsets = np.frombuffer(packed, "<u4", num_samples + 1, _FRAMES_HEAD.size)
+    frames = np.frombuffer(packed, _FRAME, num_frames, place)
+    if frames["unpacked"].sum(dtype=np.int64) > MAX_UNPACKED_BYTES:
+        raise ValueError(f"it unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
+    table = np.concatenate([[num_samples], offsets.astype(np.int64) + 4 * (num_samples + 2)])
+    if table[-1] >= 1 << 32:
+        raise ValueError(f"its offsets go up to {offsets[-1]}")
+    parts = [table.astype("<u4").tobytes()]
+    for frame in frames:
+        start, size = int(frame["place"]), int(frame["packed"])
+        parts.append(_unpacked(packed[start : start + size], "zstd", int(frame["unpacked"])))
+        if len(parts[-1]) != frame["unpacked"]:
+            raise ValueError(f"the frame at byte {start} is truncated")
+    return b"".join(parts)
+
+
+def _whole(descriptor: int, num_bytes: int) -> bytes:
+    parts = [b""]
+    while (done := sum(map(len, parts))) < num_bytes and (part := os.pread(descriptor, num_bytes - done, done)):
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,100 @@
+"""Shards of MDS and LitData, written as their layouts say, of bytes that a test chooses."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+Values = Sequence[bytes]
+CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
+
+
+def record(values: Values, sizes: Sequence[int | None]) -> bytes:
+    """One sample: the sizes of the values that have no fixed one, and the values."""
+    given = [len(value) for value, size in zip(values, sizes, strict=True) if size is None]
+    return struct.pack(f"<{len(given)}I", *given) + b"".join(values)
+
+
+def shard(records: Values) -> bytes:
+    """The content of one file."""
+    offsets = [4 * (len(records) + 2)]
+    for one in records:
+        offsets.append(offsets[-1] + len(one))
+    return struct.pack(f"<{len(offsets) + 1}I", len(records), *offsets) + b"".join(records)
+
+
+def packed(content: bytes, codec: str) -> bytes:
+    if codec == "snappy":
+        return pa.compress(content, codec, asbytes=True)
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, CODECS[codec]) as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def write_mds(
+    folder: Path,
+    columns: dict[str, tuple[str, int | None]],
+    shards: Sequence[Sequence[Values]],
+    codec: str = "",
+) -> None:
+    """Write a folder of MDS: columns are name → encoding and fixed size, shards have samples of their values."""
+    folder.mkdir(exist_ok=True)
+    sizes = [size for _, size in columns.values()]
+    entries: list[dict[str, Any]] = []
+    for number, samples in enumerate(shards):
+        content = shard([record(values, sizes) for values in samples])
+        name = f"shard.{number:05d}.mds"
+        files = {
+            "raw_data": (name, content),
+            "zip_data": (f"{name}.{codec}", packed(content, codec) if codec else b""),
+        }
+        written = files["zip_data" if codec else "raw_data"]
+        (folder / written[0]).write_bytes(written[1])
+        found = {what: {"basename": at, "bytes": len(data), "hashes": {}} for what, (at, data) in files.items()}
+        entries.append(
+            {
+                "column_names": list(columns),
+                "column_encodings": [encoding for encoding, _ in columns.values()],
+                "column_sizes": sizes,
+                "compression": f"{codec}:7" if codec else None,
+                "format": "mds",
+                "hashes": [],
+                **found,
+                "samples": len(samples),
+                "size_limit": 1 << 26,
+                "version": 2,
+            }
+        )
+        if not codec:
+            entries[-1]["zip_data"] = None
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+
+
+def write_litdata(folder: Path, columns: dict[str, str], shards: Sequence[Sequence[Values]]) -> None:
+    """Write a folder of LitData: columns are name → encoding."""
+    folder.mkdir(exist_ok=True)
+    leaf = {"type": None, "context": None, "children_spec": []}
+    spec = {"type": "builtins.dict", "context": json.dumps(list(columns)), "children_spec": [leaf] * len(columns)}
+    chunks = []
+    for number, samples in enumerate(shards):
+        content = shard([record(values, [None] * len(columns)) for values in samples])
+        (folder / f"chunk-0-{number}.bin").write_bytes(content)
+        chunks.append(
+            {"chunk_bytes": len(content), "chunk_size": len(samples), "filename": f"chunk-0-{number}.bin"}
+        )
+    config = {"compression": None, "data_format": list(columns.values()), "data_spec": json.dumps([1, spec])}
+    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
+
+
+def edit(folder: Path, change: Any) -> None:
+    """Change the content of a folder's index in place."""
+    path = folder / "index.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))

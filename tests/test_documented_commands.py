@@ -266,6 +266,14 @@ def write_hdf5(name: str, images: str, labels: str) -> None:
         file[labels] = np.arange(30) % 5
 
 
+def write_saved() -> None:
+    Path("my_dataset/train").mkdir(parents=True)
+    images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
+    table = pa.table({"image": images, "label": [i % 5 for i in range(30)]})
+    with pa.ipc.new_stream("my_dataset/train/data-00000-of-00001.arrow", table.schema) as writer:
+        writer.write_table(table)
+
+
 def labelled_pictures() -> list[tuple[bytes, bytes]]:
     return [(picture(i), struct.pack("<q", i % 5)) for i in range(30)]
 
@@ -297,6 +305,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "train.h5": lambda: write_hdf5("train.h5", "images", "labels"),
     "camelyon.h5": lambda: write_hdf5("camelyon.h5", "x", "y"),
     "data/train-*.parquet": write_hugging_face,
+    "my_dataset/train": write_saved,
     "mds/train": write_mosaic,
     "litdata/train": write_lightning,
 }

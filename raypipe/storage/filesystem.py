@@ -1,4 +1,5 @@
-"""Every address as a file system and a path on it, in one place: local paths, file://, s3://, gs://, az://, abfs://.
+"""Every address as a file system and a path on it, in one place: local paths, file://, s3://, gs://, az://, abfs://,
+and hf://, to read.
 
 The file systems are pyarrow's own, with retries and time-outs. Their settings, like credentials, come from the
 environment of each process, so on a cluster every node has them:
@@ -8,6 +9,7 @@ environment of each process, so on a cluster every node has them:
     gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS, or the machine's own; gs://anonymous@bucket/key
     az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's
     abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
+    hf://datasets/OWNER/NAME@REVISION/path                 HF_TOKEN, or the machine's own login; see `storage.hub`
 
 An address holds no credentials, and no options: it is printed, logged and kept with the run. One that does is
 refused.
@@ -38,15 +40,16 @@ _CONNECT_S = 5
 _SILENT_S = 20  # without a byte, after which a request is tried again
 _GOOGLE_RETRY = timedelta(minutes=2)  # for a request with all its attempts
 # Scheme → its kind of file system.
-_KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "hf": "hf"}
 # Where credentials stand, instead of in an address.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "hf": "HF_TOKEN",
 }
 # What a file system is made of beside its address begins with one of these: another value makes another one.
-_ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
+_ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "HF_", "RAYPIPE_STORAGE_")
 # In the path of Ray's copies of working directories.
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 # Parts of an error's text → what to do about it.
@@ -59,6 +62,7 @@ _ADVICE = {
     ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403"): (
         "check the credentials, which every node needs"
     ),
+    ("401 Client Error", "403 Client Error"): "check HF_TOKEN, which every node needs",
     ("OAuth2", "DefaultAzureCredential"): (
         "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS or AZURE_STORAGE_KEY"
     ),
@@ -112,7 +116,7 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
     if scheme not in _KINDS:
-        understood = "local paths, file://, s3://, gs://, az:// and abfs://"
+        understood = "local paths, file://, s3://, gs://, az://, abfs:// and hf://"
         raise ConfigError(f"{uri} is of an unknown scheme; understood are {understood}")
     host, _, path = rest.partition("/")
     bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
@@ -132,6 +136,10 @@ def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid:
     if kind == "gs":
         anonymous = host.startswith("anonymous@")
         return pyarrow.fs.GcsFileSystem(anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY)
+    if kind == "hf":
+        from raypipe.storage.hub import hub_filesystem
+
+        return hub_filesystem()
     return _s3(host) if kind == "s3" else _azure(host)
 
 

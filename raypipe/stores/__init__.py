@@ -29,6 +29,7 @@ _HOME = {
 }
 # Kind → its module, and its class, or the function that yields the samples of what is read once, in order.
 _STORES = {
+    "arrow": ("arrow", "ArrowStore"),
     "folder": ("folder", "FolderStore"),
     "hdf5": ("hdf5", "hdf5_samples"),
     "litdata": ("litdata", "LitDataStore"),
@@ -40,9 +41,10 @@ _STORES = {
     "tfrecord": ("tfrecord", "tfrecord_samples"),
     "zip": ("tar_and_zip", "ZipStore"),
 }
-# End of a file's name → kind; TFRecord has names of its own. The first four are read from object stores too.
-_ENDS = {".lmdb": "lmdb", ".parquet": "parquet", ".tar": "tar", ".zip": "zip", ".h5": "hdf5", ".hdf5": "hdf5"}
-_REMOTE = ("lmdb", "parquet", "tar", "zip")
+# End of a file's name → kind; TFRecord has names of its own.
+_ENDS = {".lmdb": "lmdb", ".parquet": "parquet", ".tar": "tar", ".zip": "zip", ".arrow": "arrow"}
+_ENDS |= {".h5": "hdf5", ".hdf5": "hdf5"}
+_REMOTE = ("lmdb", "parquet", "tar", "zip")  # files that are read from object stores too
 
 __all__ = [
     "Columns",
@@ -67,16 +69,12 @@ _LAYOUTS = """understood are:
   zip      a *.zip of class/image.jpg
   MDS      a folder with MosaicML's index.json and *.mds
   LitData  a folder with LitData's index.json and chunk-*.bin
+  Arrow    a *.arrow file, or a folder of them as the datasets library writes it
   folder   a folder of class/image.jpg
   TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe convert` copies them
   HDF5     a *.h5 or *.hdf5 file; likewise
-several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last three at s3://, gs://,
+several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last four at s3://, gs://,
 az:// or abfs:// too"""
-
-_FROM_ARROW = (
-    "as the datasets library caches them, which raypipe does not read: write it as Parquet, "
-    "load_dataset(…) or load_from_disk(…), then ['train'].to_parquet('train.parquet')"
-)
 
 
 def __getattr__(name: str) -> Any:
@@ -154,10 +152,10 @@ def _kind_of(address: str) -> str:
 
     name = split(address)[1].lower()
     if is_remote(address) and _kind_of_name(name) in _REMOTE:
-        return _kind_of_name(name)
+        return _checked(_kind_of_name(name), address)
     names = names_at(address, folders=True)
     if names is not None:
-        return _kind_of_folder(address, names)
+        return _checked(_kind_of_folder(address, names), address)
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and "{" not in name:
             raise StoreError(f"{address} does not exist: name a file, a folder or an address that is there")
@@ -169,11 +167,18 @@ def _kind_of(address: str) -> str:
         return kind
     if not is_remote(address) and (kind := _kind_of_name(name)):
         return kind
-    if name.endswith(".arrow"):
-        raise StoreError(f"{address} is Arrow, {_FROM_ARROW}")
     if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
         raise StoreError(f"{address} is compressed, which allows no random access: uncompress it to *.tar first")
     raise StoreError(f"{address} is no store; {_LAYOUTS}")
+
+
+def _checked(kind: str, address: str) -> str:
+    if address.startswith("hf://") and kind != "parquet":
+        raise StoreError(
+            f"{address} is {kind}: from the Hub, only Parquet is read. Copy it to a disk by `hf download`, or "
+            "name its revision of Parquet, NAME@refs%2Fconvert%2Fparquet"
+        )
+    return kind
 
 
 def _kind_of_name(name: str) -> str:
@@ -213,8 +218,12 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         return "lmdb"
     if "parquet" in suffixes:
         return "parquet"
-    if "dataset_dict.json" in names or "arrow" in suffixes:
-        raise StoreError(f"{address} is a data set in Arrow files, {_FROM_ARROW}")
+    if "dataset_dict.json" in names:
+        raise StoreError(
+            f"{address} holds several splits, each in a folder: a store is one of them, as {address}/train"
+        )
+    if "arrow" in suffixes:
+        return "arrow"
     if "index.json" in names and (kind := _kind_of_shards(address, names)):
         return kind
     here = "://" not in address

@@ -8,8 +8,6 @@ keeps the last ones decoded.
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -27,7 +25,8 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import open_input
 from raypipe.storage.filesystem import explained, one_line, open_filesystem
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, by_part, part_of
+from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, take
+from raypipe.stores.base import Columns, FileStore, by_part, part_of
 from raypipe.stores.parquet_pages import bounded
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
@@ -104,14 +103,14 @@ class _Groups:
         for path, footer in zip(paths, footers, strict=True):
             metadata, schema, sizes = _parse_footer(path, footer)
             if first is None:
-                first, self.classes = schema, _class_names(schema, label_column)
-            elif not schema.equals(first) or _class_names(schema, label_column) != self.classes:
+                first, self.classes = schema, class_names(schema, label_column)
+            elif not schema.equals(first) or class_names(schema, label_column) != self.classes:
                 raise StoreError(f"{path} and {paths[0]} differ in schema or classes: a store has one schema")
             self._groups += (_Group(path, metadata, number, size) for number, size in enumerate(sizes) if size)
             digest.update(len(footer).to_bytes(8, "little") + footer)
         if (image_column, label_column) != ("image", "label"):  # other columns are other contents
             digest.update(repr((image_column, label_column)).encode())
-        self._fields = _columns_of(paths[0], first, image_column, label_column)
+        self._fields = columns_of(paths[0], first, image_column, label_column)
         self.columns, self.fingerprint = tuple(self._fields), digest.hexdigest()
         self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
         self._cache_bytes = cache_bytes
@@ -133,9 +132,9 @@ class _Groups:
             for name in columns:
                 where = f"{self._groups[number].path}, column {self._fields[name].name!r}"
                 rows = indices[positions] - self.groups[number]
-                parts[name].append(_take(decoded[name], rows, name == "label", where))
+                parts[name].append(take(decoded[name], rows, name == "label", where))
         places = np.argsort(np.argsort(indices, kind="stable"))
-        return {name: _join(parts[name], places, self._fields[name].type, name == "label") for name in columns}
+        return {name: join(parts[name], places, self._fields[name].type, name == "label") for name in columns}
 
     def sample_name(self, index: int) -> str:
         number, row = part_of(self.groups, index)
@@ -159,7 +158,7 @@ class _Groups:
         group = self._groups[number]
         fields = {name: self._fields[name] for name in names}
         # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.
-        leaves = [f"{f.name}.bytes" if _is_hf_image(name, f) else f.name for name, f in fields.items()]
+        leaves = [f"{f.name}.bytes" if is_hf_image(name, f) else f.name for name, f in fields.items()]
         try:
             with open_input(self._filesystem, group.path) as file:
                 bytes_of, in_dictionaries = bounded(file, group.metadata, group.number, leaves)
@@ -177,7 +176,7 @@ class _Groups:
                 f"{group}, has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
         return {
-            name: pc.struct_field(table[f.name], "bytes") if _is_hf_image(name, f) else table[f.name]
+            name: pc.struct_field(table[f.name], "bytes") if is_hf_image(name, f) else table[f.name]
             for name, f in fields.items()
         }
 
@@ -210,91 +209,3 @@ def _parse_footer(path: str, footer: bytes) -> tuple[pq.FileMetaData, pa.Schema,
         return parsed, parsed.schema.to_arrow_schema(), sizes
     except (pa.ArrowException, OSError, ValueError) as error:  # also UnicodeDecodeError, of a column's name
         raise StoreError(f"{path} has a broken footer: {error}; copy or convert it again") from error
-
-
-def _columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
-    """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
-    there = ", ".join(schema.names)
-    renamed = {"image": image_column, "label": label_column}
-    columns: dict[str, pa.Field] = {}
-    for name, stored in renamed.items():
-        if stored in schema.names:
-            columns[name] = schema.field(stored)
-        elif name == "image" or stored != "label":
-            raise StoreError(f"{path} has no column {stored!r} for {name}, only: {there}; set {name}_column")
-    image = columns["image"].type
-    if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
-        image = image.field("bytes").type
-    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
-        raise StoreError(
-            f"{path}, column {image_column!r} has type {columns['image'].type}; an image is binary, "
-            "large_binary or struct{bytes, path}"
-        )
-    if "label" in columns and not pa.types.is_integer(columns["label"].type):
-        raise StoreError(
-            f"{path}, column {label_column!r} has type {columns['label'].type}; a label is an integer; "
-            "set label_column"
-        )
-    for field in schema:
-        if field.name not in renamed.values():
-            columns.setdefault(field.name, field)
-    return columns
-
-
-def _class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
-    """The names in the label's ClassLabel of Hugging Face, None without one; older files leave out its `_type`."""
-    try:
-        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label_column]
-        if feature.get("_type", "ClassLabel") != "ClassLabel":
-            return None
-        return tuple(str(name) for name in feature["names"])
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return None
-
-
-def _is_hf_image(name: str, column: pa.Field) -> bool:
-    return name == "image" and pa.types.is_struct(column.type)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
-
-
-def _take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str) -> Any:
-    """Return the rows of a column: numbers as an array, other values as a list."""
-    if not _is_number(column.type):
-        return [_python_value(column[row]) for row in rows.tolist()]
-    taken = column.take(pa.array(rows))
-    if is_label and taken.null_count:
-        raise StoreError(f"{where}: a label is null; training on a made-up one would not be noticed")
-    return taken.to_numpy()
-
-
-def _python_value(scalar: pa.Scalar) -> Any:
-    """Return the value; None for text that is no UTF-8, as from a damaged record, and for a list over 512 MiB."""
-    if isinstance(scalar, pa.ListScalar | pa.LargeListScalar) and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES:
-        return None
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError:
-        return None
-
-
-def _num_bytes_of(values: pa.Array | None) -> int:
-    """The most that values may take in Python, where each of a dictionary's may be all that is in it."""
-    if values is None:
-        return 0
-    if pa.types.is_nested(values.type):
-        return sum(map(_num_bytes_of, values.flatten() if pa.types.is_struct(values.type) else [values.flatten()]))
-    if pa.types.is_dictionary(values.type):
-        return len(values) * values.dictionary.nbytes
-    return values.nbytes
-
-
-def _join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
-    """Put the parts, one per group, together as they were asked for: value i is number places[i] of them all."""
-    if not _is_number(kind):
-        values = list(itertools.chain.from_iterable(parts))
-        return [values[place] for place in places.tolist()]
-    joined = np.concatenate(parts)[places] if parts else np.empty(0, kind.to_pandas_dtype())
-    return joined.astype(np.int64) if is_label else joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import re
 import struct
@@ -112,6 +113,19 @@ def make_zip(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder / "data.zip")
 
 
+def make_arrow(folder: Path, images: list[bytes]) -> Store:
+    (folder / "data").mkdir()
+    metadata = {"huggingface": json.dumps({"info": {"features": {"label": {"names": CLASSES}}}})}
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    schema = pa.schema([("image", kind), ("label", pa.int64())], metadata=metadata)
+    for number, (start, end) in enumerate([(0, 6), (6, 10)]):
+        column = [{"bytes": image, "path": f"{i}.png"} for i, image in enumerate(images[start:end])]
+        table = pa.table({"image": column, "label": LABELS[start:end]}, schema=schema)
+        with pa.ipc.new_stream(folder / "data" / f"data-{number:05d}-of-00002.arrow", schema) as writer:
+            writer.write_table(table, max_chunksize=4)
+    return open_store(folder / "data")
+
+
 def _shards_of(images: list[bytes]) -> list[list[tuple[bytes, bytes]]]:
     values = [(image, struct.pack("<q", label)) for image, label in zip(images, LABELS, strict=True)]
     return [values[:4], values[4:5], values[5:]]
@@ -155,6 +169,7 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "webdataset": make_webdataset,
     "webdataset_shards": make_webdataset_shards,
     "zip": make_zip,
+    "arrow": make_arrow,
     "mds": make_mds,
     "mds_compressed": make_mds_compressed,
     "litdata": make_litdata,
@@ -247,6 +262,7 @@ NAMES = {
     "webdataset": "/data.tar, 009.png",
     "webdataset_shards": "/00002.tar, 009.png",
     "zip": "/data.zip, train/cat/009.PNG",
+    "arrow": "/data/data-00001-of-00002.arrow, batch 0, row 3",
     "mds": "/data/shard.00002.mds, sample 4",
     "mds_compressed": "/data/shard.00002.mds.zstd, sample 4",
     "litdata": "/data/chunk-0-2.bin, sample 4",

@@ -68,18 +68,6 @@ def test_mixed_folder(tmp_path: Path) -> None:
         open_store(tmp_path)
 
 
-@pytest.mark.parametrize("names", [["a.arrow"], ["dataset_dict.json", "train/data-00000-of-00001.arrow"]])
-def test_arrow_files_of_the_datasets_library(tmp_path: Path, names: list[str]) -> None:
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-    for address in (tmp_path, tmp_path / names[-1]):
-        with pytest.raises(
-            StoreError, match=r"(?i)in? arrow.*to_parquet\('train\.parquet'\)|is Arrow.*to_parquet"
-        ):
-            open_store(address)
-
-
 @pytest.mark.parametrize("address", ["a.lmdb", "a.parquet", "class"])
 def test_an_option_that_the_store_has_not(tmp_path: Path, address: str) -> None:
     write(tmp_path / "a.lmdb")

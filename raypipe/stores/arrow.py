@@ -1,0 +1,176 @@
+"""Stores of Arrow files, as Hugging Face's datasets library caches them and as `save_to_disk` writes them.
+
+    state.json           {"_data_files": [{"filename": "data-00000-of-00002.arrow"}, …]}: their order; optional
+    dataset_info.json    what the schemas of the files say too
+    data-….arrow         a stream of batches of rows, whose values lie in the file as they do in memory
+
+The files are mapped into memory: a read touches the rows that it needs and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.files import read_json
+from raypipe.storage.filesystem import explained, is_remote, one_line
+from raypipe.storage.local_file import regular_path
+from raypipe.stores.addresses import list_files
+from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, take
+from raypipe.stores.base import Columns, FileStore, by_part, part_of
+
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+_FILE_MAGIC = b"ARROW1"
+
+
+class ArrowStore(FileStore["_Batches"]):
+    """A store in local Arrow files that all have one schema.
+
+    Null images are None, as are those that are paths to files elsewhere; null labels raise StoreError. The
+    fingerprint is a hash over columns, class names, and the rows of each batch with the size of its file. It does
+    not cover the data. Batches are checked when they are first read; compressed ones are refused.
+
+    Args:
+        address: path of a file, or of a folder of them.
+        image_column: the column that becomes `image`: binary, or a struct with the field `bytes`.
+        label_column: the column, of any integer type, that becomes `label`. A file without a column
+            `label` is a store without labels; any other name must be there.
+    """
+
+    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
+        super().__init__(address, image_column, label_column)
+
+    def _open(self) -> _Batches:
+        if is_remote(self.address):
+            raise StoreError(
+                f"{self.address} is in Arrow files, which are read from a disk only: copy them to one"
+            )
+        return _Batches(self.address, *self._options)
+
+
+class _Batches:
+    """The batches of all files, as one sequence."""
+
+    groups = None
+
+    def __init__(self, address: str, image_column: str, label_column: str) -> None:
+        self._paths = _files(address)
+        self._batches: list[pa.RecordBatch] = []
+        self._places: list[tuple[str, int]] = []  # of each batch: its file, and its number in it
+        self.classes: tuple[str, ...] | None = None
+        first, sizes = None, []
+        for path in self._paths:
+            schema, batches, num_bytes = _read_batches(path)
+            if first is None:
+                first, self.classes = schema, class_names(schema, label_column)
+            elif not schema.equals(first) or class_names(schema, label_column) != self.classes:
+                raise StoreError(
+                    f"{path} and {self._paths[0]} differ in schema or classes: a store has one schema"
+                )
+            self._batches += batches
+            self._places += [(path, number) for number in range(len(batches))]
+            sizes.append((num_bytes, [batch.num_rows for batch in batches]))
+        self._fields = columns_of(self._paths[0], first, image_column, label_column)
+        self.columns = tuple(self._fields)
+        self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
+        self._checked = [False] * len(self._batches)
+        facts = ([(name, str(field)) for name, field in self._fields.items()], self.classes, sizes)
+        self.fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        parts: dict[str, list[Any]] = {name: [] for name in columns}
+        for number, positions in by_part(indices, self._bounds):
+            batch, rows = self._batch(number), indices[positions] - self._bounds[number]
+            for name in columns:
+                field = self._fields[name]
+                column = batch.column(field.name)
+                if is_hf_image(name, field):
+                    column = pc.struct_field(column, "bytes")
+                where = f"{self._places[number][0]}, column {field.name!r}"
+                parts[name].append(take(pa.chunked_array([column]), rows, name == "label", where))
+        places = np.argsort(np.argsort(indices, kind="stable"))
+        return {name: join(parts[name], places, self._fields[name].type, name == "label") for name in columns}
+
+    def sample_name(self, index: int) -> str:
+        number, row = part_of(self._bounds, index)
+        path, within = self._places[number]
+        return f"{path}, batch {within}, row {row}"
+
+    def _batch(self, number: int) -> pa.RecordBatch:
+        """A batch, in which nothing points outside of it."""
+        if not self._checked[number]:
+            try:
+                self._batches[number].validate(full=True)
+            except (pa.ArrowException, OSError) as error:
+                path, within = self._places[number]
+                raise StoreError(
+                    f"{path}, batch {within}, is damaged: {one_line(error)}; copy it again"
+                ) from error
+            self._checked[number] = True
+            self._check_embedded(self._batches[number], self._places[number][0])
+        return self._batches[number]
+
+    def _check_embedded(self, batch: pa.RecordBatch, path: str) -> None:
+        """Raise StoreError where all images of a batch are paths to files that are elsewhere."""
+        field = self._fields["image"]
+        if is_hf_image("image", field) and field.type.get_field_index("path") >= 0:
+            found = batch.column(field.name)
+            held, paths = (pc.struct_field(found, name) for name in ("bytes", "path"))
+            if held.null_count == len(held) > paths.null_count:
+                raise StoreError(
+                    f"{path} holds the paths of images, and not the images: write it by "
+                    "dataset.to_parquet('train.parquet'), which holds them too"
+                )
+
+
+def _files(address: str) -> list[str]:
+    """The files of a store, in their order."""
+    state = Path(address, "state.json")
+    if not state.exists():
+        return [file.address for file in list_files(address, lambda name: name.endswith(".arrow"), "*.arrow")]
+    try:
+        names = [file["filename"] for file in read_json(state)["_data_files"]]
+    except (ConfigError, LookupError, TypeError) as error:
+        raise StoreError(
+            f"{state} cannot be understood: {type(error).__name__}: {error}; copy it again"
+        ) from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
+            raise StoreError(f"{state} names the file {name!r}, which is none in this folder")
+    if not names:
+        raise StoreError(f"{state} names no files")
+    return [str(Path(address, name)) for name in names]
+
+
+def _read_batches(path: str) -> tuple[pa.Schema, list[pa.RecordBatch], int]:
+    """The schema and the batches of a file, and its size; the batches are not checked yet."""
+    with explained(StoreError, f"{path} cannot be read as Arrow"):
+        with regular_path(path) as opened:
+            mapped = pa.memory_map(opened)
+        content = mapped.read_buffer()
+        try:
+            if content[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC:
+                source = pa.ipc.open_file(content)
+                batches = [source.get_batch(number) for number in range(source.num_record_batches)]
+            else:
+                if content[-len(_STREAM_END) :].to_pybytes() != _STREAM_END:
+                    raise OSError("it has no end mark, so it is truncated, or no Arrow; copy it again")
+                source = pa.ipc.open_stream(content)
+                batches = list(source)
+            _ = source.schema.names  # what is no UTF-8 shows only when it is asked for
+        except (ValueError, TypeError, KeyError) as error:  # of a damaged schema
+            raise OSError(f"{error}; copy it again") from error
+    buffers = (buffer for batch in batches for column in batch.columns for buffer in column.buffers())
+    ends = content.address, content.address + content.size
+    if not all(ends[0] <= buffer.address <= ends[1] for buffer in buffers if buffer is not None and buffer.size):
+        raise StoreError(f"{path} is compressed, which allows no random access: write it as Parquet")
+    return source.schema, batches, content.size

@@ -139,7 +139,11 @@ def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid:
     if kind == "hf":
         from raypipe.storage.hub import hub_filesystem
 
-        return hub_filesystem()
+        try:
+            return hub_filesystem()
+        except ImportError as error:
+            extra = "pip install 'raypipe[huggingface]', on every node"
+            raise ConfigError(f"hf:// needs huggingface-hub ({error}): {extra}") from error
     return _s3(host) if kind == "s3" else _azure(host)
 
 

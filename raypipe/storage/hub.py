@@ -14,17 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.errors import ConfigError
-
 
 def hub_filesystem() -> pyarrow.fs.FileSystem:
-    """The Hub, with HF_TOKEN or the login of this machine; ConfigError where its client is not installed."""
-    try:
-        from huggingface_hub import HfFileSystem
-    except ImportError as error:
-        raise ConfigError(
-            f"hf:// needs huggingface-hub ({error}): pip install 'raypipe[huggingface]', on every node"
-        ) from error
+    """The Hub, with HF_TOKEN or the login of this machine; ImportError where its client is not installed."""
+    from huggingface_hub import HfFileSystem
+
     # As AWS_ENDPOINT_URL is, for a mirror: the client itself looks at it only when it is imported.
     client = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"), skip_instance_cache=True)
     return pyarrow.fs.PyFileSystem(_Hub(client))

@@ -219,9 +219,7 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
     if "parquet" in suffixes:
         return "parquet"
     if "dataset_dict.json" in names:
-        raise StoreError(
-            f"{address} holds several splits, each in a folder: a store is one of them, as {address}/train"
-        )
+        raise StoreError(f"{address} holds several splits, each in a folder: give one, as {address}/train")
     if "arrow" in suffixes:
         return "arrow"
     if "index.json" in names and (kind := _kind_of_shards(address, names)):

@@ -33,7 +33,7 @@ logging.getLogger("ray.train.v2._internal.execution.scaling_policy.autoscaling_c
 _TOLD_AFTER_S = 8.0
 
 # What Ray Train takes to end its workers at most, before this process goes without waiting for it.
-_ABORT_S = 3.0
+_ABORT_S = 1.5
 
 # Ray 2.54 has none, which cluster.check_elastic says.
 _Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.FixedScalingPolicy)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _ONE_SIGNAL_S = 0.5
 # After which trainers that were asked to end, and have not looked, are aborted: a step may take minutes, and so
 # may the first batch. With what an abort and Ray's own end take, a run has ended ten seconds after the signal.
-_PATIENCE_S = 4.0
+_PATIENCE_S = 6.0
 
 
 class Interrupts:

@@ -79,7 +79,7 @@ def test_a_run_whose_trainers_have_not_begun_is_aborted_at_once(each_is_meant: N
     with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
         interrupts.hand_over(lambda: asked.append("first"), lambda: False, lambda: False)
         send(signal.SIGTERM)
-        time.sleep(3.0)  # of the 4 that trainers would have
+        time.sleep(3.0)  # of the 6 that trainers would have
     assert asked == ["first"]
 
 

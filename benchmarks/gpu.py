@@ -46,7 +46,7 @@ from raypipe.device.augment import PRESETS, DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.batch import HostBatch

@@ -56,7 +56,7 @@ def start(num: int) -> dict[str, float]:
     import ray
 
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-    from raypipe.plan.schedule import MicroBatchId
+    from raypipe.plan.places import MicroBatchId
     from raypipe.rayext.cluster import connect
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_batches

@@ -23,7 +23,8 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import printable
-from raypipe.plan.schedule import MicroBatchId, Plan
+from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec

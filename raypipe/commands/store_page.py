@@ -17,7 +17,8 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import shown
 from raypipe.pages import Series
-from raypipe.plan.schedule import MicroBatchId, Plan
+from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Plan
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import as_uri
 from raypipe.stores.base import Store

@@ -25,7 +25,7 @@ from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed
 from raypipe.device.ring import CLOSE_S, Item, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
 
 Used = TypeVar("Used")

@@ -23,7 +23,7 @@ from raypipe.logs import STAGES
 
 if TYPE_CHECKING:
     from raypipe.metrics.timing import StageTimes
-    from raypipe.plan.schedule import Split
+    from raypipe.plan.places import Split
 
 _PERIOD_S = 1.0
 

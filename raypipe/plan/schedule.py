@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal
 
 import numpy as np
 
@@ -27,12 +26,9 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.draws import Drawn
 from raypipe.plan.layout import Layout, lay_out, selection_of
 from raypipe.plan.order import Domain, Order, StoredOrder, derive_keys, mix64
+from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.selection import Selection
 from raypipe.stores.base import Store
-
-Split = Literal["train", "val"]
-PADDING = -1
-"""The index of a padding row: zeros, weight 0."""
 
 # To find a sample by drawing takes a second or two for so many.
 _MAX_LOOKED_AT, _LOOKED_AT = 1 << 22, 1 << 16
@@ -53,19 +49,6 @@ class Segment:
     epoch: int
     first_step: int
     num_steps: int
-
-
-@dataclass(frozen=True)
-class MicroBatchId:
-    """The place of one micro-batch in a run."""
-
-    split: Split
-    epoch: int
-    step: int
-    micro: int
-
-    def __str__(self) -> str:
-        return f"{self.split}-e{self.epoch:04d}-s{self.step:06d}-m{self.micro:03d}"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from statistics import median
 
-from raypipe.plan.schedule import MicroBatchId, Split
+from raypipe.plan.places import MicroBatchId, Split
 
 Block = list[MicroBatchId]
 """Micro-batches of one rank and one segment, in order."""

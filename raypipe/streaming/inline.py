@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch

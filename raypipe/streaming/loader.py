@@ -27,7 +27,8 @@ from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.timing import StageClock, StageTimes, mark
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.plan.schedule import MicroBatchId, Segment, Split
+from raypipe.plan.places import MicroBatchId, Split
+from raypipe.plan.schedule import Segment
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of

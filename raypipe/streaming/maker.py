@@ -22,7 +22,8 @@ from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import BadSamplesError, ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.draws import Drawn
-from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Split
+from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.schedule import Plan
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.stores.base import Store, name_of, title_of

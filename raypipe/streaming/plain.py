@@ -9,7 +9,7 @@ import torch
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import Split
+from raypipe.plan.places import Split
 from raypipe.streaming.loader import Epoch, Loader, Pass
 
 Form = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from raypipe.failures import cause_of
-from raypipe.plan.schedule import MicroBatchId, Split
+from raypipe.plan.places import MicroBatchId, Split
 from raypipe.streaming.blocks import Block
 from raypipe.transform.batch import HostBatch, MicroBatchResult, Read, Room
 from raypipe.transform.sample_transform import EncodedSample

@@ -25,7 +25,8 @@ from ray.data.datasource import ReadTask
 
 from raypipe.errors import ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import PADDING, WHOLE, MicroBatchId, Plan, Share, Split
+from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.schedule import WHOLE, Plan, Share
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks

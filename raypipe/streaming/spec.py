@@ -10,7 +10,8 @@ from typing import Any
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
-from raypipe.plan.schedule import Plan, Split
+from raypipe.plan.places import Split
+from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, selected
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options

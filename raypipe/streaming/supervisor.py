@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
-from raypipe.plan.schedule import Split
+from raypipe.plan.places import Split
 from raypipe.streaming.blocks import fitting
 
 logger = logging.getLogger(__name__)

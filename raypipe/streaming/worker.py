@@ -20,7 +20,7 @@ import ray
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
-from raypipe.plan.schedule import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.storage import local_file
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker

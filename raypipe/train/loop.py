@@ -20,7 +20,8 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import STAGES, begin_phases, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes, diagnose
-from raypipe.plan.schedule import MicroBatchId, Segment
+from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Segment
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import is_remote, join
 from raypipe.storage.lease import is_held

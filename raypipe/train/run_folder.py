@@ -39,7 +39,7 @@ import yaml
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import METRICS, SAMPLES, START
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import read_whole, write_text
 from raypipe.storage.filesystem import (
     as_uri,

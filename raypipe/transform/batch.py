@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.schedule import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import Store, title_of
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
 

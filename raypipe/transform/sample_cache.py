@@ -37,7 +37,7 @@ import numpy as np
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import version_of
-from raypipe.plan.schedule import Split
+from raypipe.plan.places import Split
 from raypipe.storage import local_file
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode

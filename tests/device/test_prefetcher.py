@@ -17,7 +17,7 @@ from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch, decoded_on_device, on_device, prefetch
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.contents import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample

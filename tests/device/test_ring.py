@@ -20,7 +20,7 @@ from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
 from raypipe.device.ring import Leaf, Ring, hand_over, numbered
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.contents import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample

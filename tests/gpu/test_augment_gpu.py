@@ -14,7 +14,7 @@ from raypipe.config import AugmentConfig, TrainConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import Ema, build_optimizer, small_model
 from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.batch import HostBatch

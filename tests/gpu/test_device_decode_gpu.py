@@ -12,7 +12,7 @@ from PIL import Image
 from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.device.prefetcher import decoded_on_device
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.contents import EncodedMicroBatch, EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample

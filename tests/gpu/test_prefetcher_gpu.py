@@ -15,7 +15,7 @@ from waiting import waiting_is_an_error
 
 from raypipe.device.prefetcher import Batch, on_device, prefetch
 from raypipe.device.ring import Ring
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -17,7 +17,7 @@ from waiting import waiting_is_an_error
 from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TrainConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import Batch, on_device
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import Learner, build_optimizer, small_model
 from raypipe.transform.batch import HostBatch
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.mixture import ONE, as_shares
-from raypipe.plan.schedule import MicroBatchId, Plan
+from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Plan
 from raypipe.stores.base import MemoryStore, Store
 from raypipe.stores.joined import JoinedStore
 

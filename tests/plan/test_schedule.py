@@ -16,7 +16,8 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import WindowOrder
-from raypipe.plan.schedule import PADDING, MicroBatchId, Plan, Segment, Split, shares
+from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.schedule import Plan, Segment, shares
 from raypipe.stores.base import MemoryStore
 
 

@@ -13,7 +13,7 @@ from full_disk import fill
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
 

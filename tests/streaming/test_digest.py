@@ -14,7 +14,7 @@ from raypipe.commands import cli
 from raypipe.commands.inspection import verify
 from raypipe.config import PlanConfig, RunConfig, StoreConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import DigestFile, batch_digest, combine, compare, iterate_digests, settings_of

@@ -8,7 +8,7 @@ import pytest
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import (

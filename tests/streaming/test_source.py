@@ -18,7 +18,8 @@ import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import PADDING, Plan, Split
+from raypipe.plan.places import PADDING, Split
+from raypipe.plan.schedule import Plan
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore

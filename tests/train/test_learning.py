@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from raypipe.config import PlanConfig, RunConfig, TrainConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import Ema, Learner, build_model, build_optimizer, build_schedule, learning_rate
 
 

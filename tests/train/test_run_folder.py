@@ -13,7 +13,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.storage import files
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.train import run_folder

@@ -16,7 +16,7 @@ from PIL import Image
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import SampleError
-from raypipe.plan.schedule import MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec

@@ -25,6 +25,9 @@ BAD: list[tuple[type, str, Any]] = [
     (PlanConfig, "seed", -1),
     (PlanConfig, "window_groups", -1),
     (PlanConfig, "val_interval", -1),
+    (PlanConfig, "epoch_samples", -1),
+    (PlanConfig, "class_balance", -1.0),
+    (PlanConfig, "repeats", 3),
     (TransformConfig, "size", 0),
     (TransformConfig, "decode_min_side", -1),
     (TransformConfig, "max_bad_fraction", 1.1),
@@ -55,6 +58,8 @@ BAD: list[tuple[type, str, Any]] = [
 # The command line checks choices by their types; a script that builds the dataclasses has only these checks.
 BAD_CHOICES: list[tuple[type, str, str]] = [
     (PlanConfig, "shuffle", "globl"),
+    (PlanConfig, "repeats_in", "rank"),
+    (PlanConfig, "epoch_samples", "long"),
     (TransformConfig, "on_bad_sample", "skip"),
     (TransformConfig, "crop_decode", "auto"),
     (PoolConfig, "read", "reader"),
@@ -93,6 +98,13 @@ def test_a_pool_may_not_be_smaller_than_its_minimum() -> None:
     PoolConfig(min_actors=4, max_actors=4)
     with pytest.raises(ConfigError, match=r"pool\.max_actors .* pool\.min_actors \(4\), got 3"):
         PoolConfig(min_actors=4, max_actors=3)
+
+
+@pytest.mark.parametrize("weights", [{"a": -1}, {"a": 0}, {0: {"a": float("nan")}}, {1: {"a": 1}}, {0: {}}])
+def test_a_mixture_has_weights_from_the_first_epoch_on(weights: Any) -> None:
+    PlanConfig(mixture={0: {"a": 1}, 5: {"a": 0, "b": 2}})
+    with pytest.raises(ConfigError, match=r"plan\.mixture must be weights"):
+        PlanConfig(mixture=weights)
 
 
 def test_every_field_is_described() -> None:

@@ -220,6 +220,11 @@ def test_the_loops_of_docs_integrations_learn(tmp_path: Path, monkeypatch: pytes
     assert len(losses) == 2 and losses[1] < losses[0] == again[0]
 
 
+def test_the_mixture_of_docs_plans_has_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = program("plans.md", monkeypatch, tmp_path)
+    assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")

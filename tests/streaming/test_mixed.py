@@ -1,0 +1,95 @@
+"""Streams of plans that are not plain, made in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe.commands.settings import parse_run
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.streaming.handover import loader
+from raypipe.streaming.spec import StreamSpec, spec_of
+
+
+def mixed(stores: dict[str, Path], config: dict[str, Any], **options: Any) -> StreamSpec:
+    plan = PlanConfig(**{"epochs": 2, "micro_batch_size": 6, "global_batch_size": 24, **config})
+    transform = TransformConfig(train="light", size=12)
+    train = {"big": stores["train"], "small": stores["val"]}
+    return StreamSpec(train, plan=plan, transform=transform, pool=PoolConfig(engine="inline"), **options)
+
+
+def test_batches_of_a_mixture_say_their_sources_and_copies_are_augmented_differently(
+    stores: dict[str, Path],
+) -> None:
+    spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "repeats": 2, "repeats_in": "micro_batch"})
+    sources = []
+    for batch in next(loader(spec).epochs()).train:
+        assert batch.source is not None
+        assert batch.source.tolist() == spec.plan.source_of(batch.index).tolist()
+        assert batch.index[::2].tolist() == batch.index[1::2].tolist()
+        pairs = [
+            bool((one == other).all()) for one, other in zip(batch.image[::2], batch.image[1::2], strict=True)
+        ]
+        assert not all(pairs)
+        sources += batch.source.tolist()
+    assert np.bincount(sources).tolist() == [len(sources) * 2 // 3, len(sources) // 3]
+
+
+def test_a_plain_plan_has_no_sources(stores: dict[str, Path]) -> None:
+    plan = PlanConfig(epochs=1, micro_batch_size=6)
+    spec = StreamSpec(
+        stores["train"], plan=plan, transform=TransformConfig(size=12), pool=PoolConfig(engine="inline")
+    )
+    assert next(iter(next(loader(spec).epochs()).train)).source is None
+
+
+def test_filters_of_one_source_or_of_all_leave_the_others_as_they_are(stores: dict[str, Path]) -> None:
+    whole = mixed(stores, {}).plan
+    for given, sources in (({"small": "label == 0"}, [1]), ("label == 0", [0, 1])):
+        plan = mixed(stores, {}, filter=given).plan
+        parts = plan.kept["train"].parts  # type: ignore[union-attr]
+        assert [number for number, part in enumerate(parts) if part.num_left_out] == sources
+        assert plan.fingerprint != whole.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exclude": "bad.json"}, r"store\.exclude must be \{NAME: …\} by the stores of store\.train, big, small"),
+        ({"filter": {"large": "label > 1"}}, r"store\.filter must be .* big, small, got \{'large'"),
+        ({"filter": "labl > 1"}, r"store\.filter names 'labl'"),
+        ({"val_filter": "label > 1"}, r"store\.val_filter: there is 'label > 1', and no store to filter"),
+    ],
+)
+def test_what_is_given_for_sources_that_are_not_there_is_named(
+    stores: dict[str, Path], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mixed(stores, {}, **options)
+
+
+def test_a_filter_by_names_is_for_mixtures(stores: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="which only a mixture's stores have"):
+        StreamSpec(stores["train"], filter={"big": "label > 1"})
+    with pytest.raises(ConfigError, match=r"store\.train names no store"):
+        StreamSpec({})
+
+
+def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(
+        f"store: {{train: {{big: {stores['train']}, small: {stores['val']}}}, filter: {{big: label != 1}}}}\n"
+        "plan: {micro_batch_size: 6, epoch_samples: longest,\n"
+        "  mixture: {0: {big: 1, small: 1}, 3: {big: 3, small: 1}}}\n"
+    )
+    run = parse_run(
+        [f"--config={tmp_path}/run.yaml", "--plan.class_balance=0.5", "--plan.repeats_in=micro_batch"], None
+    )
+    assert run.plan.mixture_by_epoch == {0: {"big": 1, "small": 1}, 3: {"big": 3, "small": 1}}
+    plan = spec_of(run).plan
+    assert plan.layout.sources == ("big", "small") and plan.kept["train"].num_left_out > 0

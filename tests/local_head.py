@@ -47,7 +47,11 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-_NOT_READY = ("No available agent", "RemoteDisconnected")  # said of a head that has just started
+_NOT_READY = (
+    "No available agent",
+    "RemoteDisconnected",
+    "Connection refused",
+)  # said of one that has just started
 
 
 class LocalHead:
@@ -192,7 +196,8 @@ class LocalHead:
             said = done.stderr + done.stdout
             if cut_off and "already exists" in said:  # the answer was lost, not the job
                 return done
-            if not any(word in said for word in _NOT_READY) or time.monotonic() > deadline:
+            is_over = time.monotonic() > deadline or self._process.poll() is not None
+            if is_over or not any(word in said for word in _NOT_READY):
                 break
             cut_off |= "RemoteDisconnected" in said
             time.sleep(1)

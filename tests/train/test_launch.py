@@ -168,7 +168,7 @@ def test_a_run_trains_classifiers_and_says_so_of_masks_and_boxes() -> None:
 
 
 def test_a_store_without_class_names_asks_for_the_setting() -> None:
-    with pytest.raises(ConfigError, match=r"train\.lmdb does not name its classes: set train\.num_classes"):
+    with pytest.raises(ConfigError, match=r"does not name its classes: set train\.num_classes"):
         num_classes_of(RUN, spec(store(None)))
 
 

@@ -168,6 +168,11 @@ class PlanConfig(_Section, prefix="plan."):
         """M: micro-batches in an optimizer step."""
         return self.global_batch_size // self.micro_batch_size or 1
 
+    @property
+    def samples_per_step(self) -> int:
+        """M·B, also where `global_batch_size` is 0."""
+        return self.micro_batch_size * self.per_step
+
 
 @dataclass(frozen=True)
 class TransformConfig(_Section, prefix="transform."):

@@ -61,6 +61,29 @@ class Layout:
     offsets: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """Those of one store that are kept, and how they are shuffled.
+
+    Attributes:
+        num: how many.
+        order: of each of them once.
+        shuffle: "global", "window" or "off".
+        groups: offsets of all groups in numbers of samples; None = the store has none.
+        window_groups: groups in a window; 0 = there are no windows.
+        seed: of the store.
+    """
+
+    store: Store
+    kept: Selection
+    num: int
+    order: Order
+    shuffle: str
+    groups: np.ndarray | None
+    window_groups: int
+    seed: int
+
+
 def lay_out(config: PlanConfig, store: Store, kept: Selection) -> Layout:
     """What the training epochs draw of the samples of a store that are kept.
 
@@ -75,36 +98,30 @@ def lay_out(config: PlanConfig, store: Store, kept: Selection) -> Layout:
             f"plan.mixture has weights of {', '.join(_names(config))}, and store.train is a single store: name "
             "several there, as {NAME: ADDRESS, …}"
         )
-    order, shuffle, window_groups, groups = _ordered(config, store, kept, config.seed)
-    num, parts = len(store) - kept.num_left_out, _parts(config, store, kept, shuffle, window_groups, groups)
-    if num < (_batch(config) if config.is_plain else 1):
-        raise ConfigError(_too_small(config, store.address, num, kept))
+    samples = _samples(config, store, kept, config.seed)
+    if samples.num < (config.samples_per_step if config.is_plain else 1):
+        raise ConfigError(_too_small(config, samples))
     if config.is_plain:
-        return Layout(order, None, (), num, parts)
+        return Layout(samples.order, None, (), samples.num, _parts(config, samples))
     wanted = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
-    steps = _steps(config, wanted or num * config.repeats, store.address)
+    steps = _steps(config, wanted or samples.num * config.repeats, store.address)
     per_epoch = steps * _units(config)
-    leaf = _leaf(config, store, kept, order, shuffle, per_epoch, config.seed)
-    if isinstance(leaf, Weighted):
-        parts.append(leaf.signature())
+    leaf, parts = _leaf(config, samples, per_epoch)
     walks = wanted or isinstance(leaf, Weighted)
     draws = _repeated(config, Walk(leaf, per_epoch) if walks else leaf)
     parts.append({"epoch": per_epoch if walks else 0, "repeats": [config.repeats, config.repeats_in]})
-    return Layout(None, draws, (leaf,), steps * _batch(config), parts)
+    return Layout(None, draws, (leaf,), steps * config.samples_per_step, parts)
 
 
 def _mixed(config: PlanConfig, store: JoinedStore, kept: JoinedSelection) -> Layout:
     sources = tuple(store.parts)
     leaves, parts = list[Leaf](), list[Any]()
     for number, (part, selection) in enumerate(zip(store.parts.values(), kept.parts, strict=True)):
-        num, seed = len(part) - selection.num_left_out, int(derive_keys(1, config.seed, Domain.SOURCE, number)[0])
-        if not num:
+        seed = int(derive_keys(1, config.seed, Domain.SOURCE, number)[0])
+        samples = _samples(config, part, selection, seed)
+        if not samples.num:
             raise ConfigError(f"{part.address} has no samples: leave {sources[number]!r} out of store.train")
-        order, shuffle, window_groups, groups = _ordered(config, part, selection, seed)
-        of_part = _parts(config, part, selection, shuffle, window_groups, groups)
-        leaf = _leaf(config, part, selection, order, shuffle, num, seed)
-        if isinstance(leaf, Weighted):
-            of_part.append(leaf.signature())
+        leaf, of_part = _leaf(config, samples, samples.num)
         leaves.append(leaf)
         parts.append(of_part)
     sizes = [leaf.size for leaf in leaves]
@@ -118,40 +135,35 @@ def _mixed(config: PlanConfig, store: JoinedStore, kept: JoinedSelection) -> Lay
         {"shares": list(shares.items()), "steps": steps, "repeats": [config.repeats, config.repeats_in]},
     )
     draws = _repeated(config, mixture)
-    return Layout(None, draws, tuple(leaves), steps * _batch(config), parts, sources, store.offsets)
-
-
-def _batch(config: PlanConfig) -> int:
-    return config.micro_batch_size * config.per_step
+    return Layout(None, draws, tuple(leaves), steps * config.samples_per_step, parts, sources, store.offsets)
 
 
 def _units(config: PlanConfig) -> int:
     """Draws in a step, before they are repeated."""
-    return _batch(config) // config.repeats
+    return config.samples_per_step // config.repeats
 
 
 def _steps(config: PlanConfig, draws: int, address: str) -> int:
     """Whole steps in an epoch."""
-    if draws < _batch(config):
+    if draws < config.samples_per_step:
         raise ConfigError(
-            f"an epoch of {draws} draws from {address} is smaller than a global batch of {_batch(config)}: raise "
-            "plan.epoch_samples, or lower plan.global_batch_size and plan.micro_batch_size"
+            f"an epoch of {draws} draws from {address} is smaller than a global batch of "
+            f"{config.samples_per_step}: raise plan.epoch_samples, or lower plan.global_batch_size and "
+            "plan.micro_batch_size"
         )
-    return draws // _batch(config)
+    return draws // config.samples_per_step
 
 
-def _too_small(config: PlanConfig, address: str, num: int, kept: Selection) -> str:
-    beside = f" beside the {kept.num_left_out} that are left out" if kept.num_left_out else ""
+def _too_small(config: PlanConfig, samples: _Samples) -> str:
+    left_out = samples.kept.num_left_out
+    beside = f" beside the {left_out} that are left out" if left_out else ""
     return (
-        f"{address} has {num} samples{beside}, fewer than a global batch of {_batch(config)}: lower "
-        "plan.global_batch_size and plan.micro_batch_size"
+        f"{samples.store.address} has {samples.num} samples{beside}, fewer than a global batch of "
+        f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
     )
 
 
-def _ordered(
-    config: PlanConfig, store: Store, kept: Selection, seed: int
-) -> tuple[Order, str, int, np.ndarray | None]:
-    """The order of a store's samples, how it shuffles, and its window: groups in it, and all groups' offsets."""
+def _samples(config: PlanConfig, store: Store, kept: Selection, seed: int) -> _Samples:
     num = len(store) - kept.num_left_out
     groups = None if store.groups is None else kept.numbers(store.groups)
     shuffle = config.shuffle
@@ -166,25 +178,24 @@ def _ordered(
         order = WindowOrder(groups, seed, window_groups)
     if kept.num_left_out:
         order = KeptOrder(order, kept)
-    return order, shuffle, window_groups, groups
+    return _Samples(store, kept, num, order, shuffle, groups, window_groups, seed)
 
 
-def _parts(
-    config: PlanConfig, store: Store, kept: Selection, shuffle: str, window_groups: int, groups: np.ndarray | None
-) -> list[Any]:
+def _parts(config: PlanConfig, samples: _Samples) -> list[Any]:
     """What the fingerprint of a plan has of its settings and of a store."""
+    groups = samples.groups if samples.window_groups else None
     parts = [
         1,  # the version of this algorithm: an old cursor must not continue under a new order
         config.micro_batch_size,
         config.per_step,
         config.seed,
-        shuffle,
-        window_groups,
-        len(store) - kept.num_left_out,
-        store.fingerprint,
-        None if window_groups == 0 or groups is None else hashlib.blake2b(groups.tobytes()).hexdigest(),
+        samples.shuffle,
+        samples.window_groups,
+        samples.num,
+        samples.store.fingerprint,
+        None if groups is None else hashlib.blake2b(groups.tobytes()).hexdigest(),
     ]
-    return [*parts, kept.signature()] if kept.num_left_out else parts
+    return [*parts, samples.kept.signature()] if samples.kept.num_left_out else parts
 
 
 def _repeated(config: PlanConfig, inner: Draws) -> Draws:
@@ -221,23 +232,22 @@ def _ends(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> l
     return [int(size * sum(weights) / weight) for size, weight in zip(sizes, weights, strict=True) if weight]
 
 
-def _leaf(
-    config: PlanConfig, store: Store, kept: Selection, order: Order, shuffle: str, size: int, seed: int
-) -> Leaf:
-    """The leaf of a store: by weights of `size` draws in a pass, where there are weights."""
-    classes = None
+def _leaf(config: PlanConfig, samples: _Samples, size: int) -> tuple[Leaf, list[Any]]:
+    """The leaf of a store, with `size` draws in a pass where there are weights; and what determines it."""
+    parts, store, classes = _parts(config, samples), samples.store, None
     if config.class_balance:
-        labels = numbers_of(store, "label", "plan.class_balance")
-        classes = labels[_kept_indices(store, kept)]
+        classes = numbers_of(store, "label", "plan.class_balance")[_kept_indices(samples)]
         weights = balanced(classes, config.class_balance)
     elif config.weights:
-        weights = _read_weights(config.weights, store)[_kept_indices(store, kept)]
+        weights = _read_weights(config.weights, store)[_kept_indices(samples)]
         if not weights.any():
             raise ConfigError(f"plan.weights {config.weights} is 0 for all samples of {store.address}")
     else:
-        return Once(order)
-    groups = None if store.groups is None or shuffle != "window" else kept.numbers(store.groups)
-    return Weighted(weights, size, seed, kept, shuffle, groups, config.window_groups, classes)
+        return Once(samples.order), parts
+    # Of its own draws a window has as many groups as are usual, unless the settings say.
+    window = samples.shuffle, samples.groups if samples.shuffle == "window" else None, config.window_groups
+    leaf = Weighted(weights, size, samples.seed, samples.kept, *window, classes)
+    return leaf, [*parts, leaf.signature()]
 
 
 def _read_weights(source: str, store: Store) -> np.ndarray:
@@ -253,8 +263,8 @@ def _read_weights(source: str, store: Store) -> np.ndarray:
     return check_weights(found, len(store), f"plan.weights {source}")
 
 
-def _kept_indices(store: Store, kept: Selection) -> Any:
-    return kept.indices(np.arange(len(store) - kept.num_left_out)) if kept.num_left_out else slice(None)
+def _kept_indices(samples: _Samples) -> Any:
+    return samples.kept.indices(np.arange(samples.num)) if samples.kept.num_left_out else slice(None)
 
 
 def selection_of(exclude: Sequence[int] | np.ndarray | Selection, store: Store | None) -> Selection:

@@ -165,7 +165,7 @@ class Plan:
     @property
     def global_batch_size(self) -> int:
         """M·B: samples in an optimizer step."""
-        return self.config.micro_batch_size * self.config.per_step
+        return self.config.samples_per_step
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -204,7 +204,7 @@ class Plan:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
                 f"{self.fingerprint}: the training store, what is excluded, seed, micro_batch_size, "
-                "global_batch_size, shuffle or what else of the plan says what is drawn differ. Restore those, or "
+                "global_batch_size, shuffle or another setting of what an epoch draws differ. Restore those, or "
                 "start a new run"
             )
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):

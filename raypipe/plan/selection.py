@@ -10,7 +10,7 @@ Held in memory are the indices of those that are left out (`Kept`) or of those t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -85,22 +85,25 @@ class JoinedSelection:
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         """See `Kept.indices`."""
-        found = np.empty(len(numbers), np.int64)
-        sources = np.searchsorted(self.bounds[1:-1], numbers, side="right")
-        for source in np.unique(sources).tolist():
-            inside = sources == source
-            of_part = self.parts[source].indices(numbers[inside] - self.bounds[source])
-            found[inside] = self.offsets[source] + of_part
-        return found
+        return self._by_part(numbers, self.bounds, self.offsets, lambda part, of_part: part.indices(of_part))
 
     def numbers(self, indices: np.ndarray) -> np.ndarray:
         """See `Kept.numbers`."""
-        found = np.empty(len(indices), np.int64)
-        sources = np.searchsorted(self.offsets[1:-1], indices, side="right")
+        return self._by_part(indices, self.offsets, self.bounds, lambda part, of_part: part.numbers(of_part))
+
+    def _by_part(
+        self,
+        given: np.ndarray,
+        begins: np.ndarray,
+        others: np.ndarray,
+        asked: Callable[[Selection, np.ndarray], np.ndarray],
+    ) -> np.ndarray:
+        """What each part is asked for; `begins` and `others` are where it begins before and after."""
+        found = np.empty(len(given), np.int64)
+        sources = np.searchsorted(begins[1:-1], given, side="right")
         for source in np.unique(sources).tolist():
             inside = sources == source
-            of_part = self.parts[source].numbers(indices[inside] - self.offsets[source])
-            found[inside] = self.bounds[source] + of_part
+            found[inside] = others[source] + asked(self.parts[source], given[inside] - begins[source])
         return found
 
     def signature(self) -> str:

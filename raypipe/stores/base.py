@@ -8,10 +8,11 @@ its address and options, so that it may be sent to any actor. Stores know neithe
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -98,10 +99,15 @@ class FileStore(ABC, Generic[C]):
         options: what else the constructor of the subclass takes, in its order.
     """
 
+    # Whether what it holds while it is open has a lock: then a forked child opens the store itself, since its
+    # parent's lock may have been held.
+    _has_lock: ClassVar[bool] = False
+
     def __init__(self, address: str | Path, *options: Any) -> None:
         self.address = str(address) if "://" in str(address) else str(Path(address).absolute())
         self._options = options
         self._opened: C | None = None
+        self._pid = 0
         # Of a remote store, what who opened it first has found there: others need not ask, and notice a change.
         self._found: Any = None
 
@@ -114,8 +120,10 @@ class FileStore(ABC, Generic[C]):
 
     @property
     def _contents(self) -> C:
+        if self._has_lock and self._pid != os.getpid():
+            self.close()
         if self._opened is None:
-            self._opened = self._open()
+            self._opened, self._pid = self._open(), os.getpid()
         return self._opened
 
     @property

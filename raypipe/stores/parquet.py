@@ -8,7 +8,6 @@ keeps the last ones decoded.
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +51,8 @@ class ParquetStore(FileStore["_Groups"]):
         cache_bytes: decoded row groups that this object keeps; the last one always stays.
     """
 
+    _has_lock = True
+
     def __init__(
         self,
         address: str | Path,
@@ -63,12 +64,6 @@ class ParquetStore(FileStore["_Groups"]):
 
     def _open(self) -> _Groups:
         return _Groups(self.address, *self._options)
-
-    @property
-    def _contents(self) -> _Groups:
-        if self._opened is not None and self._opened.pid != os.getpid():
-            self.close()  # in a forked child, since its parent's lock may have been held
-        return super()._contents
 
     def forwards(self) -> ParquetStore:
         """The same store for a single pass from one end to the other: it keeps one row group."""
@@ -116,7 +111,6 @@ class _Groups:
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], pa.ChunkedArray] = OrderedDict()
         self._lock = threading.Lock()
-        self.pid = os.getpid()
 
     def __len__(self) -> int:
         return int(self.groups[-1])

@@ -134,7 +134,7 @@ def unpacked(file: OpenFile, shard: Shard, name: str) -> bytes:
     try:
         if packed_bytes > MAX_UNPACKED_BYTES:
             raise ValueError(f"{packed_bytes:,} bytes; the limit is {MAX_UNPACKED_BYTES:,}")
-        packed = _whole(file.descriptor, packed_bytes)
+        packed = file.path.read_bytes()
         if shard.codec == FRAMES:
             return _of_frames(packed)
         return _unpacked(packed, codec, shard.unpacked_bytes)
@@ -172,11 +172,4 @@ def _of_frames(packed: bytes) -> bytes:
         parts.append(_unpacked(packed[start : start + size], "zstd", int(frame["unpacked"])))
         if len(parts[-1]) != frame["unpacked"]:
             raise ValueError(f"the frame at byte {start} is truncated")
-    return b"".join(parts)
-
-
-def _whole(descriptor: int, num_bytes: int) -> bytes:
-    parts = [b""]
-    while (done := sum(map(len, parts))) < num_bytes and (part := os.pread(descriptor, num_bytes - done, done)):
-        parts.append(part)
     return b"".join(parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
@@ -67,6 +66,8 @@ class ShardStore(FileStore["_Opened"]):
         cache_bytes: unpacked shards that this object keeps; the last one always stays.
     """
 
+    _has_lock = True
+
     def __init__(
         self,
         address: str | Path,
@@ -87,12 +88,6 @@ class ShardStore(FileStore["_Opened"]):
             if name in self._contents.refused:
                 raise StoreError(f"{self.address}: {_refusal(name, self._contents.refused[name])}")
         return super().read(indices, columns)
-
-    @property
-    def _contents(self) -> _Opened:
-        if self._opened is not None and self._opened.pid != os.getpid():
-            self.close()  # in a forked child, since its parent's lock may have been held
-        return super()._contents
 
     def _open(self) -> _Opened:
         index, files = self._found or self._find()
@@ -169,7 +164,6 @@ class _Opened:
         self.fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._lock = threading.Lock()
-        self.pid = os.getpid()
 
     def __len__(self) -> int:
         return int(self._bounds[-1])

@@ -16,7 +16,6 @@ from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, sel
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
-from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
 from raypipe.transform.contents import EncodedTransform
@@ -189,6 +188,8 @@ def _selected(store: Store, exclude: str | Path, filter: str, prefix: str) -> Ke
     left_out = read_bad_list(exclude, store, f"{prefix}exclude")
     if not filter:
         return Kept(left_out)
+    from raypipe.stores.filter import matching  # which imports pyarrow.compute
+
     keep = matching(store, filter, f"{prefix}filter")
     keep[left_out] = False
     if not keep.any():

@@ -18,11 +18,11 @@ from raypipe.errors import ConfigError, CursorError, RaypipeError, RunError
 from raypipe.failures import cause_of, told
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.lookup import import_name
-from raypipe.metrics.records import START, read_records
+from raypipe.metrics.records import METRICS, START, read_records
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
 from raypipe.storage.files import read_json, read_whole, write_text
-from raypipe.storage.filesystem import is_remote, join, open_filesystem
+from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
@@ -157,7 +157,7 @@ def _leave_traces(run_uri: str) -> None:
     """Whatever becomes of the run."""
     try:
         remove_stop(run_uri)  # it was for this run, and not for one that resumes it
-        if read_records(run_uri) is None:  # it has not begun to train
+        if not exists(join(run_uri, METRICS)):  # it has not begun to train
             return
         page = write_report(run_uri)["report"]
         progress(logger, f"report     {page.removeprefix('file://')}")

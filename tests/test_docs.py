@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from documented import PAGES, ROOT, blocks, commands
+from without_ray import only_rank
 
 import raypipe
 from raypipe.commands import cli, settings
@@ -218,6 +219,31 @@ def test_the_loops_of_docs_integrations_learn(tmp_path: Path, monkeypatch: pytes
         for more in ({}, {"resume": True})  # from its last checkpoint, after which there is nothing to train
     )
     assert len(losses) == 2 and losses[1] < losses[0] == again[0]
+
+
+def test_the_loop_of_docs_integrations_on_ray_train_alone_reports_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of its ranks are killed in tests/test_own_loop.py."""
+    import ray.train
+
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    names: dict[str, Any] = {}
+    page = blocks("python", ROOT / "docs" / "integrations.md")
+    for code in (page[0], *(code for code in page if "def train_ray" in code)):
+        exec(compile(code, "integrations.md", "exec"), names)
+    names["spec"] = names["spec"].replace(pool=raypipe.PoolConfig(engine="inline"))
+    reported: list[tuple[dict[str, float], set[str]]] = []
+
+    def report(metrics: dict[str, float], checkpoint: Any) -> None:
+        reported.append((metrics, {path.name for path in Path(checkpoint.path).iterdir()}))
+
+    monkeypatch.setattr(ray.train, "report", report)
+    with only_rank():
+        names["train_ray"]({})
+    assert [len(metrics) for metrics, _ in reported] == [0, 1, 0, 1]  # after steps 8, 11, 16 and 22
+    assert all(files == {"state.pt", "cursor.json"} for _, files in reported)
+    assert reported[-1][0]["accuracy"] > 0.5
 
 
 def test_the_mixture_of_docs_plans_has_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

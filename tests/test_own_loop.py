@@ -1,4 +1,4 @@
-"""FSDP2 as docs/own-loop.md has it, in two processes; tests/test_docs.py runs the rest of the page."""
+"""Train functions of the pages in two processes, which are killed; tests/test_docs.py runs the pages' other code."""
 
 from __future__ import annotations
 
@@ -10,30 +10,37 @@ from documented import ROOT, blocks
 from watched import lines, planned
 
 EVERY, DIES_AT = 8, 18
+FUNCTIONS = {"train_sharded": "own-loop.md", "train_ray": "integrations.md"}
 
 
 @pytest.mark.cluster
-@pytest.mark.soak  # 60 s; tests/test_docs.py has a program that fails and goes on
+@pytest.mark.soak  # 60 s each; tests/test_docs.py has a program that fails and goes on
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
-def test_sharded_training_of_two_ranks_that_is_killed_in_mid_epoch_goes_on_with_the_samples_of_an_unbroken_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_two_ranks_that_are_killed_in_mid_epoch_go_on_with_the_samples_of_an_unbroken_run(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """FSDP2, and Ray Train's own utilities."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     names: dict[str, Any] = {"__name__": "__main__"}
-    page = blocks("python", ROOT / "docs" / "own-loop.md")
-    (sharded,) = (code for code in page if "fully_shard" in code)
-    watched = f"import watched\n{sharded}".replace("raypipe.loader(", f"watched.loader({str(tmp_path)!r}, 18, 0, ")
-    for code in [*(code for code in page[:3] if "TorchTrainer(" not in code), watched]:
-        exec(compile(code, "own-loop.md", "exec"), names)
+    own_loop = blocks("python", ROOT / "docs" / "own-loop.md")
+    page = blocks("python", ROOT / "docs" / FUNCTIONS[function])
+    (code,) = (code for code in page if f"def {function}" in code)
+    watched = f"import watched\n{code}".replace(
+        "raypipe.loader(", f"watched.loader({str(tmp_path)!r}, {DIES_AT}, 0, "
+    )
+    needed = [code for code in own_loop[:3] if "TorchTrainer(" not in code] if page == own_loop else []
+    for code in [own_loop[0], *(needed or page[:1]), watched]:
+        exec(compile(code, FUNCTIONS[function], "exec"), names)
     result = (
         names["TorchTrainer"](
-            names["train_sharded"],
+            names[function],
             train_loop_config={},
             scaling_config=names["ScalingConfig"](num_workers=2, resources_per_worker={"CPU": 0.5}),
             run_config=names["RunConfig"](
-                name="sharded",
+                name=function,
                 storage_path=str(tmp_path / "runs"),
                 failure_config=names["FailureConfig"](max_failures=1),
             ),

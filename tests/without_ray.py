@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -30,29 +31,40 @@ def digests(spec: StreamSpec, from_step: int = 0) -> list[bytes]:
     return [batch_digest(batch) for batch in host_batches(spec, from_step)]
 
 
-def train(run: RunConfig) -> dict[str, Any]:
-    """The figures of a whole run, whose folder is left as Ray Train's workers would leave it."""
-    import torch
+@contextlib.contextmanager
+def only_rank() -> Iterator[None]:
+    """Within, this process is the only rank of a run by Ray Train."""
     from ray.train.v2._internal.execution import train_fn_utils
 
     from raypipe.rayext.trainer import train_alone
+
+    before = train_fn_utils._train_fn_utils
+    train_alone("alone")
+    try:
+        yield
+    finally:
+        train_fn_utils._train_fn_utils = before
+
+
+def train(run: RunConfig) -> dict[str, Any]:
+    """The figures of a whole run, whose folder is left as Ray Train's workers would leave it."""
+    import torch
+
     from raypipe.streaming.spec import spec_of
     from raypipe.train.learning import num_classes_of
     from raypipe.train.loop import Trainer
     from raypipe.train.run_folder import located, store_config
 
     inline = dataclasses.replace(run, pool=PoolConfig(engine="inline"))
-    before, threads = train_fn_utils._train_fn_utils, torch.get_num_threads()
-    train_alone("alone")
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as Ray has it in a worker of one CPU
     try:
-        with located(inline) as (inline, run_uri, lease):
+        with only_rank(), located(inline) as (inline, run_uri, lease):
             spec = spec_of(inline, run_uri)
             store_config(inline, run_uri)
             trainer = Trainer(inline, spec, num_classes_of(inline, spec), 1, run_uri, lease, device="cpu")
             for _ in trainer.epochs():
                 pass
     finally:
-        train_fn_utils._train_fn_utils = before
         torch.set_num_threads(threads)
     return {**trainer.figures(), "run_dir": run_uri.removeprefix("file://")}

@@ -1,4 +1,4 @@
-"""Train functions of the pages in two processes, which are killed; tests/test_docs.py runs the pages' other code."""
+"""Train functions of the pages, in two processes that are killed; tests/test_docs.py runs their other code."""
 
 from __future__ import annotations
 

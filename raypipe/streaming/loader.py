@@ -197,6 +197,11 @@ class Loader:
         return self.plan.config.per_step // self.world_size
 
     @property
+    def num_epochs(self) -> int:
+        """Epochs of the whole run."""
+        return self.plan.config.epochs
+
+    @property
     def global_step(self) -> int:
         """Training steps done, through all epochs, according to the cursor."""
         return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step

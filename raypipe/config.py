@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -57,6 +57,54 @@ class _Section:
             raise ConfigError(f"{self._prefix}{name} must be {expected}, got {value!r}")
 
 
+_DTYPES = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]
+_DTYPES += ["float16", "float32", "float64"]
+
+
+@dataclass(frozen=True)
+class ColumnOptions(_Section, prefix="store.columns.NAME."):
+    """How the lists and the numbers of a column reach the batch; see docs/columns.md.
+
+    Attributes:
+        length: numbers in each list; without `fill` each must have so many; 0 = any number, as a list on the host.
+        fill: pads shorter lists, whose own length is then in the column NAME_length; None = no padding.
+        dtype: of the numbers, also of those that are written as text or bytes; empty = as stored.
+    """
+
+    length: int = 0
+    fill: float | None = None
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(isinstance(self.length, int), "length", self.length, "a whole number")
+        is_number = self.fill is None or (isinstance(self.fill, int | float) and self.length > 0)
+        self._require(is_number, "fill", self.fill, "a number, with a length")
+        self._require(self.dtype in ("", *_DTYPES), "dtype", self.dtype, f"one of {_DTYPES}")
+
+
+Columns = list[str] | dict[str, dict[str, Any]]
+"""Names of columns; or by name their `ColumnOptions`, as plain values."""
+
+
+def column_options(columns: Any) -> dict[str, ColumnOptions]:
+    """The options of each column; raises ConfigError where one is wrong."""
+    given = columns if isinstance(columns, dict) else dict.fromkeys(columns)
+    found = {}
+    for name, options in given.items():
+        known = [each.name for each in fields(ColumnOptions)]
+        if not isinstance(name, str) or not isinstance(options or {}, dict) or set(options or {}) - set(known):
+            raise ConfigError(
+                f"store.columns has {name!r}: {options!r}; expected are names, or {{NAME: {{option: value}}}} "
+                f"with {', '.join(known)}"
+            )
+        try:
+            found[name] = ColumnOptions(**(options or {}))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("NAME", name)) from None
+    return found
+
+
 @dataclass(frozen=True)
 class StoreConfig(_Section, prefix="store."):
     """Where the images are: stores are local paths or URIs (s3://, gs://, az://, abfs://).
@@ -66,13 +114,16 @@ class StoreConfig(_Section, prefix="store."):
             for a mixture, `{NAME: ADDRESS, …}`, weighted by plan.mixture.
         val: address of the validation store; empty = no validation (for the digits: their own).
         image_column: name of the image column, where columns have names; of WebDataset, the suffix of the images.
-        label_column: the same for labels; of WebDataset, their suffix, or their field in the JSON.
+        label_column: the same for labels: classes, or any numbers of one shape; of WebDataset, their suffix, or
+            their field in the JSON.
         exclude: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none. Of
             a mixture `{NAME: LIST, …}`.
         val_exclude: the same for the validation store.
         filter: train on the samples for which an expression of columns is true, "width >= 256 and label != 3";
             empty = all. Of a mixture for each store, or `{NAME: EXPRESSION, …}`.
         val_filter: the same for the validation store.
+        columns: further columns that batches get, as `[caption]`; or `{NAME: {option: value}}` with options `length`,
+            `fill` and `dtype` of lists (docs/columns.md).
     """
 
     train: str | dict[str, str] = ""
@@ -83,6 +134,11 @@ class StoreConfig(_Section, prefix="store."):
     val_exclude: str = ""
     filter: str | dict[str, str] = ""
     val_filter: str = ""
+    columns: Columns = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        column_options(self.columns)
 
 
 @dataclass(frozen=True)
@@ -189,6 +245,8 @@ class TransformConfig(_Section, prefix="transform."):
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
         boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, likewise; empty = none.
         max_boxes: room for boxes in a row; a sample with more ends the run.
+        make_columns: `module:function` that makes a sample's columns of those of store.columns, such as tokens of
+            a caption; empty = they are taken as they are.
         on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
         max_bad_fraction: the run ends if an actor sees a larger share of bad samples than this.
         bad_grace: bad samples per actor that are always tolerated.
@@ -205,6 +263,7 @@ class TransformConfig(_Section, prefix="transform."):
     mask_column: str = ""
     boxes_column: str = ""
     max_boxes: AtLeast1 = 100
+    make_columns: str = ""
     on_bad_sample: Literal["substitute", "raise"] = "substitute"
     max_bad_fraction: Share = 0.01
     bad_grace: int = 10
@@ -212,6 +271,8 @@ class TransformConfig(_Section, prefix="transform."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        named = not self.make_columns or ":" in self.make_columns
+        self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
         if self.target_columns:  # which are in pixels of the image as it is stored

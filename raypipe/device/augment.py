@@ -114,7 +114,7 @@ class DeviceAugment:
 
         Args:
             image: uint8 (B, 3, H, W); left as it is.
-            target: int64 (B,).
+            target: (B, …); what can be mixed, see `check_mixable`.
             counts: bool (B,), on the host: rows that have weight, and so may mix.
             seed: the micro-batch's, in [0, 2^63).
             strength: scales the probability of every operation and of mixing, in [0, 1].

@@ -4,7 +4,8 @@
     CutMix   Yun et al. 2019, arXiv:1905.04899: a box of x' in x, of the area 1 - λ before it is clipped
 
 Each row's partner is the next row that counts, so that rows without weight never mix. One λ per micro-batch:
-the target is λ·onehot(target) + (1 - λ)·onehot(partner's target), kept as its two parts.
+the target is λ·onehot(target) + (1 - λ)·onehot(partner's target), kept as its two parts. Of targets of floats, and of
+vectors of 0 and 1 (bool, uint8), it is λ·target + (1 - λ)·partner's target; of other whole numbers there is no mixture.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Mixed:
     """The other half of the targets of a mixed micro-batch.
 
     Attributes:
-        target: int64 (B,), the partners' classes; a row that did not mix has its own.
+        target: the partners' targets, as the batch's are; a row that did not mix has its own.
         lam: share of a row's own target, in [0, 1].
         is_cutmix: CutMix, else MixUp.
     """
@@ -38,6 +39,20 @@ class Mixed:
     target: torch.Tensor
     lam: float
     is_cutmix: bool
+
+
+def check_mixable(config: AugmentConfig, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise ConfigError where MixUp or CutMix is on, and has no mixture of two targets of this dtype and shape.
+
+    Args:
+        shape: of one sample's target that is no class.
+    """
+    mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
+    if mixing and not (dtype.startswith("float") or (shape and dtype in ("bool", "uint8"))):
+        raise ConfigError(
+            f"augment.{mixing[0]} mixes targets, and there is no mixture of two that are {dtype} {shape}: set it to "
+            "0, or declare a dtype of store.columns.label, float32, or uint8 for vectors of 0 and 1"
+        )
 
 
 def draw_mix(
@@ -74,7 +89,7 @@ def mix(
 
     Args:
         image: floating point (B, C, H, W); CutMix writes into it.
-        target: int64 (B,) on the same device.
+        target: (B, …) on the same device.
         counts: bool (B,), on the host: the rows that may mix.
         plan: from `draw_mix`.
     """
@@ -98,10 +113,13 @@ def soft_targets(
     """Targets as probabilities, float32 (B, num_classes), for losses that take them so.
 
     Args:
-        target: int64 (B,).
+        target: int64 (B,); or what is no class, whose mixture has its own shape, and is not smoothed.
         mixed: the other half; None = not mixed.
         smoothing: label smoothing in [0, 1): (1 - s)·target + s / num_classes.
     """
+    if target.dtype != torch.int64 or target.ndim != 1:
+        soft = target if target.is_floating_point() else target.float()
+        return soft if mixed is None else torch.lerp(mixed.target.to(soft.dtype), soft, mixed.lam)
     soft = one_hot(target, num_classes).float()
     if mixed is not None:
         soft = torch.lerp(one_hot(mixed.target, num_classes).float(), soft, mixed.lam)
@@ -117,10 +135,10 @@ def mixed_losses(
     """A loss per row, (B,), of mixed targets: λ times that of one half plus 1 - λ times that of the other.
 
     As mixup's authors compute it (Zhang et al. 2018). Where the loss is linear in the target, as cross-entropy is,
-    it is that of the soft target.
+    it is that of the soft target. The squared error has the gradient of that of the mixed target.
 
     Args:
-        loss: of logits and targets (B,), one per row.
+        loss: of logits and targets, one per row.
     """
     if mixed is None:
         return loss(logits, target)

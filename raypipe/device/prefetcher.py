@@ -40,7 +40,7 @@ class Batch:
         at: its place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
         image: uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory.
-        target: int64 (B,).
+        target: int64 (B,), classes; or what the target's column holds, (B, …).
         weight: float32 (B,); 0 for padding and for samples that do not count.
         label: the target, on the host.
         index: int64 (B,), on the host; -1 for padding.
@@ -54,6 +54,8 @@ class Batch:
         source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
             `plan.layout.sources`; -1 for padding; None if the plan is no mixture.
         mask: uint8 (B, H, W), a class per pixel, 255 where there is none; None if the stream has no masks.
+        columns: what store.columns names, by name: numbers as tensors (B, …) of their dtype; lists of B on the host
+            of what has no one shape, tensors, text, bytes, or what JSON holds (docs/columns.md).
         boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
             if the stream has no boxes.
     """
@@ -75,6 +77,7 @@ class Batch:
     mask: torch.Tensor | None = None
     boxes: torch.Tensor | None = None
     source: np.ndarray | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 def on_device(
@@ -101,14 +104,16 @@ def on_device(
 
     def arrays(host: HostBatch) -> list[np.ndarray]:
         there = (host.image, host.label, host.weight, host.mask, host.boxes)
-        return [array for array in there if array is not None]
+        return [array for array in there if array is not None] + list(_tensors_of(host).values())
 
     def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         image, target, weight, *others = tensors
         names = [name for name in ("mask", "boxes") if getattr(host, name) is not None]
-        targets = dict(zip(names, others, strict=True))
+        targets = dict(zip([*names, *_tensors_of(host)], others, strict=True))
+        there = {name: targets.pop(name) for name in names}
         # NHWC in memory is channels_last as it stands.
-        return _batch(host, seed_of, image=image.permute(0, 3, 1, 2), target=target, weight=weight, **targets)
+        there |= {"image": image.permute(0, 3, 1, 2), "target": target, "weight": weight}
+        return _batch(host, seed_of, targets, **there)
 
     through = Ring(batches, arrays, device, depth, keep, on_copied)
     if through.device.type == "cuda" or ring:
@@ -157,11 +162,16 @@ def decoded_on_device(
             target, weight = (torch.from_numpy(array.copy()) for array in (host.label, host.weight))
             weight[list(found.failed)] = 0
             target, weight = (tensor.to(device, non_blocking=True) for tensor in (target, weight))
+            columns = {
+                name: torch.from_numpy(array.copy()).to(device, non_blocking=True)
+                for name, array in _tensors_of(host).items()
+            }
             if on_decoded:
                 on_decoded(started, mark(device))
             ready.record(decoder.stream)
         there = {"image": found.image, "target": target, "weight": weight}
-        return _batch(host, seed_of, **there, num_fallback=found.num_fallback, failed=found.failed), ready
+        there |= {"num_fallback": found.num_fallback, "failed": found.failed}
+        return _batch(host, seed_of, columns, **there), ready
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
     ahead = deque(thread.submit(decode_next) for _ in range(depth))
@@ -169,7 +179,8 @@ def decoded_on_device(
         while (decoded := ahead.popleft().result()) is not None:
             ahead.append(thread.submit(decode_next))
             batch, ready = decoded
-            hand_over(ready, (batch.image, batch.target, batch.weight), device)
+            columns = [column for column in batch.columns.values() if isinstance(column, torch.Tensor)]
+            hand_over(ready, (batch.image, batch.target, batch.weight, *columns), device)
             yield batch
     finally:
         for future in ahead:
@@ -180,10 +191,26 @@ def decoded_on_device(
         wait([ended], CLOSE_S)
 
 
-def _batch(host: HostBatch, seed_of: Callable[[MicroBatchId], int], **on_device: Any) -> Batch:
+def _tensors_of(host: HostBatch) -> dict[str, np.ndarray]:
+    """The columns of a micro-batch that go to the device."""
+    return {name: column.values for name, column in host.columns.items() if column.kind == "array"}
+
+
+def _batch(
+    host: HostBatch,
+    seed_of: Callable[[MicroBatchId], int],
+    columns: dict[str, torch.Tensor],
+    **on_device: Any,
+) -> Batch:
+    on_host = {name: column.unpacked() for name, column in host.columns.items() if name not in columns}
+    on_host = {
+        name: [view(each) if isinstance(each, np.ndarray) else each for each in values]
+        for name, values in on_host.items()
+    }
     same = {name: getattr(host, name) for name in ("at", "label", "index", "read_s", "work_s")}
     num_bad = host.num_bad + len(on_device.get("failed", ()))
-    return Batch(seed=seed_of(host.at), num_bad=num_bad, **same, **on_device)
+    found = {name: columns.get(name, on_host.get(name)) for name in host.columns}  # in their order
+    return Batch(seed=seed_of(host.at), num_bad=num_bad, columns=found, **same, **on_device)
 
 
 class Prefetched:

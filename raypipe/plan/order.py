@@ -35,6 +35,7 @@ class Domain(IntEnum):
     SOURCE = 7
     MIXTURE = 8
     WEIGHTED = 9
+    COLUMNS = 10  # a place in the sample's own Philox stream: what makes columns draws there
     MIXING = 0x4D49584D49584D49  # MixUp and CutMix: the second word of a Philox key
 
 

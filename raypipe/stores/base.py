@@ -20,8 +20,9 @@ from raypipe.errors import StoreError
 from raypipe.logs import printable
 
 Columns = dict[str, Any]
-"""Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value);
-int and float columns are numpy arrays of shape (n,); other columns are lists of n objects."""
+"""Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value); int and float
+columns are numpy arrays of shape (n,), and (n, …) where the store knows that each holds an array of this shape; other
+columns are lists of n objects, and so are numbers of which some are None, without a value."""
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 """Suffixes, in lower case, of the files that folder and tar stores take for samples."""
@@ -37,7 +38,8 @@ class Store(Protocol):
     """An indexed, read-only collection of encoded samples.
 
     A store may have one more method, `sample_name(index: int) -> str`: what a sample is called at its source, such
-    as its file and key, for errors and records. See `name_of`.
+    as its file and key, for errors and records. See `name_of`. And one more attribute, `label_is_class: bool`, which
+    is False where labels are floats, or arrays; see `is_class`.
 
     Attributes:
         address: the path or URI that the store was opened with, as a string.
@@ -139,6 +141,10 @@ class FileStore(ABC, Generic[C]):
         return self._contents.groups
 
     @property
+    def label_is_class(self) -> bool:
+        return getattr(self._contents, "label_is_class", True)
+
+    @property
     def fingerprint(self) -> str:
         return self._contents.fingerprint
 
@@ -165,6 +171,11 @@ def name_of(store: Store, index: int) -> str:
         return printable(str(store.sample_name(index))).replace("\n", r"\n")  # type: ignore[attr-defined]
     except Exception:  # it is for the record of what is wrong already
         return ""
+
+
+def is_class(store: Store) -> bool:
+    """Whether a store's labels are integers, one for each sample, as far as it says so; or it has none."""
+    return bool(getattr(store, "label_is_class", True))
 
 
 def title_of(address: object, index: object, name: object) -> str:
@@ -231,9 +242,10 @@ class MemoryStore:
 
     Args:
         images: encoded images, or None for a missing one.
-        labels: one for each image; None = a store without labels.
+        labels: one for each image: integers, which are classes, or floats, or arrays of one shape; None = a store
+            without labels.
         classes: class names, position = label.
-        columns: extra columns, name → one value per image. Numbers become numpy arrays.
+        columns: extra columns, name → one value per image. Numbers, and arrays (n, …), become numpy arrays.
         group_size: samples per group, the last one may be smaller; None for a store without groups.
     """
 
@@ -246,8 +258,11 @@ class MemoryStore:
         group_size: int | None = None,
     ) -> None:
         self._columns: dict[str, Any] = {"image": list(images)}
+        self.label_is_class = True
         if labels is not None:
-            self._columns["label"] = np.asarray(labels, dtype=np.int64)
+            given = np.asarray(labels)
+            self.label_is_class = (given.ndim == 1 and given.dtype.kind in "iub") or not given.size
+            self._columns["label"] = given.astype(np.int64) if self.label_is_class else given
         for name, values in (columns or {}).items():
             self._columns[name] = np.asarray(values) if _are_numbers(values) else list(values)
         for name, held in self._columns.items():
@@ -294,5 +309,5 @@ class MemoryStore:
 
 def _are_numbers(values: Sequence[Any] | np.ndarray) -> bool:
     if isinstance(values, np.ndarray):
-        return values.dtype.kind in "iuf" and values.ndim == 1
+        return values.dtype.kind in "biuf"
     return len(values) > 0 and all(isinstance(value, int | float | np.number) for value in values)

@@ -14,6 +14,7 @@ from raypipe.stores.base import (
     by_part,
     check_columns,
     check_indices,
+    is_class,
     join_fingerprints,
     name_of,
     part_of,
@@ -51,6 +52,10 @@ class JoinedStore:
         """Class names; None if a store names none, or others."""
         first, *others = self.parts.values()
         return first.classes if all(store.classes == first.classes for store in others) else None
+
+    @property
+    def label_is_class(self) -> bool:
+        return all(is_class(store) for store in self.parts.values())
 
     @property
     def groups(self) -> np.ndarray | None:
@@ -102,9 +107,12 @@ class JoinedStore:
 def _put_back(name: str, values: list[Any], back: np.ndarray) -> Any:
     """A column that was read by parts, in the order that was asked for."""
     arrays = [isinstance(each, np.ndarray) for each in values]
-    if all(arrays):
+    if all(arrays) and len({each.shape[1:] for each in values}) == 1:
         return np.concatenate(values)[back]
-    if any(arrays):
+    if all(arrays):
+        shapes = sorted({each.shape[1:] for each in values})
+        raise StoreError(f"column {name!r} has arrays of several shapes in the stores, {shapes}")
+    if any(arrays) and any(not array and None not in each for each, array in zip(values, arrays, strict=True)):
         raise StoreError(f"column {name!r} has numbers in one of the stores and no numbers in another")
     joined = [value for each in values for value in each]
     return [joined[place] for place in back.tolist()]

@@ -1,5 +1,6 @@
-"""The digest of a stream: one hash over index, label, pixels, masks and boxes of every micro-batch, in order; as a
-file, and compared with another stream's. Two streams are the same if their digests are, whatever made them.
+"""The digest of a stream: one hash over index, label, pixels, masks, boxes and columns of every micro-batch, in
+order; as a file, and compared with another stream's. Two streams are the same if their digests are, whatever made
+them.
 
     {"settings": {name: value}, "micro_batches": {"train-e0000-s000000-m000": 32 hex digits, …}}
 
@@ -41,12 +42,15 @@ _CHUNK = 16
 
 
 def batch_digest(batch: HostBatch) -> bytes:
-    """16 bytes over the place, index, label, weight and pixels of one micro-batch, and its masks and boxes."""
+    """16 bytes over place, index, label, weight, pixels, masks, boxes and columns of one micro-batch."""
     digest = hashlib.blake2b(f"{batch.at} {batch.image.shape}".encode(), digest_size=16)
     arrays: list[Any] = [batch.index, batch.label, batch.weight, batch.image]
     if batch.encoded is not None:
         arrays += batch.encoded.values()
     arrays += [array for array in (batch.mask, batch.boxes) if array is not None]
+    for name, (kind, values, offsets) in sorted(batch.columns.items()):
+        digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
+        arrays += [array for array in (values, offsets) if array is not None]
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
@@ -178,6 +182,7 @@ def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, 
         "val.left_out": spec.plan.kept["val"].num_left_out,
         **{f"plan.{name}": value for name, value in dataclasses.asdict(spec.plan.config).items()},
         **{f"transform.{name}": value for name, value in dataclasses.asdict(spec.transform).items()},
+        **{f"column.{name}": kind for name, kind in spec.columns.described().items()},
         "workers": workers,
         "actors": actors,
         "cache": spec.pool.cache,

@@ -21,6 +21,7 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
+from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
 from raypipe.errors import CursorError, RaypipeError, SampleError
 from raypipe.logs import configure_logs, log_place
@@ -37,6 +38,7 @@ from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
+from raypipe.transform.columns import SampleColumns
 
 Source = tuple[Iterator[HostBatch], Any]
 """A rank's micro-batches in host memory, and the supervisor's handle, or None."""
@@ -93,6 +95,8 @@ class Loader:
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
         targets = bool(spec.transform.target_columns)
+        if augment and (target := spec.columns.target):
+            check_mixable(augment, target.dtype, target.shape)
         self.augment = DeviceAugment(augment, self.device, dtype, targets) if augment else None
         self.rank, self.world_size = rank, world_size
         self.num_bad = self.num_fallback = 0
@@ -190,6 +194,11 @@ class Loader:
         A later `raypipe.loader` continues from there.
         """
         write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
+
+    @property
+    def columns(self) -> SampleColumns:
+        """What batches have beside images, and the target where that is no class."""
+        return self._spec.columns
 
     @property
     def accumulation(self) -> int:

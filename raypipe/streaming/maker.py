@@ -41,6 +41,7 @@ from raypipe.transform.batch import (
     read_encoded,
     read_samples,
 )
+from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.contents import EncodedTransform, Images
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import open_caches
@@ -67,9 +68,10 @@ class MicroBatchMaker:
         config: TransformConfig,
         pool: PoolConfig,
         quarantine: str = "",
+        columns: SampleColumns = NO_COLUMNS,
     ) -> None:
         self.plan, self._stores, self._quarantine = plan, stores, quarantine
-        self._targets = config.target_columns
+        self._targets, self._columns = config.target_columns, columns
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
         self.caches = open_caches(pool, stores, config)
         self._attempt = FIRST_ATTEMPT
@@ -83,11 +85,12 @@ class MicroBatchMaker:
                 store_address=store.address,
                 sample_name=functools.partial(name_of, store),
                 decoded=self.caches[split].decoded if split in self.caches else None,
+                columns=ColumnMaker(columns) if columns else None,
             )
 
     def draws_globally(self) -> Split | None:
         """A split whose transform draws from generators of the process, as long as there is one."""
-        found = (split for split, transform in self._transforms.items() if transform.content.draws_globally)
+        found = (split for split, transform in self._transforms.items() if transform.draws_globally)
         return next(found, None)
 
     def batch(self, at: MicroBatchId) -> HostBatch:
@@ -129,7 +132,7 @@ class MicroBatchMaker:
             wanted[list(kept)] = PADDING
             if attempt.bad:  # it would not come back
                 wanted[np.isin(indices, list(attempt.bad))] = PADDING
-            read, labels = read_samples(self._stores[at.split], wanted, self._targets)
+            read, labels = read_samples(self._stores[at.split], wanted, self._targets, self._columns)
             samples = [*read]
         for position, decoded in kept.items():
             samples[position] = decoded
@@ -163,7 +166,7 @@ class MicroBatchMaker:
         log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
 
     def _read(self, split: Split, index: int) -> tuple[EncodedSample, int]:
-        (sample,), (label,) = read_encoded(self._stores[split], np.array([index]), self._targets)
+        (sample,), (label,) = read_encoded(self._stores[split], np.array([index]), self._targets, self._columns)
         return sample, int(label)
 
     def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
@@ -213,11 +216,13 @@ def try_samples(
     config: TransformConfig,
     num_classes: int,
     num: int = 8,
+    columns: SampleColumns = NO_COLUMNS,
 ) -> dict[Split, tuple[int, int]]:
     """Read, decode and transform the first few samples of each split: what is wrong with all is told at once.
 
     Args:
-        num_classes: labels are in [0, num_classes).
+        num_classes: labels are in [0, num_classes), where targets are classes.
+        columns: of the stream.
 
     Returns:
         Height and width of the images of each split; of those that a device decodes it is not known yet.
@@ -232,12 +237,16 @@ def try_samples(
         indices = plan.indices(at)
         indices = indices[indices != PADDING][:num]
         content = micro_batch_transform(transforms[split], config, store_address=store.address).content
-        samples, labels = read_samples(store, indices, config.target_columns)
+        samples, labels = read_samples(store, indices, config.target_columns, columns)
         titles = [title_of(store.address, index, name_of(store, index)) for index in indices.tolist()]
-        check_labels(labels, num_classes, titles.__getitem__)
+        if columns.target is None:
+            check_labels(labels, num_classes, titles.__getitem__)
+        maker = ColumnMaker(columns) if columns else None
         bad = []
         for sample, title, (k0, k1) in zip(samples, titles, plan.sample_keys(at, indices).tolist(), strict=True):
             try:
+                if maker:
+                    maker.one(sample.columns, (k0, k1))
                 made = content.one(sample, (k0, k1))
                 if isinstance(made, dict):
                     sizes[split] = made["image"].shape[:2]

@@ -135,6 +135,7 @@ def dataset(
         supervisor,
         share,
         spec.transform.target_columns,
+        spec.columns,
         ranks=ranks,
         block=pool.block,
         largest=largest,

@@ -13,8 +13,8 @@ from raypipe.plan.places import Split
 from raypipe.streaming.loader import Epoch, Loader, Pass
 
 Form = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
-"""What a plain loader yields: `{"image", "target", "weight"}`, `(image, target)`, the Batch, or what a function
-makes of it."""
+"""What a plain loader yields: `{"image", "target", "weight"}` and the stream's columns by their names, `(image,
+target)`, the Batch, or what a function makes of it."""
 
 NOT_COUNTED = -100
 """The target of rows that do not count: padding, and samples that cannot be used. `cross_entropy` of torch leaves
@@ -22,7 +22,9 @@ it out by default, and so do the models of Transformers."""
 
 
 def counted_target(batch: Batch) -> torch.Tensor:
-    """The targets, int64 (B,), NOT_COUNTED where a row does not count."""
+    """The targets: classes, int64 (B,), are NOT_COUNTED where a row does not count; others are as they are."""
+    if batch.target.dtype != torch.int64 or batch.target.ndim != 1:
+        return batch.target
     return torch.where(batch.weight > 0, batch.target, NOT_COUNTED)
 
 
@@ -31,11 +33,12 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
 
     Args:
         loader: this rank's loader.
-        form: what they yield: "dict" (image, target, weight), "tuple" (image, target), "batch", or a function of
-            the `Batch`.
+        form: what they yield: "dict" (image, target, weight, and columns), "tuple" (image, target), "batch", or a
+            function of the `Batch`.
 
     Raises:
-        ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets. If the loop's order differs
+        ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets; or it is "tuple", which has
+            none for weights, and targets are no classes; or "dict", and a column has the name of an entry. If the loop's order differs
             from the plan's, iterating raises it too, and names the setting to change.
     """
     config = loader.augment.config if loader.augment else None
@@ -44,6 +47,14 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
             f"MixUp and CutMix make two targets of one, and {form!r} has room for one: give a function, such as "
             "lambda batch: (batch.image, soft_targets(batch.target, batch.mixed, num_classes))"
         )
+    columns = loader.columns
+    if form == "tuple" and columns.target is not None:
+        raise ConfigError(
+            f"targets are {columns.target}, of which none can say that its row does not count, and 'tuple' has no room "
+            "for weights: use form='dict', or give a function"
+        )
+    if form == "dict" and (clash := {"image", "target", "weight"} & columns.types.keys()):
+        raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")
     turns = _Turns(loader)
     return PlainLoader(turns, "train", form), PlainLoader(turns, "val", form)
 
@@ -127,4 +138,4 @@ class PlainLoader:
             return batch
         if self._form == "tuple":
             return batch.image, counted_target(batch)
-        return {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
+        return {"image": batch.image, "target": counted_target(batch), "weight": batch.weight, **batch.columns}

@@ -2,12 +2,15 @@
 
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, which is all that an actor
                   needs that reads
-from a reader     the same; encoded, mask, boxes, label, lists of k·B; null in a split left to the actors
+from a reader     the same; encoded, mask, boxes, label, lists of k·B, and of streams that have them, columns, of each
+                  sample in one value; null in a split left to the actors
 from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
                   decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end; of
-                  streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5); label, index
-                  int64 (1, k, B), weight float32 (1, k, B); num_bad int64 (1, k); read_s, work_s float64 (1, k):
-                  seconds that the actor spent on each micro-batch, reading, and in all
+                  streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5), and columns as
+                  columns.NAME.array (1, k, B, …), or columns.NAME.KIND (1, n, …), all end to end, and
+                  columns.NAME.offsets int64 (1, k, B + 1), see `PackedColumn`; label int64 (1, k, B), or as the
+                  target is; index int64 (1, k, B), weight float32 (1, k, B); num_bad int64 (1, k); read_s,
+                  work_s float64 (1, k): seconds that the actor spent on each micro-batch, reading, and in all
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ import pyarrow as pa
 from raypipe.failures import cause_of
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.streaming.blocks import Block
+from raypipe.streaming.values import pack_values, unpack_values
 from raypipe.transform.batch import HostBatch, MicroBatchResult, Read, Room
+from raypipe.transform.columns import PackedColumn
 from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import as_bytes
 
@@ -35,11 +40,13 @@ if TYPE_CHECKING:
 _SPLITS: tuple[Split, ...] = ("train", "val")
 # The arrays of an EncodedMicroBatch, in the order in which they are hashed.
 _ENCODED = ("data", "offsets", "crop", "flip", "ok")
+_COLUMNS = "columns."
 _BINARIES = pa.list_(pa.large_binary())
 _NUMBERS = pa.list_(pa.int64())
 PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", _NUMBERS), ("micro", _NUMBERS)])
 _READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": _NUMBERS}
 READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
+READ_COLUMNS_SCHEMA = READ_SCHEMA.append(pa.field("columns", _BINARIES))
 
 _RAY_DATA_THREAD = "iter_threaded"
 _THREAD_S = 5.0  # for a call to Ray that it is in
@@ -85,9 +92,11 @@ def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) ->
     if reads is None:
         row += [None] * (len(schema) - len(row))
     else:
-        images, *targets = zip(*chain.from_iterable(samples for samples, _ in reads), strict=True)
+        images, *targets, columns = zip(*chain.from_iterable(samples for samples, _ in reads), strict=True)
         row += [images, *([as_bytes(value) for value in column] for column in targets)]
         row.append(np.concatenate([labels for _, labels in reads]))
+        if len(schema) > len(row):
+            row.append(list(map(pack_values, columns)))
     arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -97,6 +106,8 @@ def reads_of(table: pa.Table) -> list[Read] | None:
     if "encoded" not in table.column_names or not table["encoded"][0].is_valid:
         return None
     columns = [table[name][0].as_py() for name in ("encoded", "mask", "boxes")]
+    if "columns" in table.column_names:
+        columns.append(map(unpack_values, table["columns"][0].as_py()))
     samples = [EncodedSample(*sample) for sample in zip(*columns, strict=True)]
     labels = np.split(np.asarray(table["label"][0].values), len(table["step"][0]))
     size = len(labels[0])
@@ -118,6 +129,7 @@ def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
         "step": [at.step for at in places],
         "micro": [at.micro for at in places],
         **arrays,
+        **_joined_columns([result.columns for result in results]),
         "label": [result.label for result in results],
         "index": [result.index for result in results],
         "weight": [result.weight for result in results],
@@ -132,6 +144,36 @@ def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
     }
 
 
+def _joined_columns(of_batches: Sequence[Mapping[str, PackedColumn]]) -> dict[str, Any]:
+    """The columns of micro-batches as those of a row."""
+    joined: dict[str, Any] = {}
+    for name, first in of_batches[0].items():
+        parts = [columns[name] for columns in of_batches]
+        values = [part.values for part in parts]
+        joined[f"{_COLUMNS}{name}.{first.kind}"] = values if first.offsets is None else np.concatenate(values)
+        if first.offsets is not None:
+            joined[f"{_COLUMNS}{name}.offsets"] = [part.offsets for part in parts]
+    return joined
+
+
+def _taken_columns(of_block: dict[str, Any], num: int) -> list[dict[str, PackedColumn]]:
+    """Take the columns out of a row's arrays, by micro-batch."""
+    found: list[dict[str, PackedColumn]] = [{} for _ in range(num)]
+    for key in [key for key in of_block if key.startswith(_COLUMNS)]:
+        name, _, kind = key.removeprefix(_COLUMNS).rpartition(".")
+        if kind == "offsets":
+            continue
+        values, offsets = of_block.pop(key), of_block.pop(f"{_COLUMNS}{name}.offsets", None)
+        ends = np.cumsum(offsets[:, -1]) if offsets is not None else np.empty(0)
+        for number, columns in enumerate(found):
+            if offsets is None:
+                columns[name] = PackedColumn(kind, values[number])
+            else:
+                part = values[ends[number] - offsets[number, -1] : ends[number]]
+                columns[name] = PackedColumn(kind, part, offsets[number])
+    return found
+
+
 def batches_of(row: Mapping[str, Any]) -> Iterator[HostBatch]:
     """The micro-batches of a finished row, in host memory: views of its arrays."""
     of_block = {name: column[0] for name, column in row.items()}
@@ -139,10 +181,12 @@ def batches_of(row: Mapping[str, Any]) -> Iterator[HostBatch]:
     data = of_block.pop("data", None)
     ends = np.cumsum(of_block["offsets"][:, -1]) if data is not None else None
     places = _places(split, epoch, of_block["step"].tolist(), of_block["micro"].tolist())
+    columns = _taken_columns(of_block, len(places))
     for number, at in enumerate(places):
         arrays = {name: column[number] for name, column in of_block.items()}
         if data is not None and ends is not None:
             arrays["data"] = data[ends[number] - arrays["offsets"][-1] : ends[number]]
+        arrays["columns"] = columns[number]
         yield _host_batch(at, arrays, int(arrays["num_bad"]))
 
 
@@ -160,6 +204,7 @@ def _host_batch(at: MicroBatchId, arrays: Mapping[str, Any], num_bad: int) -> Ho
         work_s=float(arrays["work_s"]),
         mask=arrays.get("mask"),
         boxes=arrays.get("boxes"),
+        columns=arrays["columns"],
     )
 
 

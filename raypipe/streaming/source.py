@@ -30,8 +30,9 @@ from raypipe.plan.schedule import WHOLE, Plan, Share
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
-from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, source_row
+from raypipe.streaming.row import PLACE_SCHEMA, READ_COLUMNS_SCHEMA, READ_SCHEMA, source_row
 from raypipe.transform.batch import Read, read_encoded, read_samples
+from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -48,6 +49,7 @@ class MicroBatchSource(Datasource):
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
         targets: columns that are read besides image and label, see `TransformConfig.target_columns`.
+        columns: further ones.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class MicroBatchSource(Datasource):
         supervisor: Any = None,
         share: Share = WHOLE,
         targets: Mapping[str, str] | None = None,
+        columns: SampleColumns = NO_COLUMNS,
         *,
         ranks: int = 1,
         block: int = 1,
@@ -69,10 +72,12 @@ class MicroBatchSource(Datasource):
         # Each task has the plan. What only names places needs no lists of samples.
         self._plan = plan if readers else plan.without_draws()
         self._cursor, self._readers, self._supervisor = cursor, readers, supervisor
-        self._share, self._targets = share, targets
+        self._share, self._targets, self._columns = share, targets, columns
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
         # To serialise lists, even of nothing, takes as long as all other columns.
-        self._schema = READ_SCHEMA if readers else PLACE_SCHEMA
+        self._schema = PLACE_SCHEMA
+        if readers:
+            self._schema = READ_COLUMNS_SCHEMA if columns else READ_SCHEMA
         self._tasks = tasks(plan.num_micro_batches(cursor, share), ranks)
 
     @property
@@ -126,7 +131,7 @@ class MicroBatchSource(Datasource):
         store, indices = self._readers[at.split], self._plan.indices(at)
         if task:
             self._announce(task, at, store, indices)
-        return read_samples(store, indices, self._targets)
+        return read_samples(store, indices, self._targets, self._columns)
 
     def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
         """Read what a micro-batch needs of a store in groups; the Supervisor hears of each before, should it kill.
@@ -144,7 +149,7 @@ class MicroBatchSource(Datasource):
             name = name_of(store, first)
             where = f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
             self._tell(task, f"{where}, for {at}")
-            read_encoded(store, np.array([first]), self._targets)  # it is kept, for the micro-batch
+            read_encoded(store, np.array([first]), self._targets, self._columns)  # it is kept, for the micro-batch
 
     def _tell(self, task: str, what: str) -> None:
         if error := ray.get(self._supervisor.reading.remote(task, what)):

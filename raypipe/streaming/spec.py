@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
+import numpy as np
+
+from raypipe.config import ColumnOptions, PlanConfig, PoolConfig, RunConfig, TransformConfig, column_options
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.plan.places import Split
@@ -15,9 +17,11 @@ from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, selected
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, is_class
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
+from raypipe.transform.column_types import find_columns
+from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
 from raypipe.transform.contents import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_cache import check_cache
@@ -30,10 +34,11 @@ may be."""
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
+_NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
 PerSource = str | Path | Mapping[str, str]
 """What there is one of for a store; of a mixture one for all its stores, or some by their names."""
 
-Recipe = tuple[Plan, dict[Split, Store], dict[Split, Transform], TransformConfig, PoolConfig, str]
+Recipe = tuple[Plan, dict[Split, Store], dict[Split, Transform], TransformConfig, PoolConfig, str, SampleColumns]
 
 
 @dataclass(frozen=True, init=False)
@@ -49,6 +54,7 @@ class StreamSpec:
         quarantine: URI of the folder that records bad samples; empty = log only.
         run: name of the run, for metrics and logs.
         log: format of its log lines.
+        columns: what batches have beside images, and the target where that is no class.
     """
 
     plan: Plan
@@ -59,6 +65,7 @@ class StreamSpec:
     quarantine: str = ""
     run: str = ""
     log: LogFormat = "text"
+    columns: SampleColumns = field(default=NO_COLUMNS, repr=False)
 
     def __init__(
         self,
@@ -77,6 +84,8 @@ class StreamSpec:
         quarantine: str = "",
         run: str = "",
         log: LogFormat = "text",
+        columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
+        make_columns: MakeColumns | str | None = None,
     ) -> None:
         """Open the stores and lay out the plan.
 
@@ -87,6 +96,10 @@ class StreamSpec:
             exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
             filter, val_filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
             quarantine, run, log: see above.
+            columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label` stands
+                for the target.
+            make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
+                None = as `transform` says, see docs/columns.md.
 
         Raises:
             StoreError, ConfigError: a store or a setting is wrong.
@@ -105,14 +118,19 @@ class StreamSpec:
         }
         transforms = {split: without_files(chosen[split]) for split in stores}
         check_transforms(transform, transforms, stores)
+        laid_out = Plan.from_stores(
+            plan_config,
+            train_store,
+            val_store,
+            exclude=select(train_store, exclude, filter),
+            val_exclude=select(val_store, val_exclude, val_filter, "store.val_"),
+        )
+        given = columns if isinstance(columns, Mapping) else list(columns)
+        make = make_columns or transform.make_columns or None
+        found = _columns_of(stores, column_options(given), make, laid_out, pool)
         fields = {
-            "plan": Plan.from_stores(
-                plan_config,
-                train_store,
-                val_store,
-                exclude=select(train_store, exclude, filter),
-                val_exclude=select(val_store, val_exclude, val_filter, "store.val_"),
-            ),
+            "plan": laid_out,
+            "columns": found,
             "stores": stores,
             "transforms": transforms,
             "transform": transform,
@@ -133,13 +151,38 @@ class StreamSpec:
     @property
     def recipe(self) -> Recipe:
         """The arguments of a `MicroBatchMaker`."""
-        return self.plan, self.stores, self.transforms, self.transform, self.pool, self.quarantine
+        parts = self.plan, self.stores, self.transforms, self.transform, self.pool, self.quarantine
+        return *parts, self.columns
 
     def readers(self) -> dict[Split, Store]:
         """The stores that the read stage reads; the actors read the others themselves."""
         if self.pool.read == "auto":
             return {split: store for split, store in self.stores.items() if store.groups is not None}
         return dict(self.stores) if self.pool.read == "stage" else {}
+
+
+def _columns_of(
+    stores: Mapping[Split, Store],
+    declared: Mapping[str, ColumnOptions],
+    make: MakeColumns | str | None,
+    plan: Plan,
+    pool: PoolConfig,
+) -> SampleColumns:
+    """The columns of a stream; raises ConfigError as `find_columns` does, and where a cache would lose them."""
+    if not declared and make is None and all(map(is_class, stores.values())):
+        return NO_COLUMNS
+
+    def first(split: str) -> np.ndarray:
+        kept = plan.kept["train" if split == "train" else "val"]
+        return kept.indices(np.arange(min(_NUM_PROBED, len(stores[split]) - kept.num_left_out)))  # type: ignore
+
+    found = find_columns(stores, declared, make, first)
+    if found and pool.cache != "off":
+        raise ConfigError(
+            f"pool.cache={pool.cache!r} keeps images and classes, and no columns or other targets: set "
+            "pool.cache='off', or leave store.columns out"
+        )
+    return found
 
 
 def open_stores(train: Train, **options: Any) -> Store:
@@ -241,7 +284,15 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         quarantine=join(run_uri, "quarantine") if run_uri else "",
         run=run.name,
         log=run.log,
+        columns=columns_of(run),
     )
+
+
+def columns_of(run: RunConfig) -> dict[str, Any]:
+    """The columns that a run declares: one that is its target is `label` in its store."""
+    columns, label = run.store.columns, run.store.label_column
+    given = columns if isinstance(columns, dict) else dict.fromkeys(columns)
+    return {LABEL if name == label else name: options for name, options in given.items()}
 
 
 def check_transforms(

@@ -19,6 +19,7 @@ import numpy as np
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import Store, title_of
+from raypipe.transform.columns import LABEL, NO_COLUMNS, ColumnMaker, PackedColumn, SampleColumns
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
 
 Read = tuple[list[EncodedSample], np.ndarray]
@@ -31,6 +32,9 @@ ReadSample = Callable[[], tuple[EncodedSample, int]]
 
 Candidate = tuple[Sample | ReadSample, int, int, Key]
 """(sample, label, index, key); a label that is read with its sample stands for nothing here."""
+
+Tried = tuple[Any, int, dict[str, Any]]
+"""What a sample has become, its label, and its columns."""
 
 ReadSubstitute = Callable[[int, int], Candidate]
 """(position in the micro-batch, attempt from 0) → another sample.
@@ -52,11 +56,12 @@ class MicroBatchResult:
 
     Attributes:
         arrays: what the Content makes.
-        label: int64 (B,); 0 for padding.
+        label: int64 (B,), or what the target's column holds, (B, …); 0 for padding.
         index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
         weight: float32 (B,), 1 or 0.
         bad: one record per bad sample: `store` (address), `index`, `name` (the store's own, "" where it has
             none), `substitute` (index, or None in a validation), `error` (reason).
+        columns: see `ColumnMaker.pack`, without the target's.
     """
 
     arrays: dict[str, np.ndarray]
@@ -64,6 +69,7 @@ class MicroBatchResult:
     index: np.ndarray
     weight: np.ndarray
     bad: list[dict[str, Any]] = field(default_factory=list)
+    columns: dict[str, PackedColumn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,9 @@ class HostBatch:
 
     Attributes:
         image: uint8 (B, H, W, 3); empty where the device is to decode.
-        label: int64 (B,).
+        label: see `MicroBatchResult`.
         encoded: what the device is to decode.
+        columns: by name.
     """
 
     at: MicroBatchId
@@ -87,12 +94,18 @@ class HostBatch:
     encoded: dict[str, np.ndarray] | None = None
     mask: np.ndarray | None = None
     boxes: np.ndarray | None = None
+    columns: dict[str, PackedColumn] = field(default_factory=dict)
 
 
-def read_samples(store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None) -> Read:
+def read_samples(
+    store: Store,
+    indices: np.ndarray,
+    targets: Mapping[str, str] | None = None,
+    columns: SampleColumns = NO_COLUMNS,
+) -> Read:
     """Samples and labels of int64 indices (B,), of which some may be PADDING; see `read_encoded`."""
     real = indices != PADDING
-    read, read_labels = read_encoded(store, indices[real], targets)
+    read, read_labels = read_encoded(store, indices[real], targets, columns)
     if real.all():
         return read, read_labels
     samples = [EncodedSample(None)] * len(indices)
@@ -104,21 +117,30 @@ def read_samples(store: Store, indices: np.ndarray, targets: Mapping[str, str] |
 
 
 def read_encoded(
-    store: Store, indices: np.ndarray, targets: Mapping[str, str] | None = None
+    store: Store,
+    indices: np.ndarray,
+    targets: Mapping[str, str] | None = None,
+    columns: SampleColumns = NO_COLUMNS,
 ) -> tuple[list[EncodedSample], np.ndarray]:
     """Samples, and labels int64 (n,), of int64 indices (n,).
 
     Args:
         targets: columns of masks and boxes, see `TransformConfig.target_columns`. With targets, a store may do
             without labels: they are 0.
+        columns: further ones. With them too labels are 0 where the store has none, or the target is among them.
     """
     targets = targets or {}
-    label = ("label",) if not targets or "label" in store.columns else ()
-    columns = store.read(indices, ("image", *label, *targets.values()))
+    label = () if LABEL in columns.paths else ("label",)
+    if (targets or columns) and "label" not in store.columns:
+        label = ()
+    found = store.read(indices, tuple(dict.fromkeys(("image", *label, *targets.values(), *columns.stored))))
     nothing = [None] * len(indices)
-    masks, boxes = (columns[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
-    samples = [EncodedSample(*values) for values in zip(columns["image"], masks, boxes, strict=True)]
-    return samples, columns["label"] if label else np.zeros(len(indices), np.int64)
+    masks, boxes = (found[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
+    samples = [EncodedSample(*values) for values in zip(found["image"], masks, boxes, strict=True)]
+    if columns:
+        rows = zip(*(found[name] for name in columns.stored), strict=True)
+        samples = [sample._replace(columns=row) for sample, row in zip(samples, rows, strict=True)]
+    return samples, found["label"] if label else np.zeros(len(indices), np.int64)
 
 
 class Content(Protocol):
@@ -204,6 +226,7 @@ class MicroBatchTransform:
         store_address: named in errors and records.
         sample_name: what the store calls a sample, by its index, for errors and records.
         decoded: of a cache of this store, and of the same settings of the decode, see `SampleCache.decoded`.
+        columns: makes those of each sample; None = there are none.
     """
 
     def __init__(
@@ -215,10 +238,16 @@ class MicroBatchTransform:
         store_address: str = "",
         sample_name: Callable[[int], str] = lambda _: "",
         decoded: Callable[[int, int, bytes | None], Decoded | None] | None = None,
+        columns: ColumnMaker | None = None,
     ) -> None:
-        self.content = content
+        self.content, self._columns = content, columns
         self._on_bad_sample, self._exact, self._decoded = on_bad_sample, exact, decoded
         self._store_address, self._sample_name = store_address, sample_name
+
+    @property
+    def draws_globally(self) -> bool:
+        """Whether it draws from generators that all threads share."""
+        return self.content.draws_globally or bool(self._columns and self._columns.draws_globally)
 
     def run(
         self,
@@ -246,6 +275,7 @@ class MicroBatchTransform:
         index = np.array(columns["index"], np.int64)
         result = MicroBatchResult({}, label, index, np.ones(len(index), np.float32))
         samples, key_of = columns["image"], keys.tolist()
+        of_rows: list[dict[str, Any] | None] = [None] * len(index)
 
         def make(position: int, out: np.ndarray | None) -> Any:
             """The content of a sample, None for weight 0; the rest of its row in the result is filled."""
@@ -255,7 +285,7 @@ class MicroBatchTransform:
                 return None
             candidate = samples[position], int(label[position]), wanted, key_of[position]
             try:
-                made, label[position] = self._try(candidate, out, attempt)
+                made, label[position], of_rows[position] = self._try(candidate, out, attempt)
             except SampleError as error:
                 bad = f"{self._title(wanted)}: {error}"
                 substitute: int | None = None
@@ -268,17 +298,23 @@ class MicroBatchTransform:
                     raise SampleError(f"{bad} (and there is nothing to read a substitute with)") from error
                 else:
                     others = (read_substitute(position, number) for number in range(NUM_SUBSTITUTES))
-                    made, label[position], substitute = self._first_good(others, bad, out, attempt)
+                    (made, label[position], of_rows[position]), substitute = self._first_good(
+                        others, bad, out, attempt
+                    )
                     index[position] = substitute
                 record = {"store": self._store_address, "index": wanted, "name": self._sample_name(wanted)}
                 result.bad.append(record | {"substitute": substitute, "error": str(error)})
             return made
 
         result.arrays = self.content.pack(make, len(index), (room or Room()).take)
+        if self._columns is not None:
+            result.columns = self._columns.pack(of_rows)
+            if LABEL in result.columns:
+                result.label = result.columns.pop(LABEL).values
         return result
 
-    def _try(self, candidate: Candidate, out: np.ndarray | None, attempt: Attempt) -> tuple[Any, int]:
-        """The content of a sample, and its label."""
+    def _try(self, candidate: Candidate, out: np.ndarray | None, attempt: Attempt) -> Tried:
+        """The content of a sample, its label, and its columns."""
         sample, label, index, key = candidate
         if attempt.before_sample:
             attempt.before_sample(index)
@@ -286,21 +322,25 @@ class MicroBatchTransform:
             raise SampleError(attempt.bad[index])
         if callable(sample):
             sample, label = sample()
-        if self._decoded is not None and isinstance(sample, EncodedSample):
-            sample = self._decoded(index, label, sample.image) or sample
         try:
-            return self.content.one(sample, key, out), label
+            found: dict[str, Any] = {}
+            if self._columns is not None:
+                assert isinstance(sample, EncodedSample), "a cache of decoded samples keeps no columns"
+                found = self._columns.one(sample.columns, key)  # first: it costs less than an image
+            if self._decoded is not None and isinstance(sample, EncodedSample):
+                sample = self._decoded(index, label, sample.image) or sample
+            return self.content.one(sample, key, out), label, found
         except ConfigError as error:
             raise ConfigError(f"{self._title(index)}: {error}") from error
 
     def _first_good(
         self, candidates: Iterable[Candidate], bad: str, out: np.ndarray | None, attempt: Attempt
-    ) -> tuple[Any, int, int]:
-        """The content, label and index of the first of several that is not bad as well."""
+    ) -> tuple[Tried, int]:
+        """What the first of several becomes that is not bad as well, and its index."""
         for candidate in candidates:
             index = int(candidate[2])
             try:
-                return *self._try(candidate, out, attempt), index
+                return self._try(candidate, out, attempt), index
             except SampleError as error:
                 last = f"{self._title(index)}: {error}"
         raise SampleError(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}")

@@ -33,11 +33,12 @@ Kind = Literal["none", "albumentations", "torchvision", "plain"]
 
 
 class EncodedSample(NamedTuple):
-    """What a store holds of one sample; a target that is not asked for is None."""
+    """What a store holds of one sample; a target that is not asked for is None, and so are columns empty."""
 
     image: bytes | None
     mask: Any = None
     boxes: Any = None
+    columns: tuple[Any, ...] = ()
 
 
 class Decoded(NamedTuple):
@@ -51,11 +52,15 @@ class KeyedGenerator:
     """One numpy generator that is put where a fresh `Generator(Philox(key=key))` would stand.
 
     That costs a few microseconds a sample; making a new one costs tens.
+
+    Args:
+        domain: another place in the key's stream, 2^192 draws on for each, so that two uses of a key differ.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, domain: int = 0) -> None:
         self._philox = np.random.Philox(0)
         self._state: Any = self._philox.state  # of a fresh generator: counter 0, buffer used up
+        self._state["state"]["counter"][3] = domain
         self.generator = np.random.Generator(self._philox)
 
     def rewind(self, key: Key) -> np.random.Generator:
@@ -89,7 +94,7 @@ class SampleTransform:
         self.transform = copy.deepcopy(transform) if self.kind == "albumentations" else transform
         self._keyed, self._random = KeyedGenerator(), random.Random()
         generators = self._keyed.generator, self._random
-        rng_name = _rng_parameter(transform) if self.kind == "plain" else None
+        rng_name = rng_parameter(transform) if self.kind == "plain" else None
         self._rng = {rng_name: self._keyed.generator} if rng_name else {}
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
@@ -183,7 +188,8 @@ def _kind_of(transform: Any) -> Kind:
     return "plain"
 
 
-def _rng_parameter(transform: Any) -> str | None:
+def rng_parameter(transform: Any) -> str | None:
+    """The name by which a function takes a generator; None = it takes none."""
     try:
         parameters = inspect.signature(transform).parameters
     except ValueError:  # some built-in functions have no signature

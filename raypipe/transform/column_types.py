@@ -1,0 +1,203 @@
+"""What the columns of a stream are, found on its driver by the first samples of its stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raypipe.config import ColumnOptions
+from raypipe.errors import ConfigError, SampleError
+from raypipe.stores.base import Store, is_class, name_of, title_of
+from raypipe.stores.joined import JoinedStore
+from raypipe.transform.columns import (
+    LABEL,
+    ColumnMaker,
+    ColumnType,
+    MakeColumns,
+    SampleColumns,
+    length_name,
+    numbers_of,
+)
+
+_NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
+
+
+def find_columns(
+    stores: Mapping[str, Store],
+    declared: Mapping[str, ColumnOptions],
+    function: MakeColumns | str | None,
+    first: Callable[[str], np.ndarray],
+) -> SampleColumns:
+    """The columns of a stream.
+
+    Args:
+        stores: by split.
+        declared: columns, with their options; the target as `label`. Where a function makes columns, it gets those
+            that the store has, and options may be of those that it makes.
+        function: see `SampleColumns`.
+        first: indices of a split's first samples, int64 (n,), to learn the types by.
+
+    Raises:
+        ConfigError: a column is missing; or its type is not to be told, or differs between stores.
+        StoreError: a store cannot be read.
+    """
+    found = [
+        (part.address, _of_store(part, declared, function, own))
+        for split, store in stores.items()
+        for part, own in _parts(store, first(split))
+    ]
+    known = [(address, columns) for address, columns in found if columns.types or not columns]
+    (address, columns), *others = known or found  # a store without samples has columns without types
+    for other, of_other in others:
+        for name in {*columns.types, *of_other.types}:
+            one, two = columns.types.get(name), of_other.types.get(name)
+            if one != two:
+                raise ConfigError(
+                    f"column {name!r} is {one or 'not there'} in {address}, and {two or 'not there'} in {other}: "
+                    f"a column has one type; declare store.columns.{name}.dtype, or mend one of the stores"
+                )
+    return columns
+
+
+def _parts(store: Store, indices: np.ndarray) -> list[tuple[Store, np.ndarray]]:
+    """The stores that a mixture joins, each with its first samples; another store is its own part."""
+    if isinstance(store, JoinedStore):
+        return [(part, np.arange(min(_NUM_PROBED, len(part)))) for part in store.parts.values()]
+    return [(store, indices[:_NUM_PROBED])]
+
+
+def _of_store(
+    store: Store, declared: Mapping[str, ColumnOptions], function: MakeColumns | str | None, indices: np.ndarray
+) -> SampleColumns:
+    options = {name: each for name, each in declared.items() if each != ColumnOptions()}
+    wanted = dict.fromkeys([*declared, *([LABEL] if not is_class(store) else [])])
+    paths = {name: path for name in wanted if (path := _path_of(store, name))}
+    for name in wanted:
+        if name not in paths and function is None:
+            raise ConfigError(
+                f"{store.address} has no column {name!r} for store.columns, only: {', '.join(store.columns)}"
+            )
+    columns = SampleColumns(paths, options, function)
+    if not paths:
+        if function is not None:
+            raise ConfigError(
+                "transform.make_columns makes columns of columns: name those that it needs in store.columns "
+                f"({store.address} has {', '.join(store.columns)})"
+            )
+        return columns
+    if not len(indices):
+        return columns  # a store without samples has no types, and none to give
+    read = store.read(indices, columns.stored)
+    fixed = {name for name, path in paths.items() if len(path) == 1 and isinstance(read[path[0]], np.ndarray)}
+    maker, found, reason = ColumnMaker(columns), dict[str, list[Any]](), ""
+    for index, *values in zip(indices.tolist(), *(read[name] for name in columns.stored), strict=True):
+        try:
+            given = maker.given(values, (index, 0))
+        except SampleError as error:
+            reason = f"{title_of(store.address, index, name_of(store, index))}: {error}"
+            continue
+        for name, value in given.items():
+            found.setdefault(name, []).append(value)
+    if not found:
+        raise ConfigError(f"none of the first {len(indices)} samples has columns; {reason}")
+    if missing := [name for name in options if name not in found]:
+        raise ConfigError(
+            f"store.columns names {missing[0]!r}, which neither {store.address} has nor transform.make_columns "
+            f"makes: {', '.join([*store.columns, *found])}"
+        )
+    types: dict[str, ColumnType] = {}
+    for name, every in found.items():
+        where = f"column {name!r} of {store.address}"
+        kind = type_of(name, every, options.get(name), name in fixed or function is not None, where)
+        if name == LABEL and kind.kind != "array":
+            raise ConfigError(
+                f"{where} is the target, and is {kind}: targets are numbers, or lists of one length; declare "
+                "store.columns={label: {length: …}}, or name another store.label_column"
+            )
+        types[name] = kind
+        if (each := options.get(name)) and each.fill is not None:
+            types[length_name(name)] = ColumnType("array", "int64")
+    if clash := _lengths(options) & set(found):
+        raise ConfigError(
+            f"column {min(clash)!r} has the name that the lengths of a padded column have: rename it"
+        )
+    return SampleColumns(paths, options, function, types)
+
+
+def _lengths(options: Mapping[str, ColumnOptions]) -> set[str]:
+    return {length_name(name) for name, each in options.items() if each.fill is not None}
+
+
+def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
+    """A column, or a field within the values of one, `json.caption`; None = there is none."""
+    if name in store.columns:
+        return (name,)
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if (column := ".".join(parts[:end])) in store.columns:
+            return column, *parts[end:]
+    return None
+
+
+def type_of(
+    name: str, values: Sequence[Any], options: ColumnOptions | None, fixed: bool, where: str
+) -> ColumnType:
+    """The type of a column by some of its values.
+
+    Args:
+        fixed: arrays among them have one shape, and are no lists of several lengths.
+        where: names the column, for errors.
+
+    Raises:
+        ConfigError: none has a value, or they are of several kinds.
+    """
+    there = [value for value in values if value is not None]
+    if not there:
+        raise ConfigError(f"{where} has no value in any of the first {len(values)} samples: mend the store")
+    if options is None:
+        for kind, python in (("text", str), ("bytes", bytes)):
+            if all(isinstance(value, python) for value in there):
+                return ColumnType(kind)  # type: ignore[arg-type]
+        if len({_family(value) for value in there}) > 1:
+            names = ", ".join(sorted({type(value).__name__ for value in there}))
+            raise ConfigError(f"{where} has values of several types, {names}: mend the store")
+    arrays, problem = [], ""
+    for value in there:
+        try:
+            arrays.append(numbers_of(name, value, options))
+        except SampleError as error:
+            problem = str(error)
+    if options is None and problem:
+        return ColumnType("json")
+    if not arrays:
+        raise ConfigError(f"{where}: {problem}")
+    filled = [array for array in arrays if array.size] or arrays
+    dtype = np.dtype(options.dtype) if options and options.dtype else np.result_type(*filled).newbyteorder("=")
+    shapes = {array.shape for array in filled}
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ConfigError(f"{where} has numbers of several shapes, {sorted(shapes)}: mend the store")
+    if options and options.length:
+        inner = {shape[1:] for shape in shapes}
+        if () in shapes or len(inner) > 1:
+            raise ConfigError(
+                f"{where} is declared with a length, and its first samples are of shapes {sorted(shapes)}"
+            )
+        return ColumnType("array", dtype.name, (options.length, *inner.pop()))
+    if shapes == {()}:
+        return ColumnType("array", dtype.name)
+    if fixed and len(shapes) == 1 and all(isinstance(value, np.ndarray) for value in there):
+        return ColumnType("array", dtype.name, shapes.pop())
+    inner = {shape[1:] for shape in shapes}
+    if len(inner) > 1:
+        return ColumnType("json")
+    return ColumnType("ragged", dtype.name, inner.pop())
+
+
+def _family(value: Any) -> str:
+    if isinstance(value, bool | int | float | np.generic):
+        return "number"
+    if isinstance(value, list | tuple | np.ndarray):
+        return "list"
+    return type(value).__name__

@@ -1,0 +1,354 @@
+"""Columns of a sample beside its image, its mask and its boxes: from what stores hold to what batches have.
+
+    a store's value                         declared               in a batch of B
+    number                                                         (B,), of its dtype
+    array, of a shape that all have                                (B, …), of its dtype
+    list of numbers                                                list of B tensors, on the host
+                                            length: 8              (B, 8); a sample with fewer or more is bad
+                                            length: 8, fill: 0     (B, 8), padded; NAME_length, int64 (B,)
+    text, bytes                                                    list of B, on the host
+    struct, list of texts, JSON                                    list of B, as JSON has them
+    numbers as JSON, raw bytes or .npy      dtype, maybe length    as numbers are
+
+What a stream's columns are is found once, on its driver, by the first samples of its stores: see
+`raypipe.transform.column_types`. Who makes micro-batches only checks that samples are so: `ColumnMaker`.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from raypipe.config import ColumnOptions
+from raypipe.errors import ConfigError, SampleError
+from raypipe.lookup import import_name
+from raypipe.plan.order import Domain
+from raypipe.transform.sample_transform import Key, KeyedGenerator, rng_parameter
+
+Kind = Literal["array", "ragged", "text", "bytes", "json"]
+MakeColumns = Callable[..., Mapping[str, Any]]
+"""Columns of one sample, by name → those of the batch; it may take `rng`, a generator by the sample's key."""
+
+LABEL = "label"
+"""The target's name among the columns; in a batch it is `batch.target`."""
+
+_NPY = b"\x93NUMPY"
+_NUMBERS = "biuf"  # numpy's kinds
+
+
+@dataclass(frozen=True)
+class ColumnType:
+    """What a column holds.
+
+    Attributes:
+        kind: "array" (numbers of one shape), "ragged" (of any length), "text", "bytes", or "json".
+        dtype: of numbers, numpy's name.
+        shape: of a sample's array; of a ragged one, that of its elements.
+    """
+
+    kind: Kind
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "array":
+            return f"{self.dtype} {self.shape}" if self.shape else self.dtype
+        return f"lists of {self.dtype}" if self.kind == "ragged" else self.kind
+
+
+_CLASS = ColumnType("array", "int64")
+
+
+class PackedColumn(NamedTuple):
+    """The values of B samples, as they travel.
+
+    Attributes:
+        kind: see `ColumnType`.
+        values: of "array", (B, …); of "ragged", all values end to end, (n, …); else their bytes, uint8 (n,).
+        offsets: int64 (B + 1,); sample b is values[offsets[b] : offsets[b + 1]]; None of "array".
+    """
+
+    kind: Kind
+    values: np.ndarray
+    offsets: np.ndarray | None = None
+
+    def unpacked(self) -> np.ndarray | list[Any]:
+        """An array (B, …), or a list of B: arrays, text, bytes, or what JSON holds."""
+        if self.offsets is None:
+            return self.values
+        ends = self.offsets.tolist()
+        parts = [self.values[start:end] for start, end in itertools.pairwise(ends)]
+        if self.kind == "ragged":
+            return parts
+        contents = [part.tobytes() for part in parts]
+        if self.kind == "bytes":
+            return contents
+        texts = [content.decode("utf-8", "surrogatepass") for content in contents]
+        return texts if self.kind == "text" else list(map(json.loads, texts))
+
+
+@dataclass(frozen=True)
+class SampleColumns:
+    """The columns of a stream: a plain value that pickles.
+
+    Attributes:
+        paths: of each column that is read, the store's column, and the fields within its values.
+        options: of those that were declared with options.
+        function: makes the batch's columns of those; None, or `module:function`.
+        types: of each of the batch's columns, by name; `label` is the target.
+    """
+
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    options: dict[str, ColumnOptions] = field(default_factory=dict)
+    function: MakeColumns | str | None = None
+    types: dict[str, ColumnType] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.paths)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The store's columns that are read."""
+        return tuple(dict.fromkeys(path[0] for path in self.paths.values()))
+
+    @property
+    def target(self) -> ColumnType | None:
+        """What the target is; None = classes, int64."""
+        found = self.types.get(LABEL)
+        return None if found == _CLASS and LABEL not in self.options else found
+
+    def described(self) -> dict[str, str]:
+        """In words, by name."""
+        return {name: str(kind) for name, kind in self.types.items()}
+
+
+NO_COLUMNS = SampleColumns()
+
+
+class ColumnMaker:
+    """Makes the columns of samples and of micro-batches. An object serves one thread at a time.
+
+    Attributes:
+        draws_globally: the function may draw from the generators of the process.
+    """
+
+    def __init__(self, columns: SampleColumns) -> None:
+        self.columns = columns
+        function = columns.function
+        if isinstance(function, str):
+            function = import_name(function, "transform.make_columns")
+        self._function: MakeColumns | None = function
+        self._keyed = KeyedGenerator(Domain.COLUMNS)
+        self._rng_name = rng_parameter(function) if function else None
+        self.draws_globally = function is not None and self._rng_name is None
+
+    def one(self, values: Sequence[Any], key: Key) -> dict[str, Any]:
+        """The columns of one sample: numpy arrays, of text and the like bytes.
+
+        Args:
+            values: of the store's columns, in the order of `SampleColumns.stored`.
+            key: of the sample.
+
+        Raises:
+            SampleError: a value is missing, or is of another type or length than those of the first samples.
+        """
+        given = self.given(values, key)
+        return {
+            name: part
+            for name in self.columns.types
+            if name in given
+            for name, part in self._typed(name, given[name]).items()
+        }
+
+    def given(self, values: Sequence[Any], key: Key) -> dict[str, Any]:
+        """What the store, or the function, gives for each of the batch's columns, not checked yet."""
+        held = dict(zip(self.columns.stored, values, strict=True))
+        found = {name: _field(held, path) for name, path in self.columns.paths.items()}
+        if self._function is None:
+            return found
+        more = {}
+        generator = self._keyed.rewind(key)
+        if self._rng_name:
+            more[self._rng_name] = generator
+        else:
+            _seed_globally(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
+        try:
+            made = self._function(dict(found), **more)
+        except (SampleError, ConfigError, MemoryError):
+            raise
+        except Exception as error:
+            raise SampleError(f"transform.make_columns raised {type(error).__name__}: {error}") from error
+        if not isinstance(made, Mapping):
+            raise ConfigError(
+                f"transform.make_columns returned a {type(made).__name__}: it must return a dict of the batch's "
+                "columns"
+            )
+        label = {LABEL: found[LABEL]} if LABEL in found else {}
+        return label | {str(name): _as_numpy(value) for name, value in made.items()}
+
+    def _typed(self, name: str, value: Any) -> dict[str, Any]:
+        kind, options = self.columns.types[name], self.columns.options.get(name)
+        if value is None:
+            raise SampleError(f"column {name!r} has no value: fill it in, or leave the sample out by store.filter")
+        if kind.kind == "json":
+            return {name: as_json(value)}
+        if kind.kind in ("text", "bytes"):
+            expected = str if kind.kind == "text" else bytes
+            if not isinstance(value, expected):
+                raise SampleError(_varies(name, f"a {type(value).__name__}", kind))
+            return {name: value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value}
+        array = numbers_of(name, value, options)
+        if options and options.fill is not None:
+            return self._padded(name, array, kind, options.fill)
+        shape = array.shape[1:] if kind.kind == "ragged" else array.shape
+        if kind.kind == "ragged" and not array.size:
+            array, shape = np.empty((0, *kind.shape), kind.dtype), kind.shape
+        if shape != kind.shape or (kind.kind == "ragged" and not array.ndim):
+            raise SampleError(
+                f"{_varies(name, f'of shape {array.shape}', kind)}; for lists of several lengths declare "
+                f"store.columns={{{name}: {{length: …, fill: …}}}}"
+            )
+        return {name: _cast(name, array, kind)}
+
+    def _padded(self, name: str, array: np.ndarray, kind: ColumnType, fill: float) -> dict[str, Any]:
+        length = kind.shape[0]
+        if not array.size:
+            array = np.empty((0, *kind.shape[1:]), kind.dtype)
+        if array.shape[1:] != kind.shape[1:] or not array.ndim:
+            raise SampleError(_varies(name, f"of shape {array.shape}", kind))
+        if len(array) > length:
+            raise SampleError(
+                f"column {name!r} has {len(array)} values, and its declared length is {length}: raise "
+                f"store.columns.{name}.length, or leave the sample out"
+            )
+        padded = np.full(kind.shape, fill, kind.dtype)
+        padded[: len(array)] = _cast(name, array, kind)
+        return {name: padded, length_name(name): np.int64(len(array))}
+
+    def pack(self, rows: Sequence[Mapping[str, Any] | None]) -> dict[str, PackedColumn]:
+        """The columns of B samples, each as from `one`; None = a row that does not count: zeros, or empty."""
+        return {
+            name: _packed([None if row is None else row[name] for row in rows], kind, self._fill(name))
+            for name, kind in self.columns.types.items()
+        }
+
+    def _fill(self, name: str) -> float:
+        options = self.columns.options.get(name)
+        return options.fill or 0 if options else 0
+
+
+def length_name(name: str) -> str:
+    """The column that tells how long the lists of a padded one are."""
+    return f"{name}_length"
+
+
+def _packed(values: list[Any], kind: ColumnType, fill: float) -> PackedColumn:
+    if kind.kind == "array":
+        stacked = np.full((len(values), *kind.shape), fill, kind.dtype)
+        for row, value in enumerate(values):
+            if value is not None:
+                stacked[row] = value
+        return PackedColumn("array", stacked)
+    if kind.kind == "ragged":
+        nothing = np.empty((0, *kind.shape), kind.dtype)
+        parts = [nothing if value is None else value for value in values]
+        return PackedColumn("ragged", np.concatenate([nothing, *parts]), _offsets(parts))
+    blank = b"null" if kind.kind == "json" else b""
+    contents = [blank if value is None else value for value in values]
+    return PackedColumn(kind.kind, np.frombuffer(b"".join(contents), np.uint8), _offsets(contents))
+
+
+def _offsets(parts: Iterable[Any]) -> np.ndarray:
+    return np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+
+def _field(held: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """What is at a path: a column's value, or a field of the structs or the JSON that it is."""
+    value = held[path[0]]
+    for name in path[1:]:
+        if isinstance(value, str | bytes):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise SampleError(f"column {path[0]!r} is no JSON: {error}") from error
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def numbers_of(name: str, value: Any, options: ColumnOptions | None = None) -> np.ndarray:
+    """Numbers of a column: as they are, or written as JSON, as the bytes of an array, or as .npy.
+
+    Raises:
+        SampleError: they are none.
+    """
+    try:
+        if isinstance(value, str):
+            value = json.loads(value)
+        elif isinstance(value, bytes) and value[: len(_NPY)] == _NPY:
+            value = np.load(io.BytesIO(value), allow_pickle=False)
+        elif isinstance(value, bytes) and options and options.dtype:
+            value = np.frombuffer(value, np.dtype(options.dtype).newbyteorder("<"))
+        elif isinstance(value, bytes):
+            value = json.loads(value)
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError, RecursionError, EOFError) as error:
+        raise SampleError(f"column {name!r} holds no numbers: {error}") from error
+    if array.dtype.kind not in _NUMBERS:
+        raise SampleError(f"column {name!r} holds {_kind_of(value)}, and no numbers")
+    return array
+
+
+def _cast(name: str, array: np.ndarray, kind: ColumnType) -> np.ndarray:
+    """In the column's dtype; whole numbers keep their values."""
+    dtype = np.dtype(kind.dtype)
+    if array.dtype == dtype or not array.size:
+        return array.astype(dtype, copy=False)
+    if _NUMBERS.index(_unsigned(array.dtype)) > _NUMBERS.index(_unsigned(dtype)):
+        raise SampleError(_varies(name, str(array.dtype), kind))
+    made = array.astype(dtype)
+    if dtype.kind in "iu" and not np.array_equal(made, array):
+        raise SampleError(f"column {name!r} has numbers that {dtype} cannot hold: declare a wider dtype")
+    return made
+
+
+def _unsigned(dtype: np.dtype[Any]) -> str:
+    return dtype.kind.replace("u", "i")
+
+
+def _varies(name: str, found: str, kind: ColumnType) -> str:
+    return f"column {name!r} is {found}, where it is {kind} in the first samples"
+
+
+def _kind_of(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _as_numpy(value: Any) -> Any:
+    """What a function made: tensors as arrays."""
+    return np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, np.generic) else value
+
+
+def as_json(value: Any) -> bytes:
+    """Any value, in UTF-8; what JSON has no form for, such as a date, as text."""
+
+    def plain(part: Any) -> Any:
+        return part.tolist() if hasattr(part, "tolist") else str(part)
+
+    return json.dumps(value, default=plain, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _seed_globally(k0: int, k1: int) -> None:
+    """Seed the generators of the process, which the function may draw from."""
+    random.seed(k0 << 64 | k1)
+    np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(k0)

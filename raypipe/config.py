@@ -122,8 +122,8 @@ class StoreConfig(_Section, prefix="store."):
         filter: train on the samples for which an expression of columns is true, "width >= 256 and label != 3";
             empty = all. Of a mixture for each store, or `{NAME: EXPRESSION, …}`.
         val_filter: the same for the validation store.
-        columns: further columns that batches get, as `[caption]`; or `{NAME: {option: value}}` with options `length`,
-            `fill` and `dtype` of lists (docs/columns.md).
+        columns: further columns that batches get, as `[caption]`; or `{NAME: {option: value}}` with the options
+            `length`, `fill` and `dtype` of lists (docs/columns.md).
     """
 
     train: str | dict[str, str] = ""
@@ -433,10 +433,12 @@ class TrainConfig(_Section, prefix="train."):
     Attributes:
         model: "small" (a convolutional net for tiny images), any torchvision classification model, or a
             `module:function` that makes one for `num_classes`.
-        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample.
+        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample; targets that
+            are no classes need one of their own.
         optimizer: "sgd" (Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
         schedule: "cosine", or `module:function` of the step, all steps, those of warm-up and `lr`.
-        num_classes: number of classes; 0 = as many as the store names.
+        num_classes: number of classes, or of the model's outputs; 0 = as many as the store names, or as a target of
+            floats has.
         lr: peak learning rate.
         momentum: of SGD.
         weight_decay: not applied to biases and normalisation layers.

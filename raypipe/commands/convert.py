@@ -261,13 +261,14 @@ def digest_of(wanted: Path, file: Path, columns: dict[str, str]) -> str:
 
 
 def _chunks(
-    wanted: Path, store: Store, columns: Iterable[str], start: int, stop: int
+    wanted: Path, store: Store, columns: Mapping[str, str], start: int, stop: int
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield samples, as writers take them, with the index of the first."""
     for first in range(start, stop, CHUNK):
         check_wanted(wanted)
         rows = store.read(np.arange(first, min(stop, first + CHUNK)), tuple(columns))
-        yield first, [plain(dict(zip(rows, values, strict=True))) for values in zip(*rows.values(), strict=True)]
+        every = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+        yield first, [plain(sample, columns) for sample in every]
 
 
 def _checked(image: bytes | None, short_side: int, quality: int) -> bytes:

@@ -87,6 +87,8 @@ class _Opened:
     def __init__(self, kind: type[ArchiveStore], archives: list[_Archive], index: Index) -> None:
         self._kind, self._archives, self._index = kind, archives, index
         self.columns, self.classes, self.fingerprint = tuple(index.columns), index.classes, index.fingerprint
+        labels = index.columns.get("label")
+        self.label_is_class = labels is None or (labels.dtype == np.int64 and labels.ndim == 1)
 
     def __len__(self) -> int:
         return int(self._index.bounds[-1])

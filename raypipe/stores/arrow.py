@@ -22,7 +22,7 @@ from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import explained, is_remote, one_line
 from raypipe.storage.local_file import regular_path
 from raypipe.stores.addresses import list_files
-from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, take
+from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
 from raypipe.stores.base import Columns, FileStore, by_part, part_of
 
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
@@ -39,7 +39,7 @@ class ArrowStore(FileStore["_Batches"]):
     Args:
         address: path of a file, or of a folder of them.
         image_column: the column that becomes `image`: binary, or a struct with the field `bytes`.
-        label_column: the column, of any integer type, that becomes `label`. A file without a column
+        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A file without a column
             `label` is a store without labels; any other name must be there.
     """
 
@@ -77,7 +77,7 @@ class _Batches:
             self._places += [(path, number) for number in range(len(batches))]
             sizes.append((num_bytes, [batch.num_rows for batch in batches]))
         self._fields = columns_of(self._paths[0], first, image_column, label_column)
-        self.columns = tuple(self._fields)
+        self.columns, self.label_is_class = tuple(self._fields), label_is_class(self._fields)
         self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
         self._checked = [False] * len(self._batches)
         facts = ([(name, str(field)) for name, field in self._fields.items()], self.classes, sizes)

@@ -34,10 +34,10 @@ def columns_of(path: str, schema: pa.Schema, image_column: str, label_column: st
             f"{path}, column {image_column!r} has type {columns['image'].type}; an image is binary, "
             "large_binary or struct{bytes, path}"
         )
-    if "label" in columns and not pa.types.is_integer(columns["label"].type):
+    if "label" in columns and not _is_target(columns["label"].type):
         raise StoreError(
-            f"{path}, column {label_column!r} has type {columns['label'].type}; a label is an integer; "
-            "set label_column"
+            f"{path}, column {label_column!r} has type {columns['label'].type}; a label is a number, or a list of "
+            "numbers; set label_column"
         )
     for field in schema:
         if field.name not in renamed.values():
@@ -64,14 +64,68 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
+def _is_target(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _is_target(kind.value_type)
+    return _is_number(kind) or pa.types.is_boolean(kind) or _array_of(kind) is not None
+
+
+def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
+    """The type and the shape of the numbers that each value of a column is; None if they are no arrays of one."""
+    shape: tuple[int, ...] = ()
+    if isinstance(kind, pa.FixedShapeTensorType):
+        order = kind.permutation
+        if order is not None and list(order) != sorted(order):  # rare, and its axes lie otherwise than they are
+            return None
+        kind, shape = kind.value_type, tuple(kind.shape)
+    while pa.types.is_fixed_size_list(kind):
+        kind, shape = kind.value_type, (*shape, kind.list_size)
+    known = _is_number(kind) or pa.types.is_boolean(kind)
+    return (kind, shape) if shape and known else None
+
+
+def label_is_class(fields: dict[str, pa.Field]) -> bool:
+    """Whether the labels of a store are integers, or it has none."""
+    return "label" not in fields or pa.types.is_integer(fields["label"].type)
+
+
 def take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str) -> Any:
-    """Return the rows of a column: numbers as an array, other values as a list."""
-    if not _is_number(column.type):
+    """Return the rows of a column: numbers, and arrays of one shape, as an array, other values as a list.
+
+    Numbers of which some are null are a list too.
+    """
+    array_of = _array_of(column.type)
+    if not _is_number(column.type) and array_of is None:
         return [_python_value(column[row]) for row in rows.tolist()]
+    if isinstance(column.type, pa.BaseExtensionType):
+        column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
     taken = column.take(pa.array(rows))
     if is_label and taken.null_count:
         raise StoreError(f"{where}: a label is null; training on a made-up one would not be noticed")
-    return taken.to_numpy()
+    if array_of is None:
+        return _with_none(taken) if taken.null_count else taken.to_numpy()
+    kind, shape = array_of
+    values: Any = taken.combine_chunks()
+    while pa.types.is_fixed_size_list(values.type) or pa.types.is_list(values.type):
+        if values.null_count:
+            return _with_none(taken)
+        values = values.flatten()
+    if values.null_count:
+        return _with_none(taken)
+    return values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape)
+
+
+def _with_none(taken: pa.ChunkedArray) -> list[Any]:
+    """Values of which some are null, or hold a null."""
+    if not _is_number(taken.type):
+        found = taken.to_pylist()
+        return [None if value is None or _holds_none(value) else np.asarray(value) for value in found]
+    dtype = taken.type.to_pandas_dtype()
+    return [None if value is None else dtype(value) for value in taken.to_pylist()]
+
+
+def _holds_none(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and any(map(_holds_none, value)))
 
 
 def _python_value(scalar: pa.Scalar) -> Any:
@@ -97,8 +151,11 @@ def _num_bytes_of(values: pa.Array | None) -> int:
 
 def join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
     """Put the parts, one per group, together as they were asked for: value i is number places[i] of them all."""
-    if not _is_number(kind):
+    array_of = _array_of(kind)
+    if (not _is_number(kind) and array_of is None) or any(isinstance(part, list) for part in parts):
         values = list(itertools.chain.from_iterable(parts))
         return [values[place] for place in places.tolist()]
-    joined = np.concatenate(parts)[places] if parts else np.empty(0, kind.to_pandas_dtype())
-    return joined.astype(np.int64) if is_label else joined
+    value_type, shape = array_of or (kind, ())
+    nothing = np.empty((0, *shape), value_type.to_pandas_dtype())
+    joined = np.concatenate(parts)[places] if parts else nothing
+    return joined.astype(np.int64) if is_label and pa.types.is_integer(kind) else joined

@@ -21,8 +21,8 @@ from raypipe.logs import printable
 
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value); int and float
-columns are numpy arrays of shape (n,), and (n, …) where the store knows that each holds an array of this shape; other
-columns are lists of n objects, and so are numbers of which some are None, without a value."""
+columns are numpy arrays of shape (n,), and those of arrays that have one shape are (n, …), where the store knows it;
+other columns are lists of n objects, and so are numbers of which some are None, without a value."""
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 """Suffixes, in lower case, of the files that folder and tar stores take for samples."""
@@ -38,8 +38,8 @@ class Store(Protocol):
     """An indexed, read-only collection of encoded samples.
 
     A store may have one more method, `sample_name(index: int) -> str`: what a sample is called at its source, such
-    as its file and key, for errors and records. See `name_of`. And one more attribute, `label_is_class: bool`, which
-    is False where labels are floats, or arrays; see `is_class`.
+    as its file and key, for errors and records. See `name_of`. And one more attribute, `label_is_class: bool`: it is
+    False where labels are floats, or arrays; see `is_class`.
 
     Attributes:
         address: the path or URI that the store was opened with, as a string.

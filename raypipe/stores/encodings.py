@@ -50,8 +50,10 @@ class Encoding:
 
     Attributes:
         decode: bytes → a value; raises one of `DAMAGE` where the bytes are none.
-        dtype: of numbers; None for other values.
+        dtype: of numbers, and of arrays of one shape; None for other values.
         num_bytes: size of each value; None where each has its own.
+        shape: of arrays that all have it; with a dtype.
+        is_array: values are numbers, as lists or arrays.
         is_image: values may be encoded images.
     """
 
@@ -59,6 +61,8 @@ class Encoding:
     dtype: np.dtype[Any] | None = None
     num_bytes: int | None = None
     is_image: bool = False
+    shape: tuple[int, ...] = ()
+    is_array: bool = False
 
 
 def encoding_of(name: str) -> Encoding | None:
@@ -100,7 +104,8 @@ def _array_encoding(kind: str, rest: str) -> Encoding | None:
         if (name and dtype is None) or min(shape or (1,)) < 1:
             raise ValueError(f"the encoding ndarray:{rest}")
         num_bytes = None if dtype is None or shape is None else dtype.itemsize * math.prod(shape)
-        return Encoding(lambda data: _of_mds(data, dtype, shape), num_bytes=num_bytes)
+        whole = {} if num_bytes is None else {"dtype": dtype, "shape": shape, "num_bytes": num_bytes}
+        return Encoding(lambda data: _of_mds(data, dtype, shape), is_array=True, **whole)  # type: ignore[arg-type]
     types = {"numpy": _NUMPY_TYPES, "tensor": _TORCH_TYPES}.get(kind.removeprefix("no_header_"))
     if types is None:
         return None
@@ -108,8 +113,8 @@ def _array_encoding(kind: str, rest: str) -> Encoding | None:
         if int(rest) not in types:  # complex numbers, objects
             return None
         one_type = np.dtype(types[int(rest)])
-        return Encoding(lambda data: np.frombuffer(data, one_type).tolist())
-    return Encoding(lambda data: _of_litdata(data, types))
+        return Encoding(lambda data: np.frombuffer(data, one_type).tolist(), is_array=True)
+    return Encoding(lambda data: _of_litdata(data, types), is_array=True)
 
 
 def _png_of(data: bytes) -> bytes:

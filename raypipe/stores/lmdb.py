@@ -9,7 +9,7 @@ Shards in an object store are opened by ranged reads of their metadata; records 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, part_of
 from raypipe.stores.lmdb_pages import LMDBFile
-from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout
+from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout, array_type
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,15 +38,23 @@ class LMDBStore(FileStore["_Shards"]):
     Shards are sorted by name and concatenated; they must agree in columns and classes. Those of a remote store
     are read through the node's cache, see `raypipe.storage.local_cache`. Numbers of a missing or damaged record
     are 0, the rest None.
+
+    Args:
+        address: see above.
+        label_column: the column of numbers, or arrays, that becomes `label`; integers are classes.
     """
 
+    def __init__(self, address: str | Path, label_column: str = "label") -> None:
+        super().__init__(address, label_column)
+
     def _open(self) -> _Shards:
+        (label_column,) = self._options
         if not is_remote(self.address):
-            return _Shards([_open_file(file.address) for file in lmdb_files(self.address)])
+            return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], label_column)
         if self._found is None:
             with ThreadPoolExecutor(_NUM_THREADS) as pool:
                 self._found = list(pool.map(_look_up, lmdb_files(self.address)))
-        return _Shards(self._found)
+        return _Shards(self._found, label_column)
 
     def close(self) -> None:
         super().close()
@@ -108,12 +116,16 @@ class _Shards:
 
     groups = None
 
-    def __init__(self, shards: Sequence[_Shard]) -> None:
+    def __init__(self, shards: Sequence[_Shard], label_column: str = "label") -> None:
         self._shards, first = shards, shards[0].metadata
         self._types, self.classes = first.types, first.classes
-        self.columns = tuple(sorted(first.types, key=lambda name: {"image": 0, "label": 1}.get(name, 2)))
+        self._stored = _stored_names(shards[0].path, first.types, label_column)
+        self.columns = tuple(sorted(self._stored, key=lambda name: {"image": 0, "label": 1}.get(name, 2)))
+        self.label_is_class = first.types.get(label_column, "int64") == "int64"
+        if label_column != "label":
+            self.classes = None  # they are those of `label`
         for shard in shards:
-            if (shard.metadata.types, shard.metadata.classes) != (self._types, self.classes):
+            if (shard.metadata.types, shard.metadata.classes) != (self._types, first.classes):
                 raise StoreError(
                     f"{shard.path} and {shards[0].path} differ in columns or classes; "
                     "all shards of one store have the same"
@@ -122,12 +134,15 @@ class _Shards:
         self._offsets = np.cumsum([0] + [shard.metadata.count for shard in shards], dtype=np.int64)
         # That of a single file, as written; for shards, the hash over theirs.
         self.fingerprint = join_fingerprints([shard.metadata.fingerprint for shard in shards])
+        if label_column != "label":  # other labels are other contents
+            self.fingerprint = join_fingerprints([self.fingerprint, label_column])
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         rows: list[dict[str, Any]] = [{}] * len(indices)
+        stored = [self._stored[name] for name in columns]
         for number, positions in by_part(indices, self._offsets):
             shard, layout = self._shards[number], self._layouts[number]
             keys = indices[positions] - self._offsets[number]
@@ -140,17 +155,37 @@ class _Shards:
                 except OSError as error:
                     raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
                 if record is not None:
-                    rows[position] = layout.unpack(record, columns)
+                    rows[position] = layout.unpack(record, stored)
         return {
-            name: np.array([row.get(name, 0) for row in rows], self._types[name])
-            if self._types[name] in ("int64", "float64")
-            else [row.get(name) for row in rows]
+            name: _column([row.get(self._stored[name]) for row in rows], self._types[self._stored[name]])
             for name in columns
         }
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)
         return f"{self._shards[number].path}, key {within}"
+
+
+def _column(values: list[Any], kind: str) -> Any:
+    """Values of one column; a number without a value is 0."""
+    if kind in ("int64", "float64"):
+        return np.array([0 if value is None else value for value in values], kind)
+    if (array := array_type(kind)) is None or any(value is None for value in values):
+        return values
+    dtype, shape = array
+    return np.array(values, dtype.newbyteorder("=")).reshape(len(values), *shape)
+
+
+def _stored_names(path: str, types: Mapping[str, str], label_column: str) -> dict[str, str]:
+    """Name in the store → name in the file."""
+    stored = {name: name for name in types if label_column == "label" or name not in ("label", label_column)}
+    if label_column == "label":
+        return stored
+    if types.get(label_column, "string") in ("string", "binary"):
+        raise StoreError(
+            f"{path} has no column of numbers {label_column!r} for label, only: {', '.join(types)}; set label_column"
+        )
+    return stored | {"label": label_column}
 
 
 def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:

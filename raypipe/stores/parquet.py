@@ -24,7 +24,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import open_input
 from raypipe.storage.filesystem import explained, one_line, open_filesystem
 from raypipe.stores.addresses import list_files
-from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, take
+from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
 from raypipe.stores.base import Columns, FileStore, by_part, part_of
 from raypipe.stores.parquet_pages import bounded
 
@@ -46,7 +46,7 @@ class ParquetStore(FileStore["_Groups"]):
     Args:
         address: path or URI of a file or folder.
         image_column: the column that becomes `image`.
-        label_column: the column, of any integer type, that becomes `label`. A file without a column
+        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A file without a column
             `label` is a store without labels; any other name must be there.
         cache_bytes: decoded row groups that this object keeps; the last one always stays.
     """
@@ -107,6 +107,7 @@ class _Groups:
             digest.update(repr((image_column, label_column)).encode())
         self._fields = columns_of(paths[0], first, image_column, label_column)
         self.columns, self.fingerprint = tuple(self._fields), digest.hexdigest()
+        self.label_is_class = label_is_class(self._fields)
         self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], pa.ChunkedArray] = OrderedDict()

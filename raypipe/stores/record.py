@@ -5,7 +5,7 @@ A record is one sample as one value, which files store and writers fingerprint:
     | fixed columns, 8 bytes each, little-endian | for each variable column: uint32 length | bytes |
 
 Columns keep the order in which they were declared, the fixed ones (int64, float64) going before the
-variable ones (binary, string). A length of 0xFFFFFFFF says None.
+variable ones (binary, string, and arrays of one shape: `float32[512]`, `uint8[2,3]`). A length of 0xFFFFFFFF says None.
 
 `raypipe inspect STORE --verify` writes a list of bad samples, which a run can exclude. It belongs to the contents
 that it was made from, as the fingerprint shows:
@@ -18,6 +18,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
+import re
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from raypipe.storage.files import read_json, write_json
 from raypipe.stores.base import Store, as_text
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
+_ARRAY = re.compile(r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
 
 Sample = Mapping[str, Any]
@@ -51,13 +54,23 @@ _NONE = 0xFFFFFFFF
 
 
 def check_column_types(types: Mapping[str, str]) -> None:
-    """Raise StoreError unless every column type is one of `COLUMN_TYPES` and image, label are usable."""
+    """Raise StoreError unless every column type is one of `COLUMN_TYPES`, or an array's, and image, label are usable."""
     for name, kind in types.items():
-        if kind not in COLUMN_TYPES:
-            raise StoreError(f"column {name!r} has type {kind!r}; types are: {', '.join(COLUMN_TYPES)}")
-    for name, kind in DEFAULT_COLUMNS.items():
-        if types.get(name, kind) != kind:
-            raise StoreError(f"column {name!r} has type {types[name]!r}; it must be {kind}")
+        if kind not in COLUMN_TYPES and array_type(kind) is None:
+            known = f"{', '.join(COLUMN_TYPES)}, and arrays such as float32[512]"
+            raise StoreError(f"column {name!r} has type {kind!r}; types are: {known}")
+    if types.get("image", "binary") != "binary":
+        raise StoreError(f"column 'image' has type {types['image']!r}; it must be binary")
+    if types.get("label") in ("binary", "string"):
+        raise StoreError(f"column 'label' has type {types['label']!r}; it must be int64, float64 or an array")
+
+
+def array_type(kind: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+    """The dtype and the shape of a column of arrays; None where the type is no such."""
+    match = _ARRAY.fullmatch(kind)
+    if match is None:
+        return None
+    return np.dtype(match[1]).newbyteorder("<"), tuple(map(int, match[2].split(",")))
 
 
 class RecordLayout:
@@ -68,6 +81,7 @@ class RecordLayout:
         self.types = dict(types)
         self._fixed_names = [name for name, kind in types.items() if kind in _FIXED_CODES]
         self._variable_names = [name for name, kind in types.items() if kind not in _FIXED_CODES]
+        self._arrays = {name: found for name, kind in types.items() if (found := array_type(kind)) is not None}
         self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
 
     def pack(self, sample: Mapping[str, Any]) -> bytes:
@@ -84,6 +98,8 @@ class RecordLayout:
             if value is None:
                 parts.append(_LENGTH.pack(_NONE))
                 continue
+            if (array := self._arrays.get(name)) is not None:
+                value = _array_bytes(name, value, *array)
             if not isinstance(value, str if self.types[name] == "string" else bytes | bytearray | memoryview):
                 raise StoreError(f"column {name!r} is {self.types[name]}, not {type(value).__name__}")
             encoded = value.encode() if isinstance(value, str) else bytes(value)
@@ -115,9 +131,24 @@ class RecordLayout:
                 break
             if name in wanted:
                 content = bytes(value[start:end])
-                row[name] = content if self.types[name] == "binary" else as_text(content)
+                row[name] = self._value(name, content)
             start = end
         return row
+
+    def _value(self, name: str, content: bytes) -> Any:
+        if name not in self._arrays:
+            return content if self.types[name] == "binary" else as_text(content)
+        dtype, shape = self._arrays[name]
+        if len(content) != dtype.itemsize * math.prod(shape):
+            return None
+        return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _array_bytes(name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    array = np.asarray(value)
+    if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise StoreError(f"column {name!r} is {dtype} {shape}, not {array.dtype} {array.shape}")
+    return np.ascontiguousarray(array, dtype).tobytes()
 
 
 class Fingerprint:
@@ -191,6 +222,9 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
         raise StoreError(f"{where} has no column 'image'; its columns are: {', '.join(first)}")
     types: dict[str, str] = {}
     for name, values in first.items():
+        if isinstance(values, np.ndarray) and values.ndim > 1 and values.dtype.kind in "biuf" and values.size:
+            types[name] = f"{values.dtype.name}[{','.join(map(str, values.shape[1:]))}]"
+            continue
         value = next((value for value in values if value is not None), None)
         if name == "image" or isinstance(value, bytes):
             types[name] = "binary"
@@ -213,10 +247,12 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
     return types
 
 
-def plain(sample: Sample) -> dict[str, Any]:
-    """A sample with values of their columns' types."""
+def plain(sample: Sample, types: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A sample with values of their columns' types; without types, none is an array's."""
     plain = dict(sample)
     for name, value in sample.items():
+        if types is not None and array_type(types[name]) is not None:
+            continue
         if isinstance(value, bool | np.bool_):
             plain[name] = int(value)
         elif isinstance(value, list | np.ndarray):

@@ -61,8 +61,8 @@ class ShardStore(FileStore["_Opened"]):
     Args:
         address: path or URI of the folder.
         image_column: the column that becomes `image`.
-        label_column: the column, of integers, that becomes `label`. A store without a column `label` has no
-            labels; any other name must be there.
+        label_column: the column of numbers, or of arrays of them, that becomes `label`; integers are classes. A
+            store without a column `label` has no labels; any other name must be there.
         cache_bytes: unpacked shards that this object keeps; the last one always stays.
     """
 
@@ -156,6 +156,9 @@ class _Opened:
         places = list(index.encodings)
         self._fields = {name: (places.index(place), known[place]) for name, place in stored.items()}
         self.columns = tuple(self._fields)
+        label = self._fields["label"][1] if "label" in self._fields else None
+        integers = label is not None and label.dtype is not None and label.dtype.kind in "iu" and not label.shape
+        self.label_is_class = label is None or integers
         counts = [shard.num_samples for shard in index.shards]
         self._bounds = np.cumsum([0, *counts], dtype=np.int64)
         # What is unpacked at a time is read at a time.
@@ -207,11 +210,14 @@ class _Opened:
         return row
 
     def _column(self, name: str, values: list[Any]) -> Any:
-        dtype = self._fields[name][1].dtype
-        if dtype is None:
+        encoding = self._fields[name][1]
+        dtype = encoding.dtype
+        if dtype is None or (encoding.shape and None in values):
             return values
+        if encoding.shape:
+            return np.array(values, dtype).reshape(len(values), *encoding.shape)
         numbers = np.array([0 if value is None else value for value in values], dtype)
-        if name != "label":
+        if name != "label" or not self.label_is_class:
             return numbers
         if dtype == np.uint64 and numbers.max(initial=0) >= 1 << 63:
             raise StoreError(f"a label is {numbers.max()}: labels are integers of 64 bits, with a sign")
@@ -261,9 +267,9 @@ def _stored_names(
     for name, place in stored.items():
         if place not in encodings:
             raise StoreError(f"{address}: {_refusal(place, kinds[place])}")
-        dtype = encodings[place].dtype
-        if not (encodings[place].is_image if name == "image" else dtype is not None and dtype.kind in "iu"):
-            needed = "jpeg, png, bytes or pil" if name == "image" else "an integer"
+        encoding = encodings[place]
+        if not (encoding.is_image if name == "image" else encoding.dtype is not None or encoding.is_array):
+            needed = "jpeg, png, bytes or pil" if name == "image" else "a number, or an array of them"
             raise StoreError(
                 f"{address}: column {place!r} has the encoding {kinds[place]!r}; {name} is {needed}; "
                 f"set {name}_column"

@@ -1,7 +1,8 @@
 """The samples of a tar in the WebDataset layout: members in a row whose names are equal up to the first dot.
 
     000123.jpg    the image: the first member whose suffix is that of an image
-    000123.cls    the label, an integer in ASCII; without it, the field `label` of 000123.json
+    000123.cls    the label, an integer in ASCII; without it, the field `label` of 000123.json, which may also be
+                  a float, or a list of numbers
     000123.txt    a column `txt` of strings; so are text, transcript, html, htm, json and jsn
     000123.npy    a column `npy` of bytes: any other suffix
 
@@ -15,6 +16,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +40,8 @@ Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
 
 
-def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> int | None:
-    """The label of a sample; None if there is none. Raises ValueError if it does not fit 64 bits."""
+def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> Any:
+    """The label of a sample, a number or a list; None if there is none. Raises ValueError if it is none of these."""
     suffix = _label_suffix(column)
     label: Any = None
     if suffix in members:
@@ -57,10 +59,30 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
         if not isinstance(content, dict) or column not in content:
             return None
         label = content[column]
+        if isinstance(label, list) and label and all(map(_is_number, label)):
+            return label
         what = f"{column!r} of {key}.json is {label!r}"
-    if type(label) is not int or not -(1 << 63) <= label < 1 << 63:
-        raise ValueError(f"the label {what:.300}, which is no integer of 64 bits")
+    if not _is_number(label):
+        raise ValueError(f"the label {what:.300}, which is no number of 64 bits, and no list of them")
     return label
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 63
+    return type(value) is float and math.isfinite(value)
+
+
+def _labels_of(shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """The labels of all shards: int64 (N,) of integers; else float64 (N,), or numbers (N, …) of lists."""
+    labels = [label for shard in shards for label in shard["labels"]]
+    try:
+        return np.array(labels, np.int64 if all(type(label) is int for label in labels) else None)
+    except ValueError:
+        raise StoreError(
+            "labels of a WebDataset are lists of several lengths, or numbers and lists: name a field of lists in "
+            "store.columns, with a length, and not as store.label_column"
+        ) from None
 
 
 def _label_suffix(column: str) -> str:
@@ -170,7 +192,7 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Index:
     }
     columns = {"image": places.pop("")}
     if labelled[0]:
-        columns["label"] = np.concatenate([np.array(shard["labels"], np.int64) for shard in shards])
+        columns["label"] = _labels_of(shards)
     return Index(
         columns=columns | places,
         texts=_TEXT_SUFFIXES,

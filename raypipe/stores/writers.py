@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import lmdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.stores.record import DEFAULT_COLUMNS, KEY, METADATA_KEY, Fingerprint, Metadata, RecordLayout
+from raypipe.stores.record import (
+    DEFAULT_COLUMNS,
+    KEY,
+    METADATA_KEY,
+    Fingerprint,
+    Metadata,
+    RecordLayout,
+    array_type,
+)
 
 # A group of Parquet is what one read costs at least: big enough for throughput, small enough to shuffle well.
 GROUP_BYTES = 8 << 20
@@ -32,7 +41,8 @@ class FileWriter(ABC):
 
     Args:
         path: the file to make; it must not exist.
-        columns: all columns, name → int64, float64, binary or string, in order; None for `image` and `label`.
+        columns: all columns, name → int64, float64, binary, string, or an array's `float32[512]`, in order; None for
+            `image` and `label`.
         classes: class names, position = label; None where there are none.
     """
 
@@ -186,9 +196,11 @@ class ParquetWriter(FileWriter):
             raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
         self._row_group_size = row_group_size
         types = self._layout.types
-        self._schema = pa.schema(list(types.items()))  # pyarrow calls the types the same
-        if classes is not None and "label" in types:
-            features: dict[str, Any] = {name: {"dtype": kind, "_type": "Value"} for name, kind in types.items()}
+        self._schema = pa.schema([(name, _arrow_type(kind)) for name, kind in types.items()])
+        if classes is not None and types.get("label") == "int64":
+            features: dict[str, Any] = {
+                name: {"dtype": kind, "_type": "Value"} for name, kind in types.items() if array_type(kind) is None
+            }
             features["label"] = {"names": list(classes), "_type": "ClassLabel"}
             about = json.dumps({"info": {"features": features}})
             self._schema = self._schema.with_metadata({"huggingface": about})
@@ -209,7 +221,7 @@ class ParquetWriter(FileWriter):
         )
 
     def _write(self, batch: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
-        columns = {name: [sample[name] for sample, _ in batch] for name in self._schema.names}
+        columns = {name: [_listed(sample[name]) for sample, _ in batch] for name in self._schema.names}
         self._writer.write_table(pa.table(columns, schema=self._schema))
 
     def _finish(self) -> None:
@@ -223,6 +235,21 @@ class ParquetWriter(FileWriter):
         with contextlib.suppress(pa.ArrowException, OSError):
             self._writer.close()
         self._file.close()
+
+
+def _arrow_type(kind: str) -> Any:
+    """Arrow's type of a column; it calls all but arrays the same."""
+    if (array := array_type(kind)) is None:
+        return kind
+    dtype, shape = array
+    found = pa.from_numpy_dtype(dtype.newbyteorder("="))
+    for side in reversed(shape):
+        found = pa.list_(found, side)
+    return found
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 _WRITERS: dict[str, type[FileWriter]] = {".lmdb": LMDBWriter, ".parquet": ParquetWriter}

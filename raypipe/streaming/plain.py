@@ -13,8 +13,8 @@ from raypipe.plan.places import Split
 from raypipe.streaming.loader import Epoch, Loader, Pass
 
 Form = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
-"""What a plain loader yields: `{"image", "target", "weight"}` and the stream's columns by their names, `(image,
-target)`, the Batch, or what a function makes of it."""
+"""What a plain loader yields: `{"image", "target", "weight"}` and columns by their names, `(image, target)`, the
+Batch, or what a function makes of it."""
 
 NOT_COUNTED = -100
 """The target of rows that do not count: padding, and samples that cannot be used. `cross_entropy` of torch leaves
@@ -50,8 +50,8 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
     columns = loader.columns
     if form == "tuple" and columns.target is not None:
         raise ConfigError(
-            f"targets are {columns.target}, of which none can say that its row does not count, and 'tuple' has no room "
-            "for weights: use form='dict', or give a function"
+            f"targets are {columns.target}, of which none says that its row does not count, and 'tuple' has no "
+            "room for weights: use form='dict', or give a function"
         )
     if form == "dict" and (clash := {"image", "target", "weight"} & columns.types.keys()):
         raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")

@@ -81,7 +81,9 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     check_augment(run.augment)
     check_code(run.train)
     if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
-        sizes = try_samples(spec.plan, spec.stores, spec.transforms, spec.transform, num_classes)
+        sizes = try_samples(
+            spec.plan, spec.stores, spec.transforms, spec.transform, num_classes, columns=spec.columns
+        )
         if len(set(sizes.values())) > 1:
             made = ", ".join(f"transform.{split} makes {h} x {w}" for split, (h, w) in sizes.items())
             progress(logger, f"sizes      of images differ: {made} (height x width)")

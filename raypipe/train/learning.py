@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig, TrainConfig
-from raypipe.device.mixing import mixed_losses
+from raypipe.device.mixing import check_mixable, mixed_losses
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
@@ -30,9 +30,10 @@ from raypipe.plan.order import Domain, derive_keys
 from raypipe.streaming.maker import check_labels
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
+from raypipe.transform.columns import ColumnType
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits (B, classes), targets int64 (B,) → losses (B,)."""
+"""Outputs (B, num_classes), targets int64 (B,), or (B, …) as their column holds them → losses (B,)."""
 
 Schedule = Callable[[int, int, int, float], float]
 """Step in [0, total), total steps, steps of warm-up, peak → learning rate."""
@@ -195,16 +196,26 @@ class Learner:
 
     Args:
         run: the configuration.
-        num_classes: of the classifier.
+        num_classes: of the classifier, or of the model's outputs.
         device: where it learns.
         world_size: W.
+        has_classes: whether targets are classes.
 
     Attributes:
         dtype: of autocast; None = off.
+        has_classes: whether targets are classes.
         val_loss: logits and targets → losses (B,), of a validation.
     """
 
-    def __init__(self, run: RunConfig, num_classes: int, device: torch.device, world_size: int) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        num_classes: int,
+        device: torch.device,
+        world_size: int,
+        has_classes: bool = True,
+    ) -> None:
+        self.has_classes = has_classes
         config, on_cuda = run.train, device.type == "cuda"
         self._num_classes, self._per_step = num_classes, run.plan.per_step
         self._config, self._device, self.dtype = config, device, amp_dtype(config.amp, device)
@@ -246,17 +257,13 @@ class Learner:
     def backward(self, batch: Batch, last: bool) -> torch.Tensor:
         """Accumulate the gradient of one micro-batch, maybe the last of a step; returns its detached loss."""
         # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.
-        check_labels(batch.label, self._num_classes, lambda row: f"sample {batch.index[row]}")
+        if self.has_classes:
+            check_labels(batch.label, self._num_classes, lambda row: f"sample {batch.index[row]}")
         torch.manual_seed(batch.seed)  # dropout, too, is a function of the micro-batch
         synchronise = last or self._parallel is self._model
         with contextlib.nullcontext() if synchronise else self._parallel.no_sync():  # type: ignore[operator]
             logits = self._logits(self._parallel, batch)
-            losses = mixed_losses(self._loss, logits, batch.target, batch.mixed)
-            if losses.shape != batch.target.shape:
-                raise ConfigError(
-                    f"train.loss={self._config.loss} gave {tuple(losses.shape)} for {len(logits)} samples: it "
-                    "must give one loss for each (reduction='none')"
-                )
+            losses = self._checked(mixed_losses(self._loss, logits, batch.target, batch.mixed), len(batch.weight))
             loss = (losses * batch.weight).sum() / len(losses)
             # DDP averages over ranks, the ordered sum adds.
             share = self._per_step if self._gradients else self._per_rank
@@ -284,6 +291,18 @@ class Learner:
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Logits (B, classes) of the average, or of the model where there is none."""
         return self._logits(self._ema.model if self._ema else self._model.eval(), batch)
+
+    def val_losses(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """A validation's losses (B,), of what `evaluate` gave."""
+        return self._checked(self.val_loss(logits, batch.target), len(batch.weight))
+
+    def _checked(self, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
+        if losses.shape != (num_samples,):
+            raise ConfigError(
+                f"train.loss={self._config.loss} gave {tuple(losses.shape)} for {num_samples} samples: it must give "
+                "one loss for each (reduction='none')"
+            )
+        return losses
 
     def _logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with torch.autocast(self._device.type, self.dtype, enabled=self.dtype is not None):
@@ -333,12 +352,18 @@ def amp_dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 
 def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
-    """Classes of the classifier that a run trains."""
+    """Classes of the classifier that a run trains, or outputs of its model where targets are no classes.
+
+    Raises:
+        ConfigError: they are not to be told; or the run has no loss or no mixture for its targets.
+    """
     if run.transform.target_columns:
         raise ConfigError(
             "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
             "leave them out, or write a loop of your own around raypipe.loader, as docs/targets.md does"
         )
+    if target := spec.columns.target:
+        return _num_outputs(run, target)
     store = spec.stores["train"]
     classes = store.classes
     if run.train.num_classes:
@@ -352,3 +377,18 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
             "or in another order: their labels mean different things. Convert both with the same classes"
         )
     return len(classes)
+
+
+def _num_outputs(run: RunConfig, target: ColumnType) -> int:
+    """Of a model whose targets are no classes."""
+    check_mixable(run.augment, target.dtype, target.shape)
+    num = run.train.num_classes or {0: 1, 1: target.shape[-1] if target.shape else 0}.get(len(target.shape), 0)
+    if not num:
+        raise ConfigError(f"targets are {target}: set train.num_classes, the number of the model's outputs")
+    # Of floats, probabilities of the classes, it has a meaning.
+    if run.train.loss == "cross_entropy" and not (target.dtype.startswith("float") and target.shape == (num,)):
+        raise ConfigError(
+            f"targets are {target}, and train.loss=cross_entropy is of classes, or of their probabilities: set "
+            "train.loss to a module:function of outputs and targets"
+        )
+    return num

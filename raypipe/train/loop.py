@@ -112,7 +112,8 @@ class Trainer:
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
         )
         self.world_size = self.loader.world_size
-        self.learner = Learner(run, num_classes, self.device, self.world_size)
+        has_classes = spec.columns.target is None
+        self.learner = Learner(run, num_classes, self.device, self.world_size, has_classes)
         self._schedule = build_schedule(run.train)
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
         if found:
@@ -284,8 +285,10 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
             logits = self.learner.evaluate(batch)
-            losses = self.learner.val_loss(logits, batch.target)
-            correct = (logits.argmax(1) == batch.target).float()
+            losses = self.learner.val_losses(logits, batch)
+            correct = torch.zeros_like(batch.weight)
+            if self.learner.has_classes:
+                correct = (logits.argmax(1) == batch.target).float()
             # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
             real = batch.weight > 0
             sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
@@ -296,12 +299,16 @@ class Trainer:
         loss, accuracy, count = self._summed(sums).tolist()
         loss, accuracy = loss / max(count, 1.0), accuracy / max(count, 1.0)
         values, epoch = {"accuracy": accuracy, "loss": loss, "samples": int(count)}, batches.segment.epoch
+        shown = f"accuracy {accuracy:.4f}"
+        if not self.learner.has_classes:
+            del values["accuracy"]
+            shown = f"loss {loss:.4f}"
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
-        self.loader.exported.learnt(validation_accuracy=accuracy, validation_loss=loss)
+        learnt = {f"validation_{name}": value for name, value in values.items() if name != "samples"}
+        self.loader.exported.learnt(**learnt)
         self._record(
             "val",
-            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation accuracy {accuracy:.4f} "
-            f"({int(count)} samples)",
+            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {shown} ({int(count)} samples)",
             epoch=epoch,
             **values,
         )

@@ -433,12 +433,12 @@ class TrainConfig(_Section, prefix="train."):
     Attributes:
         model: "small" (a convolutional net for tiny images), any torchvision classification model, or a
             `module:function` that makes one for `num_classes`.
-        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample; targets that
-            are no classes need one of their own.
+        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample; what
+            targets that are no classes need.
         optimizer: "sgd" (Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
         schedule: "cosine", or `module:function` of the step, all steps, those of warm-up and `lr`.
-        num_classes: number of classes, or of the model's outputs; 0 = as many as the store names, or as a target of
-            floats has.
+        num_classes: number of classes, or of the model's outputs; 0 = as many as the store names, or as a target
+            that is a list has.
         lr: peak learning rate.
         momentum: of SGD.
         weight_decay: not applied to biases and normalisation layers.

@@ -4,8 +4,8 @@
     CutMix   Yun et al. 2019, arXiv:1905.04899: a box of x' in x, of the area 1 - λ before it is clipped
 
 Each row's partner is the next row that counts, so that rows without weight never mix. One λ per micro-batch:
-the target is λ·onehot(target) + (1 - λ)·onehot(partner's target), kept as its two parts. Of floats, and of vectors of
-0 and 1 (bool, uint8), it is λ·target + (1 - λ)·partner's target. Other whole numbers have no mixture.
+the target is λ·onehot(target) + (1 - λ)·onehot(partner's target), kept as its two parts. Of floats, and of vectors
+of 0 and 1 (bool, uint8), it is λ·target + (1 - λ)·partner's target. Other whole numbers have no mixture.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def check_mixable(config: AugmentConfig, dtype: str, shape: tuple[int, ...]) -> 
     mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
     if mixing and not (dtype.startswith("float") or (shape and dtype in ("bool", "uint8"))):
         raise ConfigError(
-            f"augment.{mixing[0]} mixes targets, and two that are {dtype} {shape} have no mixture: set it to 0, or "
-            "declare another dtype of the target's column, float32, or uint8 for vectors of 0 and 1"
+            f"augment.{mixing[0]} mixes targets, and two that are {dtype} {shape} have no mixture: set it to 0, "
+            "or declare another dtype of the target's column, float32, or uint8 for vectors of 0 and 1"
         )
 
 

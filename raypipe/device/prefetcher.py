@@ -54,8 +54,8 @@ class Batch:
         source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
             `plan.layout.sources`; -1 for padding; None if the plan is no mixture.
         mask: uint8 (B, H, W), a class per pixel, 255 where there is none; None if the stream has no masks.
-        columns: what store.columns names, by name: numbers as tensors (B, …) of their dtype; else lists of B on the
-            host: tensors of any length, text, bytes, or what JSON holds (docs/columns.md).
+        columns: what store.columns names, by name: numbers as tensors (B, …) of their dtype; else lists of B on
+            the host: tensors of any length, text, bytes, or what JSON holds (docs/columns.md).
         boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
             if the stream has no boxes.
     """

@@ -39,8 +39,8 @@ class ArrowStore(FileStore["_Batches"]):
     Args:
         address: path of a file, or of a folder of them.
         image_column: the column that becomes `image`: binary, or a struct with the field `bytes`.
-        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A file without a column
-            `label` is a store without labels; any other name must be there.
+        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
+            file without a column `label` is a store without labels; any other name must be there.
     """
 
     def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:

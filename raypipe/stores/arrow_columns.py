@@ -104,7 +104,7 @@ def take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str) 
         raise StoreError(f"{where}: a label is null; training on a made-up one would not be noticed")
     if array_of is None:
         return _with_none(taken) if taken.null_count else taken.to_numpy()
-    kind, shape = array_of
+    shape = array_of[1]
     values: Any = taken.combine_chunks()
     while pa.types.is_fixed_size_list(values.type) or pa.types.is_list(values.type):
         if values.null_count:

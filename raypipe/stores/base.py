@@ -21,7 +21,7 @@ from raypipe.logs import printable
 
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value); int and float
-columns are numpy arrays of shape (n,), and those of arrays that have one shape are (n, …), where the store knows it;
+columns are numpy arrays of shape (n,), and those of arrays of one shape are (n, …), where the store knows it;
 other columns are lists of n objects, and so are numbers of which some are None, without a value."""
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -38,7 +38,7 @@ class Store(Protocol):
     """An indexed, read-only collection of encoded samples.
 
     A store may have one more method, `sample_name(index: int) -> str`: what a sample is called at its source, such
-    as its file and key, for errors and records. See `name_of`. And one more attribute, `label_is_class: bool`: it is
+    as its file and key, for errors and records. See `name_of`. And one more attribute, `label_is_class: bool`,
     False where labels are floats, or arrays; see `is_class`.
 
     Attributes:

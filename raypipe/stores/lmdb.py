@@ -183,7 +183,8 @@ def _stored_names(path: str, types: Mapping[str, str], label_column: str) -> dic
         return stored
     if types.get(label_column, "string") in ("string", "binary"):
         raise StoreError(
-            f"{path} has no column of numbers {label_column!r} for label, only: {', '.join(types)}; set label_column"
+            f"{path} has no column of numbers {label_column!r} for label, only: {', '.join(types)}; set "
+            "label_column"
         )
     return stored | {"label": label_column}
 

@@ -46,8 +46,8 @@ class ParquetStore(FileStore["_Groups"]):
     Args:
         address: path or URI of a file or folder.
         image_column: the column that becomes `image`.
-        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A file without a column
-            `label` is a store without labels; any other name must be there.
+        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
+            file without a column `label` is a store without labels; any other name must be there.
         cache_bytes: decoded row groups that this object keeps; the last one always stays.
     """
 

@@ -5,7 +5,8 @@ A record is one sample as one value, which files store and writers fingerprint:
     | fixed columns, 8 bytes each, little-endian | for each variable column: uint32 length | bytes |
 
 Columns keep the order in which they were declared, the fixed ones (int64, float64) going before the
-variable ones (binary, string, and arrays of one shape: `float32[512]`, `uint8[2,3]`). A length of 0xFFFFFFFF says None.
+variable ones (binary, string, and arrays of one shape: `float32[512]`, `uint8[2,3]`). A length of 0xFFFFFFFF says
+None.
 
 `raypipe inspect STORE --verify` writes a list of bad samples, which a run can exclude. It belongs to the contents
 that it was made from, as the fingerprint shows:
@@ -54,7 +55,7 @@ _NONE = 0xFFFFFFFF
 
 
 def check_column_types(types: Mapping[str, str]) -> None:
-    """Raise StoreError unless every column type is one of `COLUMN_TYPES`, or an array's, and image, label are usable."""
+    """Raise StoreError unless every type is in `COLUMN_TYPES`, or an array's, and image, label are usable."""
     for name, kind in types.items():
         if kind not in COLUMN_TYPES and array_type(kind) is None:
             known = f"{', '.join(COLUMN_TYPES)}, and arrays such as float32[512]"

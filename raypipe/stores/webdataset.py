@@ -41,7 +41,7 @@ Place = tuple[int, int, float]
 
 
 def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> Any:
-    """The label of a sample, a number or a list; None if there is none. Raises ValueError if it is none of these."""
+    """A sample's label, a number or a list; None if there is none. Raises ValueError if it is anything else."""
     suffix = _label_suffix(column)
     label: Any = None
     if suffix in members:

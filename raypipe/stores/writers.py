@@ -41,8 +41,8 @@ class FileWriter(ABC):
 
     Args:
         path: the file to make; it must not exist.
-        columns: all columns, name → int64, float64, binary, string, or an array's `float32[512]`, in order; None for
-            `image` and `label`.
+        columns: all columns, name → int64, float64, binary, string, or an array's `float32[512]`, in order; None
+            for `image` and `label`.
         classes: class names, position = label; None where there are none.
     """
 

@@ -38,8 +38,8 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
 
     Raises:
         ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets; or it is "tuple", which has
-            none for weights, and targets are no classes; or "dict", and a column has the name of an entry. If the loop's order differs
-            from the plan's, iterating raises it too, and names the setting to change.
+            none for weights, and targets are no classes; or "dict", and a column has the name of an entry. If the
+            loop's order differs from the plan's, iterating raises it too, and names the setting to change.
     """
     config = loader.augment.config if loader.augment else None
     if config and (config.mixup_alpha or config.cutmix_alpha) and form in ("dict", "tuple"):

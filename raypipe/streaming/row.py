@@ -2,8 +2,8 @@
 
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, which is all that an actor
                   needs that reads
-from a reader     the same; encoded, mask, boxes, label, and of streams that have them columns (of each sample in one
-                  value), lists of k·B; null in a split left to the actors
+from a reader     the same; encoded, mask, boxes, label, and of streams that have them columns (of each sample in
+                  one value), lists of k·B; null in a split left to the actors
 from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
                   decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end; of
                   streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5), and columns as

@@ -299,8 +299,8 @@ class Learner:
     def _checked(self, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
         if losses.shape != (num_samples,):
             raise ConfigError(
-                f"train.loss={self._config.loss} gave {tuple(losses.shape)} for {num_samples} samples: it must give "
-                "one loss for each (reduction='none')"
+                f"train.loss={self._config.loss} gave {tuple(losses.shape)} for {num_samples} samples: it must "
+                "give one loss for each (reduction='none')"
             )
         return losses
 

@@ -251,6 +251,14 @@ def test_the_mixture_of_docs_plans_has_its_weights(tmp_path: Path, monkeypatch: 
     assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
 
 
+def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = program("columns.md", monkeypatch, tmp_path)
+    assert len(names["found"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12
+    assert names["batch"].columns.keys() == {"caption", "tokens", "tokens_length"}
+    outputs = names["torch"].zeros(2, 40)
+    assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")

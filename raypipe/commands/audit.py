@@ -32,7 +32,7 @@ def inspect(
     Example: raypipe inspect train.lmdb --verify --output bad.json
 
     Args:
-        run: settings, of which those of the store, and of masks and boxes, matter.
+        run: settings, of which those of the store, its columns, and of masks and boxes, matter.
         target: see `settings.command_parser`.
         verify: read and decode every sample, in parallel on Ray.
         output: with --verify: where to write the list of bad samples, for --store.exclude, a local path or
@@ -40,7 +40,7 @@ def inspect(
         html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
     """
     from raypipe.commands import inspection
-    from raypipe.streaming.spec import open_train
+    from raypipe.streaming.spec import open_train, run_columns
     from raypipe.transform.targets import check_columns
 
     if output and not verify:
@@ -58,7 +58,7 @@ def inspect(
             found["html"] = store_page.write_page(opened, samples, html)
         table(str(opened.address), _rows(found))
         return found
-    found = inspection.verify(opened, output, targets=targets)
+    found = inspection.verify(opened, output, targets=targets, columns=run_columns(run, opened))
     reasons = found.pop("reasons")
     rows = _rows(found)
     for first, name, num, error in reasons:

@@ -10,6 +10,7 @@ images are the damaged part.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import Counter
@@ -21,11 +22,13 @@ from typing import Any
 import numpy as np
 
 from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
-from raypipe.errors import RaypipeError, SampleError, StoreError
+from raypipe.errors import ConfigError, RaypipeError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.record import write_bad_list
+from raypipe.transform.column_types import type_of
+from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode import decode
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.targets import decode_targets
@@ -36,6 +39,8 @@ _NUM_SAMPLED = 64
 _TASKS_PER_CPU = 2
 
 NO_TARGETS: Mapping[str, str] = {}
+# Samples whose values tell what a column holds.
+_NUM_TYPED = 8
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
 READ = 16
@@ -86,10 +91,15 @@ def sampled(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> list[Check
 
 
 def check_samples(
-    store: Store, indices: np.ndarray, targets: Mapping[str, str] = NO_TARGETS
+    store: Store,
+    indices: np.ndarray,
+    targets: Mapping[str, str] = NO_TARGETS,
+    of_run: SampleColumns = NO_COLUMNS,
 ) -> Iterator[CheckedSample]:
-    """Read and decode samples of int64 indices (n,) in full, as a run does, their masks and boxes included."""
+    """Read and decode samples of int64 indices (n,) in full, as a run does, masks, boxes and columns included."""
+    maker = ColumnMaker(of_run) if of_run else None
     columns = {"image": "image", **({"label": "label"} if "label" in store.columns else {}), **targets}
+    columns |= {f"column {name}": name for name in of_run.stored}
     for few in np.split(indices, range(READ, len(indices), READ)):
         found = {name: read_each(store, few, column) for name, column in columns.items()}
         for position, index in enumerate(few.tolist()):
@@ -98,13 +108,14 @@ def check_samples(
             reason = next(filter(None, (errors.get(position) for _, errors in found.values())), "")
             if not reason:
                 try:
+                    if maker:
+                        maker.one([of_sample[f"column {name}"] for name in of_run.stored], (index, 0))
                     height, width, _ = decode(of_sample["image"]).shape
                     decode_targets(of_sample, targets, (height, width))
                 except SampleError as error:
                     reason = str(error)
-            yield CheckedSample(
-                index, of_sample["image"], None if label is None else int(label), height, width, reason
-            )
+            number = None if label is None or np.ndim(label) else int(label)
+            yield CheckedSample(index, of_sample["image"], number, height, width, reason)
 
 
 def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
@@ -130,7 +141,13 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
 
 
 def check_range(
-    wanted: Path, store: Store, num_samples: int, start: int, stop: int, targets: Mapping[str, str] = NO_TARGETS
+    wanted: Path,
+    store: Store,
+    num_samples: int,
+    start: int,
+    stop: int,
+    targets: Mapping[str, str] = NO_TARGETS,
+    columns: SampleColumns = NO_COLUMNS,
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
     """A task: checks samples start … stop - 1, and gives up as soon as the file `wanted` is gone.
 
@@ -149,7 +166,7 @@ def check_range(
     for first in range(start, stop, PART):
         indices = np.arange(first, min(stop, first + PART))
         num_bytes, bad = 0, []
-        for sample in check_samples(store, indices, targets):
+        for sample in check_samples(store, indices, targets, columns):
             check_wanted(wanted)
             num_bytes += len(sample.image or b"")
             if sample.error:
@@ -170,8 +187,9 @@ def describe(
 
     Returns:
         `store` (address), `kind`, `samples`, `bytes` (of the encoded images, by the mean of the sampled),
-        `columns` (names), `classes` and `groups` (how many, None where it has none), `fingerprint`; and of
-        `sampled` samples that were decoded: `formats` (kind → how many), `image_bytes`, `height_px` and `width_px`
+        `columns` (what each holds, by name), `classes` and `groups` (how many, None where it has none),
+        `fingerprint`; and of `sampled` samples that were decoded: `formats` (kind → how many), `image_bytes`,
+        `height_px` and `width_px`
         ([least, median, most], None without any), and `bad`, how many of them are bad.
 
     Raises:
@@ -185,7 +203,7 @@ def describe(
         "kind": type(store).__name__.removesuffix("Store").lower(),
         "samples": len(store),
         "bytes": round(sum(sizes) / max(1, len(samples)) * len(store)),
-        "columns": list(store.columns),
+        "columns": types_of(store),
         "classes": None if store.classes is None else len(store.classes),
         "groups": None if store.groups is None else len(store.groups) - 1,
         "fingerprint": store.fingerprint,
@@ -198,12 +216,29 @@ def describe(
     }
 
 
+def types_of(store: Store) -> dict[str, str]:
+    """What each column of a store holds, in words, by a few samples."""
+    found = {name: "images" if name == "image" else "unknown" for name in store.columns}
+    indices = spread(store, _NUM_TYPED)[:_NUM_TYPED]
+    for name in store.columns if len(indices) else ():
+        if name != "image":
+            values, _ = read_each(store, indices, name)
+            with contextlib.suppress(ConfigError):  # they have no values
+                found[name] = str(type_of(name, values, None, True, name))
+    return found
+
+
 def _range(values: list[int]) -> list[int] | None:
     return [min(values), int(np.median(values)), max(values)] if values else None
 
 
 def verify(
-    store: Store, output: str = "", *, targets: Mapping[str, str] = NO_TARGETS, progress: bool = True
+    store: Store,
+    output: str = "",
+    *,
+    targets: Mapping[str, str] = NO_TARGETS,
+    columns: SampleColumns = NO_COLUMNS,
+    progress: bool = True,
 ) -> dict[str, Any]:
     """Read and decode every sample of a store on Ray: one on a local path by this node, one at a URI by all nodes.
 
@@ -212,6 +247,7 @@ def verify(
         output: where to write the list of bad samples, a local path or a URI, be it empty; "" = to
             `NAME.bad.json` in this folder, if any are bad.
         targets: see `describe`.
+        columns: of a run, which are checked as well.
         progress: show a progress bar on standard error.
 
     Returns:
@@ -234,7 +270,8 @@ def verify(
     what, here = "the verification", "://" not in store.address
     reader = store.forwards() if isinstance(store, ParquetStore) else store
     bounds = _bounds(store, count_cpus(what, here) * _TASKS_PER_CPU).tolist()
-    calls = [(reader, num_samples, start, stop, targets) for start, stop in itertools.pairwise(bounds)]
+    ranges = itertools.pairwise(bounds)
+    calls = [(reader, num_samples, start, stop, targets, columns) for start, stop in ranges]
     parts = list(run_tasks(what, here, check_range, calls, num_samples, lambda part: part[0], progress))
     seconds = time.perf_counter() - started
     bad = sorted(itertools.chain(*(found for *_, found in parts)), key=lambda entry: entry["index"])

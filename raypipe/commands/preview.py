@@ -11,6 +11,7 @@ from __future__ import annotations
 import colorsys
 import itertools
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ import torch
 
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.mixing import Mixed
+from raypipe.device.mixing import Mixed, check_mixable
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import printable
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, is_class
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch, read_encoded
@@ -67,10 +68,20 @@ class Tile:
 class Preview:
     """Makes tiles for samples of a training store; the CPU transform is `transform.train`."""
 
-    def __init__(self, store: Store, plan: PlanConfig, transform: TransformConfig, augment: AugmentConfig) -> None:
+    def __init__(
+        self,
+        store: Store,
+        plan: PlanConfig,
+        transform: TransformConfig,
+        augment: AugmentConfig,
+        columns: Mapping[str, Any] | None = None,
+    ) -> None:
         # Without a GPU the CPU's decoder is the nearest that there is; and any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
-        spec = StreamSpec(store, plan=plan, transform=transform)
+        spec = StreamSpec(store, plan=plan, transform=transform, columns=columns or {})
+        self._columns = spec.columns
+        if target := spec.columns.target:
+            check_mixable(augment, target.dtype, target.shape)
         self.plan, self.store, self.config, self.augment = spec.plan, store, spec.transform, augment
         self._maker, self._targets = MicroBatchMaker(*spec.recipe), transform.target_columns
         device, targets = torch.device("cpu"), bool(self._targets)
@@ -122,8 +133,8 @@ class Preview:
         return np.ascontiguousarray(pixels.round().byte().permute(0, 2, 3, 1).numpy())
 
     def _decoded(self, index: int) -> Tile:
-        (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets)
-        lines = (self._class(label), f"sample {index}")
+        (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets, self._columns)
+        lines = ("" if self._columns.target else self._class(label), f"sample {index}")
         try:
             image = decode(sample.image, exif=self.config.apply_exif)
             height, width = image.shape[:2]
@@ -142,11 +153,13 @@ class Preview:
             lines.append(f"bad: sample {made.index[row]} stands in")
             if self._decoded(wanted).image is not None:  # else a grey tile has the reason already
                 reason = "the transform fails on it: the log has its error"
+        if shown := [f"{name} {_short(column.unpacked()[row])}" for name, column in made.columns.items()]:
+            lines = [lines[0], *lines[2:], ", ".join(shown)]
         if mixed is None:
             label: tuple[str, ...] = ("not mixed", own)
         else:
             kind = "CutMix" if mixed.is_cutmix else "MixUp"
-            other = self._class(int(mixed.target[row]))
+            other = self._class(mixed.target[row].numpy())
             label = (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
         # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
         drawn = {name: array[row].copy() for name, array in vars(made).items() if name in self._targets}
@@ -156,10 +169,21 @@ class Preview:
             Tile(fed[row].copy(), label, **drawn),
         ]
 
-    def _class(self, label: int) -> str:
-        """Its name, or its number where it has none that the picture's font is sure to have."""
+    def _class(self, label: Any) -> str:
+        """Its name, or its number where it has none that the picture's font is sure to have; or another target."""
+        if self._columns.target:
+            return f"target {_short(label)}"
         names = self.store.classes or ()
         return names[label] if 0 <= label < len(names) and names[label].isascii() else f"class {label}"
+
+
+def _short(value: Any) -> str:
+    """A column's value for a line of a caption."""
+    if isinstance(value, str):
+        return value
+    return (
+        np.array2string(np.asarray(value), precision=3, threshold=6) if not isinstance(value, dict) else str(value)
+    )
 
 
 def preview(
@@ -172,6 +196,7 @@ def preview(
     epochs: int,
     samples: int = 6,
     indices: list[int] | None = None,
+    columns: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write a picture of samples of a store, as PNG.
 
@@ -183,6 +208,7 @@ def preview(
         epochs: how many of the run's epochs to show, evenly spread.
         samples: the first so many of the run, where no indices are given.
         indices: of the samples to show.
+        columns: of the run, see `StreamSpec`; their values are in the captions.
 
     Returns:
         `output`, `samples` and `epochs`.
@@ -203,9 +229,14 @@ def preview(
     nothing = (augment.preset, augment.ops, augment.module, augment.mixup_alpha, augment.cutmix_alpha)
     is_example = nothing == ("none", [], "", 0, 0) and not transform.target_columns  # it moves pixels
     size = min(plan.micro_batch_size, max(1, len(store) // plan.per_step))
-    augment = replace(augment, **_EXAMPLE) if is_example else augment
+    if is_example:
+        augment = replace(augment, **(_EXAMPLE if is_class(store) else {"preset": _EXAMPLE["preset"]}))
     made = Preview(
-        store, replace(plan, micro_batch_size=size, global_batch_size=size * plan.per_step), transform, augment
+        store,
+        replace(plan, micro_batch_size=size, global_batch_size=size * plan.per_step),
+        transform,
+        augment,
+        columns,
     )
     shown = indices or _first_of(made.plan, min(samples, len(store)))
     if not 0 < (num_tiles := len(shown) * (1 + 3 * epochs)) <= MAX_TILES:

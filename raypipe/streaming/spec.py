@@ -20,7 +20,7 @@ from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store, is_class
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
-from raypipe.transform.column_types import find_columns
+from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
 from raypipe.transform.contents import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform
@@ -34,7 +34,6 @@ may be."""
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
-_NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
 PerSource = str | Path | Mapping[str, str]
 """What there is one of for a store; of a mixture one for all its stores, or some by their names."""
 
@@ -174,7 +173,7 @@ def _columns_of(
 
     def first(split: str) -> np.ndarray:
         kept = plan.kept["train" if split == "train" else "val"]
-        return kept.indices(np.arange(min(_NUM_PROBED, len(stores[split]) - kept.num_left_out)))  # type: ignore
+        return kept.indices(np.arange(min(NUM_PROBED, len(stores[split]) - kept.num_left_out)))  # type: ignore
 
     found = find_columns(stores, declared, make, first)
     if found and pool.cache != "off":
@@ -286,6 +285,15 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         log=run.log,
         columns=columns_of(run),
     )
+
+
+def run_columns(run: RunConfig, store: Store) -> SampleColumns:
+    """The columns of a run, by its training store alone."""
+    if not run.store.columns and is_class(store):
+        return NO_COLUMNS
+    declared = column_options(columns_of(run))
+    indices = np.arange(min(NUM_PROBED, len(store)))
+    return find_columns({"train": store}, declared, run.transform.make_columns or None, lambda _: indices)
 
 
 def columns_of(run: RunConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from raypipe.transform.columns import (
     numbers_of,
 )
 
-_NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
+NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
 
 
 def find_columns(
@@ -64,8 +64,8 @@ def find_columns(
 def _parts(store: Store, indices: np.ndarray) -> list[tuple[Store, np.ndarray]]:
     """The stores that a mixture joins, each with its first samples; another store is its own part."""
     if isinstance(store, JoinedStore):
-        return [(part, np.arange(min(_NUM_PROBED, len(part)))) for part in store.parts.values()]
-    return [(store, indices[:_NUM_PROBED])]
+        return [(part, np.arange(min(NUM_PROBED, len(part)))) for part in store.parts.values()]
+    return [(store, indices[:NUM_PROBED])]
 
 
 def _of_store(

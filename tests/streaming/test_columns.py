@@ -1,0 +1,307 @@
+"""Columns of a store, from the store to the batch, on every way there is; without a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from ray.data.block import BlockAccessor
+from without_ray import digests, every_batch, host_batches
+
+import raypipe
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TransformConfig
+from raypipe.device.prefetcher import on_device
+from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.stores.base import MemoryStore
+from raypipe.streaming.digest import batch_digest, settings_of
+from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.row import READ_COLUMNS_SCHEMA, READ_SCHEMA, batches_of, made_row, reads_of, source_row
+from raypipe.streaming.source import MicroBatchSource
+from raypipe.streaming.spec import StreamSpec, columns_of
+from raypipe.transform.batch import HostBatch, Room
+from raypipe.transform.sample_transform import EncodedSample
+
+from conftest import picture  # isort: skip
+
+NUM = 20
+IMAGES = [picture(number) for number in range(NUM)]
+VALUES: dict[str, Any] = {
+    "caption": [f"picture {number} é" for number in range(NUM)],
+    "embedding": np.arange(3 * NUM, dtype=np.float32).reshape(NUM, 3),
+    "tags": [list(range(number % 4)) for number in range(NUM)],
+    "raw": [bytes([number]) * (number % 3) for number in range(NUM)],
+    "meta": [{"number": number} for number in range(NUM)],
+}
+ALL: dict[str, Any] = {"caption": {}, "embedding": {}, "tags": {"length": 3, "fill": -1}, "raw": {}, "meta": {}}
+ALL |= {"meta.number": {"dtype": "int32"}}
+PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8)
+TRANSFORM = TransformConfig(train="light", val="center", size=8)
+INLINE = PoolConfig(engine="inline")
+
+
+def store(labels: Any = None, **options: Any) -> MemoryStore:
+    values = {**VALUES, **options.pop("values", {})}
+    return MemoryStore(options.pop("images", IMAGES), labels, columns=values, **options)
+
+
+def spec(train: Any = None, **options: Any) -> StreamSpec:
+    given: dict[str, Any] = {"plan": PLAN, "transform": TRANSFORM, "pool": INLINE, "columns": ALL}
+    return StreamSpec(train or store(np.arange(NUM)), **{**given, **options})
+
+
+def check(batch: HostBatch) -> None:
+    """What is in a batch is what the store holds of its samples."""
+    found = {name: column.unpacked() for name, column in batch.columns.items()}
+    assert [*found] == ["caption", "embedding", "tags", "tags_length", "raw", "meta", "meta.number"]
+    for row, index in enumerate(batch.index.tolist()):
+        if index == PADDING:
+            assert found["caption"][row] == "" and found["raw"][row] == b"" and found["meta"][row] is None
+            assert not found["embedding"][row].any() and found["tags"][row].tolist() == [-1, -1, -1]
+            continue
+        assert found["caption"][row] == VALUES["caption"][index] and found["raw"][row] == VALUES["raw"][index]
+        assert found["meta"][row] == VALUES["meta"][index] and found["meta.number"][row] == index
+        assert found["embedding"][row].tolist() == VALUES["embedding"][index].tolist()
+        num = len(VALUES["tags"][index])
+        assert found["tags"][row].tolist() == [*VALUES["tags"][index], -1, -1, -1][:3]
+        assert found["tags_length"][row] == num
+
+
+def test_a_batch_has_the_columns_of_its_samples_and_padding_is_empty() -> None:
+    batches = list(host_batches(spec(val=store(np.arange(NUM)))))
+    assert {int((batch.index == PADDING).sum()) for batch in batches} == {0, 4}
+    for batch in batches:
+        check(batch)
+
+
+def test_images_and_order_are_those_without_columns() -> None:
+    with_columns, without = host_batches(spec()), host_batches(spec(columns=()))
+    for one, two in zip(with_columns, without, strict=True):
+        assert np.array_equal(one.image, two.image) and np.array_equal(one.index, two.index)
+        assert not two.columns and batch_digest(dataclasses.replace(one, columns={})) == batch_digest(two)
+        assert batch_digest(one) != batch_digest(two)
+
+
+@pytest.mark.parametrize("change", [{"caption": [*VALUES["caption"][:7], "b", *VALUES["caption"][8:]]}, {}])
+def test_the_digest_sees_each_column(change: dict[str, Any]) -> None:
+    other = digests(spec(store(np.arange(NUM), values=change)))
+    assert (other == digests(spec())) == (not change)
+
+
+def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_path: Path) -> None:
+    kinds = {
+        "caption": pa.string(),
+        "embedding": pa.list_(pa.float32(), 3),
+        "tags": pa.list_(pa.int32()),
+        "raw": pa.binary(),
+        "meta": pa.struct([("number", pa.int64())]),
+    }
+    schema = pa.schema([("image", pa.binary()), ("label", pa.float32()), *kinds.items()])
+    columns = {**VALUES, "embedding": VALUES["embedding"].tolist()}
+    table = pa.table({"image": IMAGES, "label": np.arange(NUM) / 2, **columns}, schema=schema)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
+    made = spec(str(tmp_path / "a.parquet"), val=str(tmp_path / "a.parquet"))
+    maker, plan = MicroBatchMaker(*made.recipe), made.plan
+    source = MicroBatchSource(plan, plan.start(), made.readers(), columns=made.columns, block=2)
+    expected = {str(batch.at): batch for batch in host_batches(made)}
+    seen = 0
+    for task in source.get_read_tasks(1):
+        for row in task():
+            reads = reads_of(row)
+            assert reads and row.schema.names[-1] == "columns"
+            places = list(zip(row["step"][0].as_py(), row["micro"][0].as_py(), strict=True))
+            split: Any = "val" if row["split"][0].as_py() else "train"
+            room, of_block = Room(len(reads)), []
+            for (step, micro), read in zip(places, reads, strict=True):
+                at = MicroBatchId(split, row["epoch"][0].as_py(), step, micro)
+                of_block.append(maker.make(at, read, room=room))
+            for batch in batches_of(through_arrow(made_row(of_block, room))):
+                check(batch)
+                assert batch_digest(batch) == batch_digest(expected[str(batch.at)])
+                assert batch.label.tolist() == np.where(batch.index < 0, 0, batch.index / 2).tolist()
+                assert batch.label.dtype == np.float32
+                seen += 1
+    assert seen == len(expected)
+
+
+def through_arrow(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A row as a rank gets it, from a block of Ray's."""
+    return BlockAccessor.for_block(BlockAccessor.batch_to_block(row)).to_numpy()  # type: ignore[return-value]
+
+
+def test_a_block_of_padding_alone_travels() -> None:
+    made = spec(val=store(np.arange(NUM)))
+    maker, at = MicroBatchMaker(*made.recipe), MicroBatchId("val", 0, 2, 1)
+    (batch,) = batches_of(through_arrow(made_row([maker.make(at)], Room())))
+    assert (batch.index == PADDING).all()
+    check(batch)
+
+
+def test_without_columns_a_row_of_a_reader_is_as_it_was() -> None:
+    made = spec(store(np.arange(NUM), group_size=5), columns=())
+    for readers, schema in ((made.readers(), READ_SCHEMA), ({}, None)):
+        source = MicroBatchSource(made.plan, made.plan.start(), readers)
+        (row, *_) = source.get_read_tasks(1)[0]()
+        assert schema is None or row.schema == schema
+        assert "columns" not in row.schema.names
+
+
+def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
+    values = (
+        None,
+        "é\ud800",
+        b"\0",
+        np.float16(2),
+        np.arange(4).reshape(2, 2),
+        [1, [2.5, None]],
+        {"a": "b"},
+        True,
+    )
+    block = [MicroBatchId("train", 0, 0, 0)]
+    samples = [EncodedSample(b"x", columns=values), EncodedSample(None)]
+    read = reads_of(source_row(block, [(samples, np.array([1, 2]))], READ_COLUMNS_SCHEMA))
+    assert read
+    found = read[0][0][0].columns
+    assert found[:3] == values[:3] and found[5:] == values[5:] and read[0][0][1].columns == ()
+    assert found[3].dtype == np.float16 and found[4].tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_resume_and_two_ranks_give_the_same_columns() -> None:
+    whole = digests(spec())
+    assert digests(spec(), from_step=2) == whole[4:]
+    made = spec()
+    ranks = [[batch for batch in host_batches(made) if batch.at.micro % 2 == rank] for rank in range(2)]
+    assert [batch_digest(batch) for pair in zip(*ranks, strict=True) for batch in pair] == whole
+
+
+def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> None:
+    captions = [None if number == 3 else caption for number, caption in enumerate(VALUES["caption"])]
+    images = [b"damaged" if number == 5 else image for number, image in enumerate(IMAGES)]
+    config = dataclasses.replace(TRANSFORM, max_bad_fraction=1)
+    train = store(np.arange(NUM), images=images, values={"caption": captions})
+    maker = MicroBatchMaker(*spec(train, val=train, transform=config).recipe)
+    bad: dict[int, str] = {}
+    for at in maker.plan.micro_batches(maker.plan.start()):
+        made = maker.make(at)
+        bad |= {record["index"]: record["error"] for record in made.result.bad}
+        batch = made.host_batch()
+        assert not np.isin(batch.index[batch.weight > 0], [3, 5]).any()
+        for row in np.flatnonzero(batch.weight).tolist():
+            assert batch.columns["caption"].unpacked()[row] == VALUES["caption"][batch.index[row]]
+            assert batch.label[row] == batch.index[row]
+        for row in np.flatnonzero(batch.weight == 0).tolist():
+            assert batch.columns["caption"].unpacked()[row] == "" and batch.label[row] == 0
+    assert bad.keys() == {3, 5} and "column 'caption' has no value" in bad[3]
+
+
+def test_a_bad_value_ends_the_run_where_that_is_asked_for() -> None:
+    captions = [None, *VALUES["caption"][1:]]
+    config = dataclasses.replace(TRANSFORM, on_bad_sample="raise")
+    made = spec(store(values={"caption": captions}), transform=config)
+    with pytest.raises(SampleError, match="sample 0: column 'caption' has no value"):
+        digests(made)
+
+
+@pytest.mark.parametrize("labels", [np.arange(NUM) / 4, np.eye(NUM, 3, dtype=np.uint8), None])
+def test_targets_of_any_numbers_reach_the_device(labels: Any) -> None:
+    made = spec(store(labels), columns=["caption"])
+    assert (made.columns.target is None) == (labels is None)
+    for batch in every_batch(raypipe.loader(made, device="cpu")):
+        expected = np.zeros(4, np.int64) if labels is None else labels[batch.index]
+        assert torch.equal(batch.target, torch.from_numpy(expected))
+        assert [*batch.columns] == ["caption"] and np.array_equal(batch.label, expected)
+
+
+def test_tensors_go_through_the_ring_and_lists_stay_on_the_host() -> None:
+    made = spec(store(np.arange(NUM) / 2), columns={**ALL, "tags": {}})
+    batches = list(host_batches(made))
+    devices = on_device(iter(batches), torch.device("cpu"), lambda at: 0, ring=True)
+    for host, batch in zip(batches, devices, strict=True):
+        assert [*batch.columns] == [*host.columns]
+        assert batch.columns["embedding"].tolist() == host.columns["embedding"].values.tolist()
+        assert batch.columns["meta.number"].dtype == torch.int32 and batch.target.dtype == torch.float64
+        assert all(isinstance(tags, torch.Tensor) for tags in batch.columns["tags"])
+        assert [tags.tolist() for tags in batch.columns["tags"]] == [VALUES["tags"][i] for i in batch.index]
+
+
+def test_the_device_decodes_images_and_gets_their_columns() -> None:
+    config = dataclasses.replace(TRANSFORM, decode="gpu")
+    for batch in every_batch(raypipe.loader(spec(transform=config), device="cpu")):
+        assert batch.columns["embedding"].tolist() == VALUES["embedding"][batch.index].tolist()
+        assert batch.columns["caption"] == [VALUES["caption"][index] for index in batch.index]
+
+
+def drawn(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """A word of each caption, dropped by the sample's key."""
+    words = columns["caption"].split()
+    return {"word": str(rng.choice(words)), "label": np.float32(len(words))}
+
+
+def test_a_function_named_in_the_configuration_makes_columns_and_the_target() -> None:
+    config = dataclasses.replace(TRANSFORM, make_columns=f"{__name__}:drawn")
+    made = spec(columns=["caption"], transform=config)
+    words = [batch.columns["word"].unpacked() for batch in host_batches(made)]
+    again = spec(columns=["caption"], make_columns=drawn)
+    assert words == [batch.columns["word"].unpacked() for batch in host_batches(again)]
+    assert len({tuple(each) for each in words}) > 2
+    assert {batch.label.dtype for batch in host_batches(made)} == {np.dtype(np.float32)}
+
+
+def test_what_cannot_go_with_columns_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.cache='disk' keeps images and classes"):
+        spec(pool=PoolConfig(engine="inline", cache="disk"))
+    mixing = raypipe.AugmentConfig(mixup_alpha=0.2)
+    with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets, and two that are int64 \(3,\)"):
+        raypipe.loader(spec(store(np.eye(NUM, 3, dtype=np.int64))), device="cpu", augment=mixing)
+    threads = PoolConfig(engine="inline", threads=2)
+    by_global = spec(make_columns=lambda columns: {"a": 1}, columns=["caption"], pool=threads)
+    with pytest.raises(ConfigError, match=r"pool\.threads is 2"):
+        list(every_batch(raypipe.loader(by_global, device="cpu")))
+
+
+def test_stores_of_a_mixture_have_one_type_of_a_column() -> None:
+    parts = {"a": store(np.arange(NUM)), "b": store(np.arange(NUM), images=IMAGES[::-1])}
+    made = spec(parts)
+    for batch in host_batches(made):
+        assert batch.columns["caption"].unpacked() == [VALUES["caption"][i % NUM] for i in batch.index]
+    with pytest.raises(ConfigError, match=r"column 'embedding' is float32 .* in .*, and float64"):
+        spec({**parts, "b": store(np.arange(NUM), values={"embedding": VALUES["embedding"].astype(float)})})
+
+
+def test_the_target_is_named_in_columns_by_its_own_name() -> None:
+    named = StoreConfig(label_column="score", columns={"score": {"dtype": "float32"}, "caption": {}})
+    assert [*columns_of(RunConfig(store=named))] == ["label", "caption"]
+
+
+def test_classes_are_checked_and_other_targets_are_not() -> None:
+    for labels, fails in ((np.arange(NUM) + 50, True), (np.arange(NUM) + 50.5, False)):
+        made = spec(store(labels))
+        arguments = made.plan, made.stores, made.transforms, made.transform, 10
+        if fails:
+            with pytest.raises(ConfigError, match=r"label \d+, outside"):
+                try_samples(*arguments, columns=made.columns)
+        else:
+            assert try_samples(*arguments, columns=made.columns) == {"train": (8, 8)}
+
+
+def test_plain_loaders_have_columns_by_their_names() -> None:
+    train, _ = raypipe.plain_loaders(raypipe.loader(spec(store(np.arange(NUM) / 2)), device="cpu"))
+    batch = next(iter(train))
+    assert batch.keys() == {"image", "target", "weight", *ALL, "tags_length"}
+    assert batch["target"].dtype == torch.float64
+    with pytest.raises(ConfigError, match="targets are float64"):
+        raypipe.plain_loaders(raypipe.loader(spec(store(np.arange(NUM) / 2)), device="cpu"), "tuple")
+    clash = spec(store(values={"weight": np.arange(NUM)}), columns=["weight"])
+    with pytest.raises(ConfigError, match="column 'weight' has the name of an entry"):
+        raypipe.plain_loaders(raypipe.loader(clash, device="cpu"))
+
+
+def test_the_settings_of_a_digest_name_the_columns() -> None:
+    found = settings_of(spec(columns=["caption"]), workers=1, actors=1, from_step=0, to_step=1)
+    assert found["column.caption"] == "text"

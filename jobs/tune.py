@@ -55,6 +55,8 @@ def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
             build_transform(policy.transform.train, run.transform.size)
             check_augment(policy.augment)
         spec = spec_of(run, folder)
+        if spec.columns.target is not None:
+            raise ConfigError("a search compares accuracies, which only classes have: name another label_column")
         train = replace(run.train, num_workers=1, min_workers=0, num_classes=num_classes_of(run, spec))
         connect()
         gpu = preflight(run.pool, train, run.plan.per_step).gpu

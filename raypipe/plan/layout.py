@@ -33,7 +33,7 @@ from raypipe.plan.order import (
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection
 from raypipe.plan.weights import Weighted, balanced, check_weights
 from raypipe.storage.files import read_whole
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, is_class
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.scan import numbers_of
 
@@ -236,6 +236,8 @@ def _leaf(config: PlanConfig, samples: _Samples, size: int) -> tuple[Leaf, list[
     """The leaf of a store, with `size` draws in a pass where there are weights; and what determines it."""
     parts, store, classes = _parts(config, samples), samples.store, None
     if config.class_balance:
+        if not is_class(store):
+            raise ConfigError(f"plan.class_balance balances classes, and the labels of {store.address} are none")
         classes = numbers_of(store, "label", "plan.class_balance")[_kept_indices(samples)]
         weights = balanced(classes, config.class_balance)
     elif config.weights:

@@ -36,7 +36,7 @@ def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:
     parts = []
     for found in scan(store, (column,), setting):
         values = found[column]
-        if not (isinstance(values, np.ndarray) and values.dtype.kind in "iufb"):
+        if not (isinstance(values, np.ndarray) and values.dtype.kind in "iufb" and values.ndim == 1):
             raise ConfigError(f"{setting} names {column!r} of {store.address}, which is no column of numbers")
         parts.append(values)
     return np.concatenate(parts) if parts else np.empty(0)

@@ -48,7 +48,7 @@ def test_a_description_names_what_the_store_is(stores: dict[str, Path]) -> None:
             "store": str(stores[name]),
             "kind": kind,
             "samples": 100,
-            "columns": ["image", "label"],
+            "columns": {"image": "images", "label": "int64"},
             "classes": 5,
             "groups": groups,
             "fingerprint": store.fingerprint,
@@ -64,7 +64,7 @@ def test_a_description_names_what_the_store_is(stores: dict[str, Path]) -> None:
 def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
     found = describe(MemoryStore([None, b"x", picture(0)], None))
     assert (found["sampled"], found["bad"], found["formats"]) == (3, 2, {"unknown": 2, "JPEG": 1})
-    assert found["image_bytes"][0] == 0 and found["classes"] is None and found["columns"] == ["image"]
+    assert found["image_bytes"][0] == 0 and found["classes"] is None and [*found["columns"]] == ["image"]
     rare = [bombs.rare_jpeg(), bombs.jpeg_of_scans(13000, 13000, 100), bombs.animated_webp(16383, 10900)]
     found = describe(MemoryStore(rare, None))
     assert (found["sampled"], found["bad"], found["height_px"]) == (3, 2, [32, 32, 32])

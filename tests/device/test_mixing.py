@@ -8,7 +8,17 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raypipe.config import AugmentConfig
-from raypipe.device.mixing import Mixed, MixPlan, draw_mix, mix, mixed_cross_entropy, soft_targets
+from raypipe.device.mixing import (
+    Mixed,
+    MixPlan,
+    check_mixable,
+    draw_mix,
+    mix,
+    mixed_cross_entropy,
+    mixed_losses,
+    soft_targets,
+)
+from raypipe.errors import ConfigError
 
 ALL = np.ones(4, bool)
 
@@ -128,3 +138,54 @@ def test_lambda_of_cutmix_is_the_share_that_the_box_leaves() -> None:
         top, bottom, left, right = plan[1]
         assert 0 <= top <= bottom <= 32 and 0 <= left <= right <= 32
         assert plan[0] == 1 - (bottom - top) * (right - left) / 1024
+
+
+# Targets that are no classes
+
+
+def test_floats_and_vectors_of_0_and_1_are_mixed_by_hand() -> None:
+    target = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]], dtype=torch.uint8)
+    _, mixed = mix(images(), target, ALL, (0.75, None))
+    assert soft_targets(target, mixed, 2).tolist() == [[0.75, 0.25], [0.25, 1], [0.75, 0.75], [0.25, 0]]
+    assert soft_targets(target.double(), None, 2).dtype == torch.float64
+    _, mixed = mix(images(), torch.tensor([0.0, 4, 8, 0]), ALL, (0.75, None))
+    assert soft_targets(torch.tensor([0.0, 4, 8, 0]), mixed, 1).tolist() == [1, 5, 6, 0]
+
+
+def test_the_squared_error_of_two_halves_has_the_gradient_of_the_mixed_target() -> None:
+    target, partner = torch.tensor([1.0, 3]), torch.tensor([2.0, -1])
+    mixed = Mixed(partner, 0.3, False)
+    gradients = []
+    for loss in (
+        lambda outputs: mixed_losses(lambda x, y: (x - y) ** 2, outputs, target, mixed),
+        lambda outputs: (outputs - soft_targets(target, mixed, 1)) ** 2,
+    ):
+        outputs = torch.tensor([0.5, 0.25], requires_grad=True)
+        loss(outputs).sum().backward()
+        gradients.append(outputs.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "can"),
+    [
+        ("float64", (), True),
+        ("float32", (2, 3), True),
+        ("uint8", (4,), True),
+        ("bool", (4,), True),
+        ("uint8", (), False),
+        ("int64", (4,), False),
+        ("int64", (), False),
+    ],
+)
+@pytest.mark.parametrize("setting", ["mixup_alpha", "cutmix_alpha"])
+def test_targets_that_have_no_mixture_are_refused(
+    setting: str, dtype: str, shape: tuple[int, ...], can: bool
+) -> None:
+    check_mixable(AugmentConfig(), dtype, shape)
+    config = AugmentConfig(**{setting: 0.5})  # type: ignore[arg-type]
+    if can:
+        check_mixable(config, dtype, shape)
+        return
+    with pytest.raises(ConfigError, match=f"augment.{setting} mixes targets"):
+        check_mixable(config, dtype, shape)

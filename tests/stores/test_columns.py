@@ -1,0 +1,222 @@
+"""Columns and labels that are arrays, floats, or not there, in every format that can hold them."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raypipe.commands.convert import write_shard
+from raypipe.errors import StoreError
+from raypipe.stores import Store, open_store, open_writer
+from raypipe.stores.base import MemoryStore, is_class
+from raypipe.stores.filter import matching
+from raypipe.stores.joined import JoinedStore
+from raypipe.stores.record import column_types
+
+from shard_writers import write_mds  # isort: skip
+
+EMBEDDINGS = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
+GRIDS = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
+ORDER = np.array([3, 0, 2, 2])
+
+
+def arrow_table(**more: Any) -> pa.Table:
+    grid = pa.list_(pa.list_(pa.uint8(), 3), 2)
+    tensor = pa.FixedShapeTensorArray.from_numpy_ndarray(EMBEDDINGS)
+    columns = {
+        "image": pa.array([b"a", b"b", b"c", b"d"], pa.binary()),
+        "embedding": pa.array(EMBEDDINGS.tolist(), pa.list_(pa.float32(), 3)),
+        "grid": pa.array(GRIDS.tolist(), grid),
+        "tensor": tensor,
+        "ragged": pa.array([[1], [], [2, 3], [4]], pa.list_(pa.int16())),
+    }
+    return pa.table({**columns, **more})
+
+
+def write_parquet(path: Path, **more: Any) -> Path:
+    pq.write_table(arrow_table(**more), path, row_group_size=3)
+    return path
+
+
+def write_arrow(path: Path, **more: Any) -> Path:
+    table = arrow_table(**more)
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return path
+
+
+ARROWS = [(write_parquet, "a.parquet"), (write_arrow, "a.arrow")]
+
+
+@pytest.mark.parametrize(("write", "name"), ARROWS)
+def test_lists_of_a_fixed_size_and_tensors_are_arrays(write: Any, name: str, tmp_path: Path) -> None:
+    store = open_store(write(tmp_path / name))
+    found = store.read(ORDER, ("embedding", "grid", "tensor", "ragged"))
+    for column, expected in (("embedding", EMBEDDINGS), ("grid", GRIDS), ("tensor", EMBEDDINGS)):
+        assert isinstance(found[column], np.ndarray) and found[column].dtype == expected.dtype
+        assert np.array_equal(found[column], expected[ORDER])
+        assert store.read(ORDER[:0], (column,))[column].shape == (0, *expected.shape[1:])
+    assert found["ragged"] == [[4], [1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize(("write", "name"), ARROWS)
+def test_a_null_is_none_and_the_others_keep_their_type(write: Any, name: str, tmp_path: Path) -> None:
+    lists = [[1, 2], None, [None, 3], [4, 5]]
+    more = {"num": pa.array([1, None, 3, 4], pa.int32()), "pair": pa.array(lists, pa.list_(pa.int8(), 2))}
+    store = open_store(write(tmp_path / name, **more))
+    found = store.read(np.array([3, 1, 0, 2]), ("num", "pair"))
+    assert found["num"] == [4, None, 1, 3] and isinstance(found["num"][0], np.int32)
+    assert found["pair"][1] is None and found["pair"][3] is None and found["pair"][0].tolist() == [4, 5]
+    assert matching(store, "num < 4").tolist() == [True, False, True, False]
+    whole = store.read(np.array([3, 0]), ("num",))["num"]
+    assert whole.dtype == np.int32 and whole.tolist() == [4, 1]
+
+
+@pytest.mark.parametrize(("write", "name"), ARROWS)
+def test_labels_are_any_numbers_and_integers_are_classes(write: Any, name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, score=pa.array([0.5, 1, 2, 3], pa.float32()), kind=pa.array([3, 2, 1, 0]))
+    for column, expected, of_class in (
+        ("score", np.array([0.5, 1, 2, 3], np.float32), False),
+        ("kind", np.array([3, 2, 1, 0]), True),
+        ("embedding", EMBEDDINGS, False),
+    ):
+        store = open_store(path, label_column=column)
+        found = store.read(ORDER)["label"]
+        assert is_class(store) == of_class and found.dtype == expected.dtype
+        assert np.array_equal(found, expected[ORDER])
+    assert open_store(path, label_column="ragged").read(ORDER)["label"] == [[4], [1], [2, 3], [2, 3]]
+    with pytest.raises(StoreError, match="a label is a number, or a list of numbers"):
+        len(open_store(write(tmp_path / f"b{name}", text=pa.array(list("abcd"))), label_column="text"))
+    nulls = open_store(write(tmp_path / f"c{name}", score=pa.array([0.5, None, 2, 3])), label_column="score")
+    with pytest.raises(StoreError, match="a label is null"):
+        nulls.read(np.arange(2))
+
+
+TYPES = {"image": "binary", "label": "int64", "embedding": "float32[3]", "grid": "uint8[2,3]"}
+
+
+@pytest.mark.parametrize("name", ["a.lmdb", "a.parquet"])
+def test_writers_keep_arrays(name: str, tmp_path: Path) -> None:
+    with open_writer(tmp_path / name, TYPES) as writer:
+        for row in range(4):
+            writer.append({"image": b"x", "label": row, "embedding": EMBEDDINGS[row], "grid": GRIDS[row]})
+    store = open_store(tmp_path / name)
+    found = store.read(ORDER, store.columns)
+    assert np.array_equal(found["embedding"], EMBEDDINGS[ORDER]) and found["embedding"].dtype == np.float32
+    assert np.array_equal(found["grid"], GRIDS[ORDER]) and found["grid"].dtype == np.uint8
+    assert found["label"].tolist() == ORDER.tolist() and is_class(store)
+    as_target = open_store(tmp_path / name, label_column="embedding")
+    assert "embedding" not in as_target.columns and not is_class(as_target)
+    assert np.array_equal(as_target.read(ORDER)["label"], EMBEDDINGS[ORDER])
+    assert as_target.fingerprint != store.fingerprint
+
+
+@pytest.mark.parametrize("value", [np.zeros(4, np.float32), np.array(["a", "b", "c"]), [[1], [2], [3]]])
+def test_a_writer_refuses_an_array_of_another_shape(value: Any, tmp_path: Path) -> None:
+    with (
+        pytest.raises(StoreError, match=r"column 'embedding' is float32 \(3,\), not"),
+        open_writer(tmp_path / "a.lmdb", TYPES) as writer,
+    ):
+        writer.append({"image": b"x", "label": 0, "embedding": value, "grid": GRIDS[0]})
+
+
+def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "a.lmdb", {"image": "binary", "score": "float64", "name": "string"}) as writer:
+        for row in range(4):
+            writer.append({"image": b"x", "score": row / 2, "name": "a"})
+    store = open_store(tmp_path / "a.lmdb", label_column="score")
+    assert store.columns == ("image", "label", "name") and not is_class(store)
+    assert store.read(ORDER)["label"].tolist() == (ORDER / 2).tolist()
+    with pytest.raises(StoreError, match="no column of numbers 'name' for label, only: image, score, name"):
+        len(open_store(tmp_path / "a.lmdb", label_column="name"))
+
+
+@pytest.mark.parametrize("name", ["b.lmdb", "b.parquet"])
+def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", label=pa.array([0.5, 1, 2, 3], pa.float32()))
+    store = open_store(path)
+    columns = column_types(store.read(np.arange(4), store.columns), "a")
+    assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
+    assert (columns["label"], columns["ragged"]) == ("float64", "string")
+    (tmp_path / "wanted").touch()
+    list(write_shard(tmp_path / "wanted", store, tmp_path / name, 0, 4, columns, 0, 90, "raise"))
+    copy = open_store(tmp_path / name)
+    found, expected = (each.read(ORDER, store.columns) for each in (copy, store))
+    assert np.array_equal(found["embedding"], expected["embedding"]) and np.array_equal(
+        found["grid"], GRIDS[ORDER]
+    )
+    assert found["label"].tolist() == expected["label"].tolist() and not is_class(copy)
+    assert [json.loads(text) for text in found["ragged"]] == expected["ragged"]
+
+
+def test_mds_has_arrays_of_one_shape_and_float_labels(tmp_path: Path) -> None:
+    columns = {
+        "image": ("png", None),
+        "score": ("float32", 4),
+        "embedding": ("ndarray:float32:3", 12),
+        "kind": ("int", 8),
+    }
+    rows = [
+        [b"x", struct.pack("<f", row / 2), EMBEDDINGS[row].tobytes(), struct.pack("<q", row)] for row in range(4)
+    ]
+    write_mds(tmp_path / "a", columns, [rows[:3], rows[3:]])
+    for label, expected in (("score", np.arange(4, dtype=np.float32) / 2), ("embedding", EMBEDDINGS)):
+        store = open_store(tmp_path / "a", label_column=label)
+        found = store.read(ORDER)["label"]
+        assert found.dtype == np.float32 and np.array_equal(found, expected[ORDER]) and not is_class(store)
+    assert is_class(open_store(tmp_path / "a", label_column="kind")) and is_class(open_store(tmp_path / "a"))
+    assert np.array_equal(open_store(tmp_path / "a").read(ORDER, ("embedding",))["embedding"], EMBEDDINGS[ORDER])
+
+
+def webdataset(path: Path, *contents: Any) -> Store:
+    with tarfile.open(path, "w") as tar:
+        for number, content in enumerate(contents):
+            for suffix, data in (("jpg", b"x"), ("json", json.dumps(content).encode())):
+                member = tarfile.TarInfo(f"{number:03d}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return open_store(path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [([1, 2], np.array([1, 2])), ([1, 2.5], np.array([1, 2.5])), ([[1, 0], [0, 1]], np.array([[1, 0], [0, 1]]))],
+)
+def test_webdataset_has_labels_of_any_numbers(labels: Any, expected: np.ndarray, tmp_path: Path) -> None:
+    store = webdataset(tmp_path / "a.tar", *({"label": label} for label in labels))
+    found = store.read(np.arange(2))["label"]
+    assert found.dtype == expected.dtype and np.array_equal(found, expected)
+    assert is_class(store) == (labels == [1, 2])
+
+
+@pytest.mark.parametrize("labels", [[[1], [1, 2]], [1, [1]]])
+def test_webdataset_refuses_labels_of_several_shapes(labels: Any, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="lists of several lengths"):
+        len(webdataset(tmp_path / "a.tar", *({"label": label} for label in labels)))
+
+
+def test_a_mixture_of_arrays_of_several_shapes_is_one_error() -> None:
+    parts = {
+        name: MemoryStore([b"x"] * 2, None, columns={"a": np.zeros((2, side))})
+        for name, side in (("one", 2), ("two", 3))
+    }
+    with pytest.raises(
+        StoreError, match=r"column 'a' has arrays of several shapes in the stores, \[\(2,\), \(3,\)\]"
+    ):
+        JoinedStore(parts).read(np.arange(4), ("a",))
+
+
+@pytest.mark.parametrize("labels", [[0.5, 1.0], np.eye(2)])
+def test_stores_in_memory_keep_their_targets(labels: Any) -> None:
+    store = MemoryStore([b"x"] * 2, labels)
+    assert np.array_equal(store.read(np.array([1, 0]))["label"], np.asarray(labels)[[1, 0]])
+    assert not is_class(store) and not is_class(JoinedStore({"a": store}))

@@ -143,8 +143,8 @@ def read_encoded(
     labels = found["label"] if label else np.zeros(len(indices), np.int64)
     if isinstance(labels, np.ndarray) and (labels.ndim != 1 or labels.dtype.kind == "f"):
         raise ConfigError(
-            f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are no classes: name label in "
-            "store.columns, or set label_is_class = False in the store's class"
+            f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are no classes: name label "
+            "in store.columns, or set label_is_class = False in the store's class"
         )
     return samples, labels
 

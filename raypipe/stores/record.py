@@ -230,7 +230,8 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
         if name == "image" or isinstance(value, bytes):
             types[name] = "binary"
         elif isinstance(value, bool | int | np.integer | np.bool_):
-            types[name] = "float64" if any(isinstance(each, float | np.floating) for each in values) else "int64"
+            no_integer = (each is None or isinstance(each, float | np.floating) for each in values)
+            types[name] = "float64" if any(no_integer) else "int64"
         elif isinstance(value, float | np.floating):
             types[name] = "float64"
         elif _is_json(value) and short_side:
@@ -249,11 +250,13 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
 
 
 def plain(sample: Sample, types: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A sample with values of their columns' types; without types, none is an array's."""
+    """A sample with values of their columns' types; where these are given, arrays stay, and no float is None."""
     plain = dict(sample)
     for name, value in sample.items():
         if types is not None and array_type(types[name]) is not None:
             continue
+        if types is not None and value is None and types[name] == "float64":
+            plain[name] = math.nan
         if isinstance(value, bool | np.bool_):
             plain[name] = int(value)
         elif isinstance(value, list | np.ndarray):

@@ -36,6 +36,8 @@ def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:
     parts = []
     for found in scan(store, (column,), setting):
         values = found[column]
+        if isinstance(values, list) and all(isinstance(value, int | float | np.number | None) for value in values):
+            values = np.array([np.nan if value is None else value for value in values])  # some have no value
         if not (isinstance(values, np.ndarray) and values.dtype.kind in "iufb" and values.ndim == 1):
             raise ConfigError(f"{setting} names {column!r} of {store.address}, which is no column of numbers")
         parts.append(values)

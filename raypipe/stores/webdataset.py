@@ -49,7 +49,9 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
         text = os.pread(descriptor, min(num_bytes, _MAX_LABEL_BYTES), position).strip()
         if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES:
             label = int(text)
-        what = f"{key}.{suffix} is {text!r}"
+        if not _is_number(label):
+            raise ValueError(f"the label {key}.{suffix} is {text!r}, which is no integer of 64 bits")
+        return label
     else:
         content: Any = None
         position, num_bytes, _ = members.get("json", (0, 0, 0.0))
@@ -61,9 +63,9 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
         label = content[column]
         if isinstance(label, list) and label and all(map(_is_number, label)):
             return label
-        what = f"{column!r} of {key}.json is {label!r}"
-    if not _is_number(label):
-        raise ValueError(f"the label {what:.300}, which is no number of 64 bits, and no list of them")
+        if not _is_number(label):
+            what = f"{column!r} of {key}.json is {label!r}"
+            raise ValueError(f"the label {what:.300}, which is no number of 64 bits, and no list of them")
     return label
 
 

@@ -155,8 +155,8 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
     [
         ({"image": pa.array(["a"]), "label": pa.array([0])}, "'image' has type string; an image is binary"),
         ({"image": pa.array([[1]]), "label": pa.array([0])}, "'image' has type list"),
-        ({"image": pa.array([b"a"]), "label": pa.array(["x"])}, "'label' has type string; a label is an int"),
-        ({"image": pa.array([b"a"]), "label": pa.array([0.5])}, "'label' has type double"),
+        ({"image": pa.array([b"a"]), "label": pa.array(["x"])}, "'label' has type string; a label is a num"),
+        ({"image": pa.array([b"a"]), "label": pa.array([["x"]])}, "'label' has type list"),
     ],
 )
 def test_unusable_types(tmp_path: Path, columns: dict, message: str) -> None:
@@ -176,7 +176,7 @@ def test_extra_columns(tmp_path: Path) -> None:
     store = ParquetStore(write_table(tmp_path / "a.parquet", **columns))
     assert store.columns == ("image", "label", "weight", "tags", "ok", "text")
     batch = store.read(np.array([2, 1]), columns=("weight", "tags", "ok", "text"))
-    np.testing.assert_array_equal(batch["weight"], np.array([2.0, np.nan], np.float32))
+    assert batch["weight"] == [2.0, None]
     assert (batch["tags"], batch["ok"], batch["text"]) == ([None, []], [None, False], ["z", None])
 
 

@@ -47,9 +47,8 @@ def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
     with located(given, "tune-") as (run, folder, _):
         # Trials have folders of their own to run in.
         names = ("train", "val", "exclude", "val_exclude")
-        run = replace(
-            run, store=replace(run.store, **{name: absolute(getattr(run.store, name)) for name in names})
-        )
+        addresses: dict[str, Any] = {name: absolute(getattr(run.store, name)) for name in names}
+        run = replace(run, store=replace(run.store, **addresses))
         chosen = policies(tune, run)
         for policy in chosen:  # what is wrong is told before anything starts
             build_transform(policy.transform.train, run.transform.size)

@@ -140,9 +140,11 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a command's result; a list of numbers is a range, from least to most."""
+    """A value of a command's result; a list of numbers is a range, from least to most; a dict has counts, or words."""
     if isinstance(value, dict):
-        return ", ".join(f"{number:,} {name}" for name, number in value.items())
+        return ", ".join(
+            f"{each:,} {name}" if isinstance(each, int) else f"{name} ({each})" for name, each in value.items()
+        )
     if isinstance(value, list):
         is_range = all(isinstance(item, int) for item in value)
         return (" … " if is_range else ", ").join(map(shown, value))

@@ -56,7 +56,7 @@ class CheckedSample:
 
     Attributes:
         image: encoded; None where there is none.
-        label: None where the store has none, or it cannot be read.
+        label: None where the store has none, it is no class, or it cannot be read.
         height, width: pixels of the image; 0 where it cannot be decoded.
         error: why a run could not use it; "" = it could.
     """
@@ -114,7 +114,7 @@ def check_samples(
                     decode_targets(of_sample, targets, (height, width))
                 except SampleError as error:
                     reason = str(error)
-            number = None if label is None or np.ndim(label) else int(label)
+            number = int(label) if isinstance(label, int | np.integer) else None
             yield CheckedSample(index, of_sample["image"], number, height, width, reason)
 
 

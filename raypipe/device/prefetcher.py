@@ -169,7 +169,7 @@ def decoded_on_device(
             if on_decoded:
                 on_decoded(started, mark(device))
             ready.record(decoder.stream)
-        there = {"image": found.image, "target": target, "weight": weight}
+        there: dict[str, Any] = {"image": found.image, "target": target, "weight": weight}
         there |= {"num_fallback": found.num_fallback, "failed": found.failed}
         return _batch(host, seed_of, columns, **there), ready
 

@@ -160,9 +160,10 @@ def _taken_columns(of_block: dict[str, Any], num: int) -> list[dict[str, PackedC
     """Take the columns out of a row's arrays, by micro-batch."""
     found: list[dict[str, PackedColumn]] = [{} for _ in range(num)]
     for key in [key for key in of_block if key.startswith(_COLUMNS)]:
-        name, _, kind = key.removeprefix(_COLUMNS).rpartition(".")
-        if kind == "offsets":
+        name, _, found_kind = key.removeprefix(_COLUMNS).rpartition(".")
+        if found_kind == "offsets":
             continue
+        kind: Any = found_kind
         values, offsets = of_block.pop(key), of_block.pop(f"{_COLUMNS}{name}.offsets", None)
         ends = np.cumsum(offsets[:, -1]) if offsets is not None else np.empty(0)
         for number, columns in enumerate(found):

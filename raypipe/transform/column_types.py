@@ -25,10 +25,10 @@ NUM_PROBED = 16  # samples that tell a column's type: one of them should have a 
 
 
 def find_columns(
-    stores: Mapping[str, Store],
+    stores: Mapping[Any, Store],
     declared: Mapping[str, ColumnOptions],
     function: MakeColumns | str | None,
-    first: Callable[[str], np.ndarray],
+    first: Callable[[Any], np.ndarray],
 ) -> SampleColumns:
     """The columns of a stream.
 

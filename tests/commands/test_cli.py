@@ -86,6 +86,16 @@ def test_the_command_line_beats_the_file_which_beats_the_defaults(tmp_path: Path
     assert run.plan.micro_batch_size == DIGITS["plan"]["micro_batch_size"]
 
 
+@pytest.mark.parametrize(
+    "columns", ["[caption, tags]", "{caption: {}, tags: {length: 8, fill: -1}, embedding: {dtype: float32}}"]
+)
+def test_columns_are_given_on_the_command_line_or_in_a_file(columns: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(f"store: {{train: a.lmdb, columns: {columns}}}\n")
+    for run in (parse(f"--config={file}"), parse("--store.train=a.lmdb", f"--store.columns={columns}")):
+        assert run.store.columns == yaml.safe_load(columns)
+
+
 def test_a_store_named_in_the_file_is_not_the_digits(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("store: {train: some.lmdb}\n")

@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe.commands.inspection import CheckedSample, check_range, check_samples, spread
+from raypipe.commands.inspection import CheckedSample, check_range, check_samples, spread, types_of
+from raypipe.config import RunConfig, StoreConfig
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore, Store
+from raypipe.streaming.spec import run_columns
 
 from conftest import CLASSES, picture  # isort: skip
 
@@ -165,3 +167,20 @@ def test_masks_and_boxes_are_checked_where_they_are_asked_for() -> None:
     assert found[2] == "the mask has no value" and "PNG of a mask: " in found[3] and "no PNG" in found[4]
     assert "reaches out of the image of 48x40 pixels" in bad(boxes="objects")[5]
     assert bad(mask="seg", boxes="objects").keys() == {2, 3, 4, 5}
+
+
+def test_columns_are_checked_where_they_are_asked_for_and_described() -> None:
+    values = {"caption": ["a", None, "c"], "pair": np.zeros((3, 2), np.float32), "tags": [[1], [], [1, 2, 3]]}
+    store = MemoryStore([picture(0)] * 3, [0.5, 1, 2], columns=values)
+    assert types_of(store) == {
+        "image": "images",
+        "label": "float64",
+        "caption": "text",
+        "pair": "float32 (2,)",
+        "tags": "lists of int64",
+    }
+    run = RunConfig(store=StoreConfig(columns={"caption": {}, "tags": {"length": 2, "fill": 0}}))
+    found = list(check_samples(store, np.arange(3), of_run=run_columns(run, store)))
+    assert not found[0].error
+    assert "column 'caption' has no value" in found[1].error and "'tags' has 3 values" in found[2].error
+    assert not any(sample.error for sample in check_samples(store, np.arange(3)))

@@ -328,3 +328,29 @@ def test_what_sets_nothing_shows_an_example(tmp_path: Path, monkeypatch: pytest.
     run(memory(), tmp_path / "a.png", epochs=1)
     assert "standard, MixUp 0.8, CutMix 1." in notes[0] and "an example" in notes[0]
     assert "light." in notes[1] and "example" not in notes[1]
+
+
+# Columns and targets that are no classes
+
+
+@pytest.mark.parametrize("labels", [np.arange(30) / 4, np.eye(30, 3, dtype=np.int64)])
+def test_captions_show_columns_and_targets_of_any_numbers(labels: Any, tmp_path: Path) -> None:
+    captions = [f"picture {number}" for number in range(30)]
+    store = MemoryStore([picture(number) for number in range(30)], labels, columns={"caption": captions})
+    plan = PlanConfig(epochs=1, micro_batch_size=B)
+    shown = Preview(store, plan, TRANSFORM, FLIP, {"caption": {}})
+    index = first_of(shown)[0]
+    (row,) = shown.tiles([index], [0])
+    assert row[0].lines[1] == f"sample {index}, 48 x 40" and row[1].lines[-1] == f"caption picture {index}"
+    assert row[2].lines == (f"target {np.array2string(labels[index])}",)
+    # The example that stands for no augmentation mixes nothing that has no mixture.
+    output = str(tmp_path / "a.png")
+    found = preview(store, output, plan=plan, transform=TRANSFORM, augment=AugmentConfig(), epochs=1, samples=1)
+    assert found["samples"] == 1
+    mixing = AugmentConfig(mixup_alpha=1.0)
+    if labels.ndim == 2:
+        with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets"):
+            Preview(store, plan, TRANSFORM, mixing)
+    else:
+        (row,) = Preview(store, plan, TRANSFORM, mixing).tiles([index], [0])
+        assert row[3].lines[0].startswith("MixUp: ") and "target" in row[3].lines[0]

@@ -171,9 +171,9 @@ def _columns_of(
     if not declared and make is None and all(map(is_class, stores.values())):
         return NO_COLUMNS
 
-    def first(split: str) -> np.ndarray:
-        kept = plan.kept["train" if split == "train" else "val"]
-        return kept.indices(np.arange(min(NUM_PROBED, len(stores[split]) - kept.num_left_out)))  # type: ignore
+    def first(split: Split) -> np.ndarray:
+        kept = plan.kept[split]
+        return kept.indices(np.arange(min(NUM_PROBED, len(stores[split]) - kept.num_left_out)))
 
     found = find_columns(stores, declared, make, first)
     if found and pool.cache != "off":

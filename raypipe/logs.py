@@ -140,7 +140,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a command's result; a list of numbers is a range, from least to most; a dict has counts or words."""
+    """A value of a command's result; a list of numbers is a range, least to most; a dict has counts or words."""
     if isinstance(value, dict):
         return ", ".join(
             f"{each:,} {name}" if isinstance(each, int) else f"{name} ({each})" for name, each in value.items()

@@ -48,6 +48,8 @@ def batch_digest(batch: HostBatch) -> bytes:
     if batch.encoded is not None:
         arrays += batch.encoded.values()
     arrays += [array for array in (batch.mask, batch.boxes) if array is not None]
+    if batch.label.dtype != np.int64 or batch.label.ndim != 1:  # no classes
+        digest.update(f"label\0{batch.label.dtype}\0{batch.label.shape}".encode())
     for name, (kind, values, offsets) in sorted(batch.columns.items()):
         digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
         arrays += [array for array in (values, offsets) if array is not None]

@@ -184,6 +184,10 @@ def type_of(
             raise ConfigError(
                 f"{where} is declared with a length, and its first samples are of shapes {sorted(shapes)}"
             )
+        if dtype.kind != "f" and not _can_hold(dtype, options.fill or 0):
+            raise ConfigError(
+                f"store.columns.{name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
+            )
         return ColumnType("array", dtype.name, (options.length, *inner.pop()))
     if shapes == {()}:
         return ColumnType("array", dtype.name)
@@ -193,6 +197,11 @@ def type_of(
     if len(inner) > 1:
         return ColumnType("json")
     return ColumnType("ragged", dtype.name, inner.pop())
+
+
+def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
+    least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return number == int(number) and least <= number <= most
 
 
 def _family(value: Any) -> str:

@@ -141,7 +141,9 @@ class ColumnMaker:
     """
 
     def __init__(self, columns: SampleColumns) -> None:
-        self.columns = columns
+        self.columns, self._stored = columns, columns.stored
+        lengths = {length_name(name) for name, each in columns.options.items() if each.fill is not None}
+        self._names = [name for name in columns.types if name not in lengths]
         function = columns.function
         if isinstance(function, str):
             function = import_name(function, "transform.make_columns")
@@ -161,16 +163,14 @@ class ColumnMaker:
             SampleError: a value is missing, or is of another type or length than those of the first samples.
         """
         given = self.given(values, key)
-        return {
-            name: part
-            for name in self.columns.types
-            if name in given
-            for name, part in self._typed(name, given[name]).items()
-        }
+        made: dict[str, Any] = {}
+        for name in self._names:
+            made |= self._typed(name, given.get(name))
+        return made
 
     def given(self, values: Sequence[Any], key: Key) -> dict[str, Any]:
         """What the store, or the function, gives for each of the batch's columns, not checked yet."""
-        held = dict(zip(self.columns.stored, values, strict=True))
+        held = dict(zip(self._stored, values, strict=True))
         found = {name: _field(held, path) for name, path in self.columns.paths.items()}
         if self._function is None:
             return found
@@ -197,7 +197,7 @@ class ColumnMaker:
     def _typed(self, name: str, value: Any) -> dict[str, Any]:
         kind, options = self.columns.types[name], self.columns.options.get(name)
         if value is None:
-            raise SampleError(f"column {name!r} has no value: fill it in, or leave the sample out by store.filter")
+            raise SampleError(f"column {name!r} has no value: fill it in, or leave the sample out")
         if kind.kind == "json":
             return {name: as_json(value)}
         if kind.kind in ("text", "bytes"):
@@ -213,8 +213,8 @@ class ColumnMaker:
             array, shape = np.empty((0, *kind.shape), kind.dtype), kind.shape
         if shape != kind.shape or (kind.kind == "ragged" and not array.ndim):
             raise SampleError(
-                f"{_varies(name, f'of shape {array.shape}', kind)}; for lists of several lengths declare "
-                f"store.columns={{{name}: {{length: …, fill: …}}}}"
+                f"{_varies(name, f'of shape {array.shape}', kind)}, or declare "
+                f"store.columns={{{name}: {{length: …, fill: …}}}} for lists of several lengths"
             )
         return {name: _cast(name, array, kind)}
 
@@ -324,7 +324,7 @@ def _unsigned(dtype: np.dtype[Any]) -> str:
 
 
 def _varies(name: str, found: str, kind: ColumnType) -> str:
-    return f"column {name!r} is {found}, where it is {kind} in the first samples"
+    return f"column {name!r} is {found}, where it is {kind} in the first samples: mend it, or leave the sample out"
 
 
 def _kind_of(value: Any) -> str:

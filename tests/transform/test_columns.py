@@ -77,6 +77,8 @@ def test_arrays_are_of_one_shape_where_the_store_says_so_and_else_lists() -> Non
         (["red"], ColumnOptions(dtype="int64"), "holds no numbers"),
         ([3], ColumnOptions(length=2), "declared with a length"),
         ([[1], [[2]]], None, "of several shapes"),
+        ([[1]], ColumnOptions(length=2, fill=-1, dtype="uint8"), r"store\.columns\.a\.fill is -1, which uint8"),
+        ([[1]], ColumnOptions(length=2, fill=0.5), "fill is 0.5, which int64 cannot hold"),
     ],
 )
 def test_a_column_without_one_type_is_refused(values: Any, options: Any, message: str) -> None:
@@ -223,6 +225,12 @@ def test_a_function_that_fails_makes_a_bad_sample_and_one_that_gives_no_dict_end
         columns.one(["x"], KEY)
     with pytest.raises(ConfigError, match="must return a dict"):
         maker({"a": [1]}, function=lambda columns: [1])
+
+
+def test_a_column_that_a_function_leaves_out_has_no_value() -> None:
+    columns = maker({"a": [1]}, function=lambda columns: {"b": 1} if columns["a"] else {})
+    with pytest.raises(SampleError, match="column 'b' has no value"):
+        columns.one([0], KEY)
 
 
 def test_a_column_that_nobody_makes_is_refused() -> None:

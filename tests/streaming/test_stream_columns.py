@@ -20,8 +20,9 @@ from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.digest import batch_digest, settings_of
+from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import READ_COLUMNS_SCHEMA, READ_SCHEMA, batches_of, made_row, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, columns_of
@@ -200,6 +201,12 @@ def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> No
     assert bad.keys() == {3, 5} and "column 'caption' has no value" in bad[3]
 
 
+def test_the_digest_sees_what_kind_of_numbers_targets_are() -> None:
+    zeros = np.zeros(NUM)
+    kinds = [zeros.astype(dtype) for dtype in (np.float64, np.float32)] + [np.zeros((NUM, 2)), np.zeros(NUM, int)]
+    assert len({digests(spec(store(labels)))[0] for labels in kinds}) == len(kinds)
+
+
 def test_a_bad_value_ends_the_run_where_that_is_asked_for() -> None:
     captions = [None, *VALUES["caption"][1:]]
     config = dataclasses.replace(TRANSFORM, on_bad_sample="raise")
@@ -305,3 +312,18 @@ def test_plain_loaders_have_columns_by_their_names() -> None:
 def test_the_settings_of_a_digest_name_the_columns() -> None:
     found = settings_of(spec(columns=["caption"]), workers=1, actors=1, from_step=0, to_step=1)
     assert found["column.caption"] == "text"
+
+
+@pytest.mark.soak  # above, rows go through Ray's blocks; here, through all of Ray
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("one_cpu")
+@pytest.mark.parametrize("group_size", [None, 5])
+def test_a_stream_on_ray_has_the_digests_of_this_process(group_size: int | None) -> None:
+    def shortened(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {**columns, "caption": columns["caption"][: rng.integers(20)]}
+
+    made = spec(store(np.arange(NUM) / 2, group_size=group_size), make_columns=shortened, pool=PoolConfig(block=2))
+    start = made.plan.start()
+    found = iterate_digests(made.plan, start, splits(made, start, max_actors=1))
+    assert [each.digest for each in found] == digests(made)

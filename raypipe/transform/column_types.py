@@ -12,6 +12,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store, is_class, name_of, title_of
 from raypipe.stores.joined import JoinedStore
 from raypipe.transform.columns import (
+    CLASS,
     LABEL,
     ColumnMaker,
     ColumnType,
@@ -116,6 +117,8 @@ def _of_store(
                 f"{where} is the target, and is {kind}: targets are numbers, or lists of one length; declare "
                 "store.columns={label: {length: …}}, or name another store.label_column"
             )
+        if name == LABEL and name not in options and not kind.shape and np.dtype(kind.dtype).kind in "iu":
+            kind = CLASS  # of any width
         types[name] = kind
         if (each := options.get(name)) and each.fill is not None:
             types[length_name(name)] = ColumnType("array", "int64")

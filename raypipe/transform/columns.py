@@ -64,7 +64,7 @@ class ColumnType:
         return f"lists of {self.dtype}" if self.kind == "ragged" else self.kind
 
 
-_CLASS = ColumnType("array", "int64")
+CLASS = ColumnType("array", "int64")
 
 
 class PackedColumn(NamedTuple):
@@ -123,7 +123,7 @@ class SampleColumns:
     def target(self) -> ColumnType | None:
         """What the target is; None = classes, int64."""
         found = self.types.get(LABEL)
-        return None if found == _CLASS and LABEL not in self.options else found
+        return None if found == CLASS else found
 
     def described(self) -> dict[str, str]:
         """In words, by name."""

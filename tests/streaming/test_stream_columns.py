@@ -25,7 +25,7 @@ from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import READ_COLUMNS_SCHEMA, READ_SCHEMA, batches_of, made_row, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.streaming.spec import StreamSpec, columns_of
+from raypipe.streaming.spec import StreamSpec, columns_of, spec_of
 from raypipe.transform.batch import HostBatch, Room
 from raypipe.transform.sample_transform import EncodedSample
 
@@ -223,6 +223,20 @@ def test_targets_of_any_numbers_reach_the_device(labels: Any) -> None:
         expected = np.zeros(4, np.int64) if labels is None else labels[batch.index]
         assert torch.equal(batch.target, torch.from_numpy(expected))
         assert [*batch.columns] == ["caption"] and np.array_equal(batch.label, expected)
+
+
+def test_a_target_of_lists_has_its_declared_length(tmp_path: Path) -> None:
+    lists = [[number % 2, 1] for number in range(NUM)]
+    pq.write_table(pa.table({"image": IMAGES, "tags": lists}), tmp_path / "a.parquet")
+    named = StoreConfig(str(tmp_path / "a.parquet"), label_column="tags")
+    run = RunConfig(store=named, plan=PLAN, transform=TRANSFORM, pool=INLINE)
+    with pytest.raises(ConfigError, match="is the target, and is lists of int64: targets are numbers"):
+        spec_of(run)
+    columns = {"tags": {"length": 2, "dtype": "float32"}}
+    made = spec_of(dataclasses.replace(run, store=dataclasses.replace(named, columns=columns)))
+    for batch in host_batches(made):
+        assert batch.label.dtype == np.float32 and not batch.columns
+        assert batch.label.tolist() == [lists[index] for index in batch.index]
 
 
 def test_tensors_go_through_the_ring_and_lists_stay_on_the_host() -> None:

@@ -245,6 +245,8 @@ def test_a_column_that_nobody_makes_is_refused() -> None:
 
 def test_a_target_of_integers_is_classes_unless_its_dtype_is_declared() -> None:
     store = MemoryStore([b"x"], [3])
+    as_int32 = maker({"a": [1]}, function=lambda columns: {"label": np.int32(1)}).columns
+    assert as_int32.target is None and as_int32.types["label"].dtype == "int64"
     for declared, expected in (([], None), (["label"], None), ({"label": {"dtype": "float32"}}, "float32")):
         found = find_columns({"train": store}, column_options(declared), None, lambda _: np.arange(1))
         assert (found.target and found.target.dtype) == expected

@@ -30,6 +30,7 @@ from raypipe.stores.base import Store, is_class
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch, read_encoded
+from raypipe.transform.columns import LABEL
 from raypipe.transform.decode import decode
 from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
@@ -134,7 +135,7 @@ class Preview:
 
     def _decoded(self, index: int) -> Tile:
         (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets, self._columns)
-        lines = ("" if self._columns.target else self._class(label), f"sample {index}")
+        lines = ("" if LABEL in self._columns.types else self._class(label), f"sample {index}")
         try:
             image = decode(sample.image, exif=self.config.apply_exif)
             height, width = image.shape[:2]
@@ -154,7 +155,8 @@ class Preview:
             if self._decoded(wanted).image is not None:  # else a grey tile has the reason already
                 reason = "the transform fails on it: the log has its error"
         if shown := [f"{name} {_short(column.unpacked()[row])}" for name, column in made.columns.items()]:
-            lines = [lines[0], *lines[2:], ", ".join(shown)]
+            bad = lines[-1:] if lines[-1].startswith("bad") else []
+            lines = [lines[0], *bad, ", ".join(shown)]  # three at most
         if mixed is None:
             label: tuple[str, ...] = ("not mixed", own)
         else:

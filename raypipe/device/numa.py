@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ def bind_to_numa_node(device: torch.device) -> frozenset[int]:
     """
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return frozenset()
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)  # whose types leave the address out
     cpus = near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0", _SYSFS)
     allowed = os.sched_getaffinity(0)
     cpus &= allowed

@@ -63,6 +63,10 @@ for rule in '{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "'$group'"}]}
     unless InvalidPermission.Duplicate aws ec2 authorize-security-group-ingress --group-id "$group" \
         --ip-permissions "[$rule]"
 done
+# What leaves for the group itself, beside the rule for all addresses that a group has from its beginning: EFA, which
+# deploy/aws-p5.yaml asks for, has none. https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/create-efa.html
+unless InvalidPermission.Duplicate aws ec2 authorize-security-group-egress --group-id "$group" \
+    --ip-permissions '[{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "'$group'"}]}]'
 # Networks of earlier runs of this script.
 for earlier in $(aws ec2 describe-security-groups --group-ids "$group" --output text \
     --query 'SecurityGroups[0].IpPermissions[?FromPort==`22`][].IpRanges[].CidrIp'); do

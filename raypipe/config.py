@@ -453,6 +453,7 @@ class TrainConfig(_Section, prefix="train."):
         max_grad_norm: clip the gradient's norm, over all parameters, to this; 0 = no clipping.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
         ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
+        numa_binding: "node" keeps each GPU's trainer on the CPUs of the GPU's NUMA node (docs/gpu.md).
         max_failures: restarts of the workers after something has died; -1 = no limit.
         checkpoint_interval: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_interval: steps between records of progress, in metrics.jsonl; the first step has one as well.
@@ -478,6 +479,7 @@ class TrainConfig(_Section, prefix="train."):
     max_grad_norm: float = 0.0
     ema_decay: BelowOne = 0.0
     ordered_sum: Literal["auto", "yes", "no"] = "auto"
+    numa_binding: Literal["off", "node"] = "off"
     max_failures: AtLeastMinus1 = 2
     checkpoint_interval: int = 0
     log_interval: AtLeast1 = 20

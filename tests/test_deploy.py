@@ -41,7 +41,9 @@ from raypipe.rayext.limits import limits_of
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-RAY_UP = [ROOT / "cluster.yaml", DEPLOY / "gcp.yaml"]
+RAY_UP = [ROOT / "cluster.yaml", DEPLOY / "gcp.yaml", DEPLOY / "aws-p5.yaml", DEPLOY / "gcp-a3.yaml"]
+GCP = [path for path in RAY_UP if path.name.startswith("gcp")]
+AWS = [path for path in RAY_UP if path not in GCP]
 LABEL = dict([PoolConfig().label_selector.split("=")])
 
 sys.path.insert(0, str(ROOT / "tests/deploy"))
@@ -82,8 +84,10 @@ def test_ray_accepts_the_cluster_and_its_parts_say_the_same(path: Path) -> None:
         assert changed == {"InstanceType"} or changed == {"machineType"}
     assert head["resources"] == {"CPU": 0} and head["max_workers"] == 0
     assert cpu["min_workers"] == gpu["min_workers"] == 0
-    assert config["max_workers"] == 18 == sum(group["max_workers"] for group in groups.values())
-    assert gpu["max_workers"] == 2, "whatever CPU nodes there are, a lost GPU node can be replaced"
+    # Whatever CPU nodes there are, a lost GPU node can be replaced.
+    assert config["max_workers"] == sum(group["max_workers"] for group in groups.values())
+    assert cpu["max_workers"] + sum(other["max_workers"] for other in others) == 16
+    assert gpu["max_workers"] == (1 if path.name == "gcp-a3.yaml" else 2)
     assert cpu["labels"] == LABEL and not gpu.get("labels") and not head.get("labels")
     assert gpu["resources"]["GPU"] < gpu["resources"]["CPU"], "trainers, and a share for transforms"
     # Nothing of Ray's defaults, which install a nightly Ray, comes with it.
@@ -158,10 +162,10 @@ def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         monkeypatch.setenv(name, "of-nobody")
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
-    config = load(ROOT / "cluster.yaml")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", config["provider"]["region"])
+    monkeypatch.setenv("AWS_DEFAULT_REGION", load(ROOT / "cluster.yaml")["provider"]["region"])
     # Ray asks for all types of machine, of which moto has a thousand: seconds, for nothing.
-    asked = {group["node_config"]["InstanceType"] for group in config["available_node_types"].values()}
+    groups = [group for path in AWS for group in load(path)["available_node_types"].values()]
+    asked = {group["node_config"]["InstanceType"] for group in groups}
     known = [each for each in InstanceTypeBackend.instance_types if each.name in asked]
     monkeypatch.setattr(InstanceTypeBackend, "instance_types", known)
     with moto.mock_aws(), AwsCli(tmp_path):
@@ -292,11 +296,12 @@ def of_google(schemas: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]
     return {name: value for name, value in schema.items() if name in ("type", "enum")}
 
 
-def test_google_cloud_knows_every_field_of_its_nodes() -> None:
+@pytest.mark.parametrize("path", GCP, ids=lambda path: path.name)
+def test_google_cloud_knows_every_field_of_its_nodes(path: Path) -> None:
     api = Path(googleapiclient.__file__).parent / "discovery_cache/documents/compute.v1.json"
     schemas = json.loads(api.read_text())["schemas"]
     instance = of_google(schemas, {"$ref": "Instance"})
-    config = load(DEPLOY / "gcp.yaml")
+    config = load(path)
     for group in config["available_node_types"].values():
         jsonschema.validate(group["node_config"], instance)
         assert get_node_type(group["node_config"]) == GCPNodeType.COMPUTE
@@ -312,9 +317,70 @@ def test_google_cloud_knows_every_field_of_its_nodes() -> None:
 
 
 def test_both_clouds_get_the_same_cluster() -> None:
-    aws, gcp = map(load, RAY_UP)
+    aws, gcp, p5, a3 = map(load, RAY_UP)
     for name in set(aws) - {"provider", "available_node_types", "initialization_commands"}:
         assert aws[name] == gcp[name], name
+    for one, large in ((aws, p5), (gcp, a3)):
+        groups, others = ({**each["available_node_types"], "gpu": None} for each in (one, large))
+        assert groups == others and set(one) == set(large)
+        for name in set(one) - {"available_node_types", "max_workers"}:
+            assert one[name] == large[name], name
+
+
+# Hosts of eight GPUs
+
+
+def test_hosts_of_eight_gpus_leave_cpus_to_their_trainers() -> None:
+    for path, cpus in ((DEPLOY / "aws-p5.yaml", 192), (DEPLOY / "gcp-a3.yaml", 208)):
+        resources = load(path)["available_node_types"]["gpu"]["resources"]
+        assert resources == {"CPU": 128, "GPU": 8} and cpus - resources["CPU"] >= 8 * 8
+
+
+def test_a_p5_has_efa_on_each_of_its_cards_and_ray_starts_it_on_a_pretended_aws(aws: Any) -> None:
+    config = prepare_config(load(DEPLOY / "aws-p5.yaml"))
+    config["auth"]["ssh_private_key"] = "of-nobody"
+    # What is marked CHANGE.
+    subnet = aws.describe_subnets()["Subnets"][0]["SubnetId"]
+    (group,) = aws.describe_security_groups(GroupNames=["raypipe"])["SecurityGroups"]
+    nodes = {name: each["node_config"] for name, each in config["available_node_types"].items()}
+    for interface in nodes["gpu"]["NetworkInterfaces"]:
+        assert (interface["SubnetId"], interface["Groups"]) == ("subnet-0", ["sg-0"])
+        interface |= {"SubnetId": subnet, "Groups": [group["GroupId"]]}
+    for node in nodes.values():
+        node["KeyName"] = "of-nobody"
+    config = bootstrap_aws(config)
+    node = config["available_node_types"]["gpu"]["node_config"]
+    given = [
+        (each["NetworkCardIndex"], each["DeviceIndex"], each["InterfaceType"])
+        for each in node["NetworkInterfaces"]
+    ]
+    assert given[:2] == [(0, 0, "interface"), (0, 1, "efa-only")]
+    assert given[2:] == [(card, 0, "efa-only") for card in range(1, 32)]
+    provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+    provider.create_node(
+        node, {"ray-node-type": "worker", "ray-user-node-type": "gpu"}, 1
+    )  # botocore looks at each
+    (started,) = (node for part in aws.describe_instances()["Reservations"] for node in part["Instances"])
+    (kind,) = aws.describe_instance_types(InstanceTypes=[started["InstanceType"]])["InstanceTypes"]
+    assert kind["VCpuInfo"]["DefaultVCpus"] == 192 and kind["GpuInfo"]["Gpus"][0]["Count"] == 8
+    assert (
+        kind["NetworkInfo"]["EfaInfo"]["MaximumEfaInterfaces"] == kind["NetworkInfo"]["MaximumNetworkCards"] == 32
+    )
+    # EFA wants a group that lets in, and out, what is its own.
+    for rules in (group["IpPermissions"], group["IpPermissionsEgress"]):
+        assert [group["GroupId"]] in [[pair["GroupId"] for pair in rule["UserIdGroupPairs"]] for rule in rules]
+
+
+def test_only_hosts_that_have_efa_are_given_its_devices() -> None:
+    config = load(DEPLOY / "aws-p5.yaml")
+    options = {name: each.get("docker", {}) for name, each in config["available_node_types"].items()}
+    assert {name for name, each in options.items() if each} == {"gpu"}
+    words = shlex.split(" ".join(options["gpu"]["worker_run_options"]))
+    assert words[:4] == ["--device", "/dev/infiniband", "--ulimit", "memlock=-1:-1"]
+    assert container_environment({"docker": options["gpu"]}, "worker_run_options") == {
+        "NCCL_SOCKET_IFNAME": "en",
+        "FI_EFA_USE_HUGE_PAGE": "0",
+    }
 
 
 # KubeRay

@@ -1,4 +1,4 @@
-"""Train functions of the pages, in two processes that are killed; tests/test_docs.py runs their other code."""
+"""Train functions of the pages that two processes run, and hooks of DDP; tests/test_docs.py runs the rest."""
 
 from __future__ import annotations
 
@@ -6,11 +6,59 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from documented import ROOT, blocks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from watched import lines, planned
 
 EVERY, DIES_AT = 8, 18
 FUNCTIONS = {"train_sharded": "own-loop.md", "train_ray": "integrations.md"}
+
+
+def gradients_with_hooks(rank: int, world_size: int, folder: str) -> None:
+    """In a rank of gloo: the page's hooks give the average of the ranks, as closely as each is meant to."""
+    (code,) = (code for code in blocks("python", ROOT / "docs" / "own-loop.md") if "register_comm_hook" in code)
+    names: dict[str, Any] = {}
+    exec(compile(code, "own-loop.md", "exec"), names)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size)
+    try:
+        found = {}
+        for kind, options in {"plain": None, "bf16": {}, "power": {"rank": 2, "after_steps": 3}}.items():
+            torch.manual_seed(0)
+            parallel = DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)))
+            if options is not None:
+                names["compress_gradients"](parallel, **options)
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(5):
+                parallel.zero_grad()
+                with parallel.no_sync():
+                    parallel(torch.randn(16, 64, generator=generator)).square().mean().backward()
+                parallel(torch.randn(16, 64, generator=generator)).square().mean().backward()
+                own = torch.cat([p.grad.flatten() for p in parallel.parameters() if p.grad is not None])
+                found.setdefault(kind, []).append(own)
+            each = [torch.empty_like(own) for _ in range(world_size)]
+            dist.all_gather(each, own)
+            assert all(torch.equal(own, other) for other in each), "ranks with different gradients"
+        for plain, bf16 in zip(found["plain"], found["bf16"], strict=True):
+            torch.testing.assert_close(bf16, plain, rtol=2**-6, atol=float(plain.abs().max()) * 2**-7)
+            assert torch.equal(bf16, bf16.bfloat16().float()) and not torch.equal(bf16, plain)
+        equal = [torch.allclose(power, plain) for power, plain in zip(found["power"], found["plain"], strict=True)]
+        assert equal[:3] == [True] * 3 and not equal[4]  # then the matrices are of rank 2
+        first = found["power"][4][: 64 * 32].view(32, 64)
+        assert torch.linalg.matrix_rank(first, rtol=1e-4) == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_hooks_of_ddp_compress_the_gradient_of_each_step(tmp_path: Path) -> None:
+    gradients_with_hooks(0, 1, str(tmp_path))
+
+
+@pytest.mark.soak  # 20 s for two more processes
+def test_the_hooks_of_ddp_give_two_ranks_the_average_of_their_gradients(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(gradients_with_hooks, (2, str(tmp_path)), nprocs=2)
 
 
 @pytest.mark.cluster

@@ -34,6 +34,7 @@ def plan_capacity(
     gbps_per_gpu_host: PositiveFloat = 25.0,
     max_nodes: NonNegativeInt = 0,
     store_mb_per_s: NonNegativeFloat = 0.0,
+    object_manager_mb_per_s: NonNegativeFloat = 790.0,
     execution_limit: PositiveFloat = 60.0,
 ) -> dict[str, Any]:
     """Print the CPU nodes, memory and network that a target needs, and the limit that is hit first.
@@ -53,6 +54,8 @@ def plan_capacity(
         gbps_per_gpu_host: network of a GPU host, Gbit/s each way.
         max_nodes: CPU nodes that there may be; 0 = any number.
         store_mb_per_s: what the store can be read at, MB/s in all; 0 = not known.
+        object_manager_mb_per_s: what Ray brings into a GPU host from other nodes, MB/s; by default what it does
+            between two nodes on the same two cores, a lower bound (docs/scale.md); 0 = not known.
         execution_limit: blocks/s that one Ray Data execution passes on (docs/scale.md).
     """
     measured = _report(report)
@@ -108,12 +111,16 @@ def plan_capacity(
     advice = {
         "execution": f"{apart}raise pool.block (to {larger:,}, say)",
         "gpu_host_network": "send fewer bytes (transform.size, transform.decode=gpu), or fewer GPUs to a host",
+        "object_manager": "measure it on your machines (`python benchmarks/hops.py --address auto`, then "
+        "--object-manager-mb-per-s), run actors on the GPU hosts' own CPUs, or send fewer bytes (transform.size, "
+        "transform.decode=gpu)",
         "store": "convert the store with --short-side, or spread the store over more disks",
         "cpu_nodes": "allow more, convert the store with --short-side, or transform less on CPUs",
     }
     shares = {
         "execution": passed,
         "gpu_host_network": host_in / (gbps_per_gpu_host * _GBIT),
+        "object_manager": host_in / (object_manager_mb_per_s * 1e6 or math.inf),
         "store": encoded_per_s / (store_mb_per_s * 1e6 or math.inf),
         "cpu_nodes": nodes[sized_by] / (max_nodes or math.inf),
     }
@@ -121,8 +128,10 @@ def plan_capacity(
     first, used = next(iter(limits.items()))
     found |= {"limits": limits, "first_limit": first}
     found["first_limit_images_per_s_per_gpu"] = most = target_images_per_s / used
+    # What Ray brings into a host is a lower bound until it is measured.
+    beyond = "Perhaps out of reach" if first == "object_manager" else "Out of reach"
     found["verdict"] = (
-        f"{'Out of reach' if used > 1 else 'Nothing is exceeded'}: the first limit, {first.replace('_', ' ')}, is "
+        f"{beyond if used > 1 else 'Nothing is exceeded'}: the first limit, {first.replace('_', ' ')}, is "
         f"hit at {most:,.0f} images/s per GPU; the target takes {used:.0%} of it. Before that, {advice[first]}."
     )
     rows = [(name.replace("_", " "), _readable(name, value)) for name, value in found.items() if name != "limits"]

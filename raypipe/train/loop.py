@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import logging
 import time
 from collections.abc import Iterator
@@ -17,26 +16,27 @@ import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
 
 from raypipe.config import RunConfig
+from raypipe.device.numa import bind_to_numa_node
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import STAGES, begin_phases, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes, diagnose
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Segment
 from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import is_remote, join
+from raypipe.storage.filesystem import join
 from raypipe.storage.lease import is_held
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader, Pass
 from raypipe.streaming.spec import StreamSpec
+from raypipe.train.background import CheckpointWriter, StopPoll
 from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.learning import Learner, amp_dtype, build_schedule
-from raypipe.train.run_folder import FIGURES_FILE, RunLog, answer_stop, stop_requested
+from raypipe.train.run_folder import FIGURES_FILE, RunLog, answer_stop
 
 logger = logging.getLogger(__name__)
 
-# Between two looks for a request to stop. Each costs a request to object storage; and the ranks wait for each
-# other, and for their devices.
-_LOOK_S, _LOOK_REMOTE_S = 1.0, 3.0
+# Between two agreements of the ranks on a stop: they wait for each other, and for their devices.
+_AGREE_S = 1.0
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -102,6 +102,8 @@ class Trainer:
             found = broadcast_from_rank_zero(found)
         self._checkpoint = found.name if found else ""
         self.device = torch.device(device) if device else ray.train.torch.get_device()
+        if run.train.numa_binding == "node":  # before the threads and the memory that it is for
+            bind_to_numa_node(self.device)
         # First of all the stream: its pool starts while the model is built.
         self.loader: Loader = loader(
             spec,
@@ -121,7 +123,8 @@ class Trainer:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             self.learner.load(state)
             self.metrics = state["metrics"]
-        self._looked_at, self._steps_since_look, self._steps_between_looks = time.perf_counter(), 0, 1
+        self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
+        self._writer = CheckpointWriter()
         self.log: RunLog | None = None
         if self.loader.rank == 0:
             at = self.loader.cursor
@@ -129,6 +132,7 @@ class Trainer:
             self.log = RunLog(run_uri, self.loader.global_step, self.world_size, validates)
         # Not at lines of progress, of which there is none before the first micro-batch, or when it does not come.
         self._stop_following = self.loader.follow(self._log_event) if self.log else None
+        self._poll = StopPoll(run_uri) if self.log else None
 
     def epochs(self) -> Iterator[None]:
         """Train what is left; stands still after each epoch and its validation."""
@@ -159,14 +163,19 @@ class Trainer:
         return {**self.metrics, **at}
 
     def close(self) -> None:
-        """End the stream and the log where they stand."""
-        try:
-            self.loader.close()
-        finally:
-            if self.log and self._stop_following:
-                self._stop_following()
-                self.log.close()
-                self.log = None
+        """End the stream and the log where they stand; waits for the checkpoint that is being written."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._end_log)
+            if self._poll:
+                ends.callback(self._poll.close)
+            ends.callback(self._writer.wait)
+            ends.callback(self.loader.close)
+
+    def _end_log(self) -> None:
+        if self.log and self._stop_following:
+            self._stop_following()
+            self.log.close()
+            self.log = None
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Over all ranks, in place."""
@@ -257,26 +266,26 @@ class Trainer:
         )
 
     def _look(self, at_once: bool = False) -> None:
-        """At a step's end: every second or so the ranks agree whether the run was asked to stop; all meet here.
+        """At a step's end: whether the run was asked to stop, or the checkpoint's writer has failed.
 
-        So often by the steps of the first rank's clock, which all of them count: their own clocks differ.
+        The ranks agree on a stop every second or so; all meet there. So often by the steps of the first rank's
+        clock, which all of them count: their own clocks differ.
         """
-        self._steps_since_look += 1
-        if not at_once and self._steps_since_look < self._steps_between_looks:
-            return
-        asked = steps = 0.0
-        if self.loader.rank == 0:
-            asked = stop_requested(self.run_uri)
-            step_s = (time.perf_counter() - self._looked_at) / self._steps_since_look
-            steps = max(1, int((_LOOK_REMOTE_S if is_remote(self.run_uri) else _LOOK_S) / step_s))
-        device = self.device if self.world_size > 1 else "cpu"  # alone, there is nothing to wait for
-        found = torch.tensor([asked, steps], dtype=torch.float64, device=device)
-        asked, steps = self._summed(found).tolist()
+        self._writer.check()
+        asked, steps = float(self._poll is not None and self._poll.asked), 0.0
+        if self.world_size > 1:
+            self._steps_since += 1
+            if not at_once and self._steps_since < self._steps_between:
+                return
+            if self.loader.rank == 0:
+                steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
+            found = torch.tensor([asked, steps], dtype=torch.float64, device=self.device)
+            asked, steps = self._summed(found).tolist()
+            self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
         self.stopping = asked > 0
         if self.stopping and self.log:
             with contextlib.suppress(ConfigError):  # of a full disk: the checkpoint will tell
                 answer_stop(self.run_uri)
-        self._looked_at, self._steps_since_look, self._steps_between_looks = time.perf_counter(), 0, int(steps)
 
     @torch.no_grad()
     def _validate(self, batches: Pass) -> None:
@@ -323,15 +332,21 @@ class Trainer:
         self._record("diagnosis", shown, **dataclasses.asdict(times), text=" ".join(sentences))
 
     def _report(self) -> None:
-        """Checkpoint, on rank 0, and metrics; all ranks meet here."""
+        """Checkpoint, on rank 0, and metrics; all ranks meet here.
+
+        The state is taken now and written by a thread. It counts once it is whole: until then a resume finds the
+        checkpoint before.
+        """
         metrics = self.figures()
         if self.log is not None:
-            self.log.sync()
-            self._check_lease()
-            file = io.BytesIO()
-            torch.save({**self.learner.state(), "metrics": self.metrics}, file)
-            at, state = self.loader.cursor, file.getbuffer()
-            self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
+            at, log = self.loader.cursor, self.log
+
+            def write(state: memoryview) -> None:
+                log.sync()
+                self._check_lease()
+                self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
+
+            self._writer.save({**self.learner.state(), "metrics": self.metrics}, write)
         ray.train.report(metrics)
 
     def _check_lease(self) -> None:

@@ -26,6 +26,7 @@ CONTENT: dict[str, Any] = {
 }
 TARGET = {"target_images_per_s": 1250.0, "gpus": 16, "headroom": 0.2}
 NODES = {"memory_gib_per_node": 100.0, "gbps_per_node": 40.0, "gbps_per_gpu_host": 24.0, "execution_limit": 200.0}
+NODES |= {"object_manager_mb_per_s": 6000.0}
 
 
 @pytest.fixture
@@ -62,10 +63,11 @@ def test_actors_nodes_memory_network_and_limits_by_hand(report: Path) -> None:
     assert found["store_read_bytes_per_s"] == pytest.approx(2e9)
     assert found["micro_batches_of_a_block"] == 2 and found["blocks_per_s"] == 100
     used = {"cpu_nodes": 3 / 4, "execution": 100 / 200, "gpu_host_network": 1.5e9 / 3e9, "store": 2000 / 8000}
+    used["object_manager"] = 1500 / 6000
     assert found["limits"] == pytest.approx(used)
     assert list(found["limits"].values()) == sorted(used.values(), reverse=True)
     assert found["first_limit"] == "cpu_nodes"
-    assert set(plan(report)["limits"]) == {"execution", "gpu_host_network"}
+    assert set(plan(report)["limits"]) == {"execution", "gpu_host_network", "object_manager"}
 
 
 def test_the_in_flight_formula_is_the_pools(report: Path) -> None:
@@ -134,6 +136,14 @@ def test_the_verdict_names_the_first_limit_where_it_is_hit_and_what_to_change(re
     assert "takes 80% of it" in text and "raise pool.block (to 4, say)" in text
 
 
+def test_what_ray_brings_into_a_gpu_host_is_a_limit_that_is_to_be_measured_or_left_out(report: Path) -> None:
+    text = plan(report, object_manager_mb_per_s=790.0)["verdict"]  # 8 GPUs of a host take 1,500 MB/s
+    assert text.startswith("Perhaps out of reach: the first limit, object manager, is hit at 658 images/s per GPU")
+    assert "hops.py --address auto" in text and "--object-manager-mb-per-s" in text
+    assert plan(report, object_manager_mb_per_s=790.0, gpus=2)["limits"]["object_manager"] < 1
+    assert "object_manager" not in plan(report, object_manager_mb_per_s=0.0)["limits"]
+
+
 def test_a_target_beyond_one_execution_says_how_many_gpus_it_may_serve_and_how_large_blocks_must_be(
     report: Path,
 ) -> None:
@@ -178,7 +188,7 @@ def run(*args: object) -> None:
 def test_the_table_is_for_people_and_the_last_line_is_json(
     report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(report, "--target-images-per-s", 1000, "--gpus=8", "--headroom=0")
+    run(report, "--target-images-per-s", 1000, "--gpus=8", "--headroom=0", "--object-manager-mb-per-s=5000")
     *shown, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     assert (found["actors"], found["cpu_nodes"], found["first_limit"]) == (16, 1, "execution")

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import without_ray
+from small_runs import small_run
+from torch import nn
+
+from raypipe.config import RunConfig
+from raypipe.errors import ConfigError, RaypipeError
+from raypipe.plan.cursor import Cursor
+from raypipe.train import background, checkpoints, loop
+from raypipe.train.background import CheckpointWriter, HostCopy, StopPoll
+from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
+from raypipe.train.run_folder import request_stop, stop_requested
+
+
+def saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def a_model() -> nn.Module:
+    """With tied weights, running statistics, strides of images, and two precisions."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[4].weight = model[3].weight
+    model[4].bias.data = model[4].bias.data.bfloat16()
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def with_a_step(model: nn.Module) -> dict[str, Any]:
+    """States of a model and two optimizers after a step of each."""
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), foreach=False),
+        torch.optim.SGD(model.parameters(), 0.1, 0.9),
+    ]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    states = {
+        "model": model.state_dict(),
+        "none": None,
+        "figures": {"images": 3, "loss": 0.5, "list": [1, (2.5,)]},
+    }
+    return states | {f"optimizer {number}": each.state_dict() for number, each in enumerate(optimizers)}
+
+
+# The copy
+
+
+def test_what_is_saved_of_a_copy_is_byte_for_byte_what_is_saved_of_the_state() -> None:
+    state, copy = with_a_step(a_model()), HostCopy()
+    state |= {"slice": torch.arange(10)[2:9:3], "empty": torch.empty(0, 3)}
+    taken = copy.take(state)
+    copy.wait()
+    assert saved(taken) == saved(state)
+    assert taken["model"]._metadata == state["model"]._metadata
+    assert taken["model"]["3.weight"].data_ptr() == taken["model"]["4.weight"].data_ptr()
+    assert taken["model"]["0.weight"].stride() == state["model"]["0.weight"].stride()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 - 2j]).conj().imag,
+    ],
+    ids=["sparse", "conjugate", "negative"],
+)
+def test_tensors_that_are_more_than_a_view_of_bytes_are_copied_too(value: torch.Tensor) -> None:
+    taken = HostCopy().take([value])[0]
+    plain = [each.to_dense() if each.is_sparse else each for each in (taken, value)]
+    assert torch.equal(*plain) and taken is not value
+
+
+def test_later_steps_do_not_leak_into_a_copy_and_its_memory_is_used_again() -> None:
+    model, copy = a_model(), HostCopy()
+    state = with_a_step(model)
+    before, taken = saved(state), copy.take(state)
+    figures = state["figures"]
+    figures["list"].append(9)
+    figures["images"] = 4
+    with_a_step(model)
+    for each in state["optimizer 1"]["state"].values():
+        each["momentum_buffer"].zero_()
+    assert saved(taken) == before
+    again = copy.take(with_a_step(model))
+    assert again["model"]["0.weight"].data_ptr() == taken["model"]["0.weight"].data_ptr()
+    assert copy.take({}) == {} and copy.take([torch.ones(3)])[0].tolist() == [1, 1, 1]
+
+
+# The writer
+
+
+def test_one_state_at_a_time_is_written_and_the_caller_goes_on_meanwhile() -> None:
+    writer, gate, written = CheckpointWriter(), threading.Event(), list[bytes]()
+
+    def write(state: memoryview) -> None:
+        gate.wait(10)
+        written.append(bytes(state))
+
+    value = torch.zeros(3)
+    writer.save({"value": value}, write)
+    value += 1
+    writer.check()
+    assert not written
+    threading.Timer(0.1, gate.set).start()
+    writer.save({"value": value}, write)  # waits for the first, or would overwrite its copy
+    assert written[0] == saved({"value": torch.zeros(3)})
+    writer.wait()
+    assert written[1:] == [saved({"value": torch.ones(3)})]
+
+
+@pytest.mark.parametrize("way", ["check", "wait", "save"])
+def test_an_error_of_the_writer_is_raised_once_by_what_is_called_next(way: str) -> None:
+    writer = CheckpointWriter()
+
+    def fail(_: memoryview) -> None:
+        raise ConfigError("no space left")
+
+    writer.save({}, fail)
+    while not writer._error:
+        time.sleep(0.01)
+    with pytest.raises(ConfigError, match="no space left"):
+        writer.save({}, fail) if way == "save" else getattr(writer, way)()
+    writer.check()
+    writer.save({}, lambda _: None)
+    writer.wait()
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, reading, writing = tmp_path.as_uri(), *os.pipe()
+    child = os.fork()
+    if child == 0:
+        writer, name, syncs = CheckpointWriter(), "", list[str]()
+
+        def stand_still(*_: Any) -> None:
+            if len(syncs) == 1:  # the state is there, the manifest is not
+                os.write(writing, b"x")
+                time.sleep(60)
+            syncs.append("")
+
+        for step in (1, 2):
+
+            def write(state: memoryview, step: int = step) -> None:
+                nonlocal name
+                name = write_checkpoint(run, Cursor(0, step, "f" * 16), state, {}, name)
+
+            writer.wait()
+            if step == 2:
+                checkpoints.sync_folder = stand_still  # type: ignore[assignment]
+            writer.save({"step": torch.tensor(step)}, write)
+        time.sleep(60)
+        os._exit(1)
+    assert os.read(reading, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found, passed_over = find_newest(run, lambda _: None)
+    assert found and found.cursor.step == 1
+    assert list(passed_over.values()) == ["it was cut off while it was written"]
+    with open_state(run, found.name) as file:
+        assert torch.load(file, weights_only=True) == {"step": torch.tensor(1)}
+
+
+# The request to stop
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_request_to_stop_is_seen_though_storage_fails_at_times_and_the_thread_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_LOOK_S", 0.01)
+    looks = list[str]()
+
+    def look(run_uri: str) -> bool:
+        looks.append(threading.current_thread().name)
+        if len(looks) in (2, 3):
+            raise OSError("connection reset")
+        return (tmp_path / "stop").exists()
+
+    monkeypatch.setattr(background, "stop_requested", look)
+    poll = StopPoll(tmp_path.as_uri())
+    wait_for(lambda: len(looks) > 4)
+    assert not poll.asked and set(looks) == {"raypipe-stop-poll"}
+    assert [record.message.split(": ")[-1] for record in caplog.records] == ["connection reset"]
+    request_stop(tmp_path.as_uri())
+    wait_for(lambda: poll.asked)
+    poll.close()
+    idle = StopPoll((tmp_path / "other").as_uri())
+    idle.close()
+    assert not poll._thread.is_alive() and not idle._thread.is_alive()
+
+
+# In the loop
+
+
+@pytest.fixture
+def run(stores: dict[str, Path], tmp_path: Path) -> RunConfig:
+    config = {"checkpoint_interval": 1, "ema_decay": 0.9, "max_grad_norm": 1.0}
+    return small_run(tmp_path, stores["train"], stores["val"], 2, 4, **config)
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of checkpoints that are whole; each takes longer than some steps. Afterwards no thread is left."""
+    whole = list[str]()
+
+    def write(*args: Any, before: str) -> str:
+        time.sleep(0.15)
+        whole.append(write_checkpoint(*args, before=before))
+        return whole[-1]
+
+    monkeypatch.setattr(loop, "write_checkpoint", write)
+    yield whole
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("raypipe-")]
+
+
+def flat(state: Any) -> Any:
+    """Tensors as their bits, so that states can be compared."""
+    if isinstance(state, torch.Tensor):
+        return state.shape, state.contiguous().flatten().view(torch.uint8).tolist()
+    if isinstance(state, dict):
+        return {name: flat(value) for name, value in state.items()}
+    return [flat(value) for value in state] if isinstance(state, list) else state
+
+
+def states(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of the checkpoints of a run, by their places."""
+    found = {}
+    for path in folder.glob("checkpoint_*"):
+        state = torch.load(path / "state.pt", weights_only=True)
+        del state["metrics"]  # with its times
+        found[path.name[:23]] = state
+    return found
+
+
+def test_checkpoints_that_are_written_beside_the_steps_are_those_that_the_steps_would_have_waited_for(
+    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beside = without_ray.train(dataclasses.replace(run, name="beside"))
+    number = len(slowly)
+
+    def save_at_once(self: CheckpointWriter, state: Any, write: Callable[[memoryview], None]) -> None:
+        write(memoryview(saved(state)))
+
+    monkeypatch.setattr(CheckpointWriter, "save", save_at_once)
+    without_ray.train(dataclasses.replace(run, name="waited"))
+    assert beside["steps"] == 8 == number == len(slowly) - number
+    one, other = states(tmp_path / "beside"), states(tmp_path / "waited")
+    assert sorted(one) == sorted(other) == ["checkpoint_0001_0000003", "checkpoint_0002_0000000"]
+    for place, state in one.items():
+        assert flat(state) == flat(other[place])
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error_soon_and_leaves_the_ones_before(
+    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write = loop.write_checkpoint
+
+    def fail(*args: Any, before: str) -> str:
+        if len(slowly) == 2:
+            raise ConfigError("checkpoint 3 cannot be written: no space left")
+        return write(*args, before=before)
+
+    monkeypatch.setattr(loop, "write_checkpoint", fail)
+    with pytest.raises(ConfigError, match="checkpoint 3 cannot be written"):
+        without_ray.train(dataclasses.replace(run, name="full"))
+    assert sorted(states(tmp_path / "full")) == ["checkpoint_0000_0000001", "checkpoint_0000_0000002"]
+
+
+def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "is_held", lambda *_: threading.current_thread().name != "raypipe-checkpoint")
+    once = dataclasses.replace(run, plan=dataclasses.replace(run.plan, epochs=1), name="lost")
+    config = dataclasses.replace(once.train, checkpoint_interval=0)
+    with pytest.raises(RaypipeError, match="is not, or no more, this run's"):
+        without_ray.train(dataclasses.replace(once, train=config))
+
+
+def test_an_error_of_the_loop_waits_for_the_checkpoint_that_is_being_written(
+    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    backward = loop.Learner.backward
+
+    def fail(self: Any, batch: Any, last: bool) -> torch.Tensor:
+        if batch.at.step == 1:
+            raise RaypipeError("of the second step")
+        return backward(self, batch, last)
+
+    monkeypatch.setattr(loop.Learner, "backward", fail)
+    with pytest.raises(RaypipeError, match="of the second step"):
+        without_ray.train(dataclasses.replace(run, name="failed"))
+    assert list(states(tmp_path / "failed")) == ["checkpoint_0000_0000001"] and len(slowly) == 1
+
+
+def test_a_run_that_is_asked_to_stop_looks_in_its_thread_alone_and_ends_when_its_checkpoint_is_whole(
+    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    looking = list[str]()
+
+    def look(run_uri: str) -> bool:
+        looking.append(threading.current_thread().name)
+        return stop_requested(run_uri)
+
+    monkeypatch.setattr(background, "stop_requested", look)
+    (tmp_path / "asked").mkdir()
+    request_stop((tmp_path / "asked").as_uri())
+    seldom = dataclasses.replace(run.train, checkpoint_interval=0)
+    figures = without_ray.train(dataclasses.replace(run, name="asked", train=seldom))
+    assert figures["stopped"] and 0 < figures["steps"] < 8 and set(looking) == {"raypipe-stop-poll"}
+    assert list(states(tmp_path / "asked")) == [f"checkpoint_0000_{figures['steps']:07d}"]
+    assert (tmp_path / "asked" / "stop").read_text() == "seen"

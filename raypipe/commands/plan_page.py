@@ -28,7 +28,8 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
         `global_batch` (samples), `stored` and `left_out` (samples of the store, and those that a filter or a list
         excludes), `left_over` (samples that epoch 0 never draws; None = not counted), `drawn` (how often it draws
         one: `min`, `mean`, `max`), `val_samples`, `val_steps`, `val_padding` and `validations`; and of plans that
-        have them `sources` (name → `samples`, `left_out`, `share` of the draws in the first and the last epoch,
+        have them `sizes` (first epoch → side of the images),
+        `sources` (name → `samples`, `left_out`, `share` of the draws in the first and the last epoch,
         `passes` in the first) and `classes` (label → share of the samples, share of the draws).
         And what was counted, see `Contents`.
     """
@@ -53,6 +54,9 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
         "val_padding": plan.val_steps * plan.global_batch_size - plan.num_val,
         "validations": sum(map(plan.has_val, range(config.epochs))),
     }
+    sizes = spec.transform.size_by_epoch
+    if len(sizes) > 1:
+        found["sizes"] = {str(epoch): size for epoch, size in sizes.items()}
     if contents.sources:
         kept: Any = plan.kept["train"]
         stores: Any = store
@@ -96,6 +100,9 @@ def rows(found: dict[str, Any], plan: Plan) -> Rows:
     if config.repeats > 1:
         where = "step" if config.repeats_in == "step" else "micro-batch"
         told.append(("draws of a sample in a row", f"{config.repeats}, in one {where}"))
+    if sizes := found.get("sizes"):
+        parts = [f"{size} from epoch {epoch} on" for epoch, size in sizes.items()]
+        told.append(("side of the images, pixels", ", ".join(parts)))
     for name, source in found.get("sources", {}).items():
         first, last = source["share"]
         share = f"{first:.2%}" if first == last else f"{first:.2%} in the first epoch, {last:.2%} in the last"

@@ -34,8 +34,8 @@ def inspect(
     Example: raypipe inspect train.lmdb --verify --output bad.json
 
     Args:
-        run: settings, of which those of the store, its columns, and of masks and boxes, matter; with --show-plan those
-            of the plan as well.
+        run: settings, of which those of the store, its columns, and of masks and boxes, matter; with --show-plan
+            those of the plan as well.
         target: see `settings.command_parser`.
         verify: read and decode every sample, in parallel on Ray.
         show_plan: show what an epoch of the run contains: steps, left-overs, sources, classes, draws of a sample.

@@ -326,6 +326,6 @@ def check_sizes(config: TransformConfig, split: Split, transform: Any) -> None:
     if has_sizes(config, split) and not takes_size(transform):
         what = brief(transform) if isinstance(transform, str | list) else f"a {type(transform).__name__}"
         raise ConfigError(
-            f"transform.{split} is {what}, which is made once, and transform.size or plan.buckets has several "
+            f"transform.{split} is {what}, which is made once, and transform.size has several "
             "sizes: use a preset, or module:function, which is called with each size and returns a transform"
         )

@@ -100,7 +100,7 @@ class Images:
             raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
         if self._sides and made["image"].shape[:2] != self._sides:
             raise ConfigError(
-                f"the transform made an image of {made['image'].shape[:2]}, and by transform.size and plan.buckets"
+                f"the transform made an image of {made['image'].shape[:2]}, and by transform.size"
                 f" it must be {self._sides}, (height, width): end it with a crop or resize to the size that a"
                 " module:function is called with"
             )

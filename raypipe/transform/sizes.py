@@ -1,4 +1,4 @@
-"""The sizes of images: of an epoch, where `transform.size` is a schedule, and of a bucket of a plan."""
+"""The sizes of images: of an epoch, where `transform.size` is a schedule, and of a bucket of (height, width)."""
 
 from __future__ import annotations
 

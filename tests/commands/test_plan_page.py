@@ -59,6 +59,14 @@ def test_the_command_shows_the_plan_and_writes_its_page(
     assert found["html"] == f"file://{tmp_path}/plan.html" and (tmp_path / "plan.html").stat().st_size > 10_000
 
 
+def test_a_schedule_of_sizes_is_told(stores: dict[str, Path]) -> None:
+    plan = PlanConfig(epochs=2, micro_batch_size=6)
+    spec = StreamSpec(stores["train"], plan=plan, transform=TransformConfig(size={0: 8, 1: 16}))
+    found, _ = summary(spec)
+    assert found["sizes"] == {"0": 8, "1": 16}
+    assert dict(rows(found, spec.plan))["side of the images, pixels"] == "8 from epoch 0 on, 16 from epoch 1 on"
+
+
 def test_a_plan_is_not_shown_while_a_store_is_verified(
     stores: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
         run = replace(run, store=replace(run.store, **addresses))
         chosen = policies(tune, run)
         for policy in chosen:  # what is wrong is told before anything starts
-            build_transform(policy.transform.train, run.transform.size)
+            build_transform(policy.transform.train, run.transform.final_size)
             check_augment(policy.augment)
         spec = spec_of(run, folder)
         if spec.columns.target is not None:

@@ -237,7 +237,8 @@ class TransformConfig(_Section, prefix="transform."):
     Attributes:
         train: preset; `module:function`; a list of Albumentations transforms; or a file of one (*.yaml, *.json).
         val: the same, for validation.
-        size: side of the images that the presets make, pixels.
+        size: side of the images that the presets make, pixels; or from epoch → side, {0: 128, 10: 160, 20: 224}
+            (docs/plans.md).
         decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
         decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
         crop_decode: "exact": decode a JPEG's crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
@@ -255,7 +256,7 @@ class TransformConfig(_Section, prefix="transform."):
 
     train: str | list[dict[str, Any]] = "light"
     val: str | list[dict[str, Any]] = "center"
-    size: AtLeast1 = 224
+    size: int | dict[int, int] = 224
     decode: Literal["cpu", "gpu"] = "cpu"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
@@ -273,6 +274,9 @@ class TransformConfig(_Section, prefix="transform."):
         super().__post_init__()
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
+        sizes = self.size if isinstance(self.size, dict) else {0: self.size}
+        ok = min(sizes, default=-1) == 0 and min(sizes.values()) >= 1
+        self._require(ok, "size", self.size, "at least 1, or {EPOCH: SIZE, …} from epoch 0 on")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
         if self.target_columns:  # which are in pixels of the image as it is stored
@@ -283,6 +287,25 @@ class TransformConfig(_Section, prefix="transform."):
         for name, value in values.items():
             found = getattr(self, name)
             self._require(found == value, name, found, f"{value!r} with {with_what}")
+
+    @property
+    def size_by_epoch(self) -> dict[int, int]:
+        """From epoch → side of the images, ascending."""
+        return dict(sorted(self.size.items())) if isinstance(self.size, dict) else {0: self.size}
+
+    @property
+    def final_size(self) -> int:
+        """The side of the images in the last epochs, and in validations."""
+        return list(self.size_by_epoch.values())[-1]
+
+    @property
+    def size_text(self) -> str:
+        """The sizes in a few words."""
+        return ", ".join(map(str, self.size_by_epoch.values()))
+
+    def size_at(self, epoch: int) -> int:
+        """The side of the images in a training epoch."""
+        return [size for start, size in self.size_by_epoch.items() if start <= epoch][-1]
 
     @property
     def target_columns(self) -> dict[str, str]:

@@ -51,6 +51,7 @@ TUNE = ["--tune.trials=2", "--tune.repeats=2", "--tune.epochs=2", "--storage_pat
 ELSEWHERE = {
     ("README.md", "jobs/train.py"): "test_jobs.py",
     **{("llms.txt", name): "here, of running.md" for name in ("jobs/train.py", "convert", "digest")},
+    ("plans.md", "inspect"): "test_plan_page.py",
     **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
     **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
 }

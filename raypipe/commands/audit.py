@@ -23,21 +23,26 @@ def inspect(
     target: str = "",
     *,
     verify: bool = False,
+    show_plan: bool = False,
     output: str = "",
     html: str = "",
 ) -> dict[str, Any]:
-    """Print or draw what a store is, or find every sample of it that cannot be read and decoded.
+    """Print or draw what a store is, or what a run draws of it; or find all samples that cannot be decoded.
 
     Example: raypipe inspect train.lmdb --html train.html
+    Example: raypipe inspect --config run.yaml --show-plan --html plan.html
     Example: raypipe inspect train.lmdb --verify --output bad.json
 
     Args:
-        run: settings, of which those of the store, its columns, and of masks and boxes, matter.
+        run: settings, of which those of the store, its columns, and of masks and boxes, matter; with --show-plan
+            those of the plan as well.
         target: see `settings.command_parser`.
         verify: read and decode every sample, in parallel on Ray.
+        show_plan: show what an epoch of the run contains: steps, left-overs, sources, classes, draws of a sample.
         output: with --verify: where to write the list of bad samples, for --store.exclude, a local path or
             a URI; empty = NAME.bad.json in this folder, if any are bad.
-        html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
+        html: write a page of samples, classes, sizes and mixing here, or with --show-plan a page of the plan; a
+            local path or a URI.
     """
     from raypipe.commands import inspection
     from raypipe.streaming.spec import open_train, run_columns
@@ -47,6 +52,10 @@ def inspect(
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
     if html and verify:
         raise ConfigError("--html shows what a store is, and --verify finds its bad samples: give one at a time")
+    if show_plan:
+        if verify:
+            raise ConfigError("--show-plan reads no images, and --verify reads all: give one at a time")
+        return _show_plan(run, html)
     opened, targets = open_train(run), run.transform.target_columns
     check_columns(opened, targets, "transform.{}_column")
     if not verify:
@@ -67,6 +76,18 @@ def inspect(
     if found["bad"]:
         rows += [("to exclude them", f"--store.exclude {found['list']}")]
     table(str(opened.address), rows)
+    return found
+
+
+def _show_plan(run: RunConfig, html: str) -> dict[str, Any]:
+    from raypipe.commands import plan_page
+    from raypipe.streaming.spec import spec_of
+
+    spec = spec_of(run)
+    found, contents = plan_page.summary(spec)
+    if html:
+        found["html"] = plan_page.write_page(spec, found, contents, html)
+    table(str(spec.stores["train"].address), plan_page.rows(found, spec.plan))
     return found
 
 

@@ -74,7 +74,7 @@ def bench(
     report = found | measured_settings(opened, config, actors, micro_batch) | {"cache": pool.cache}
     if output:
         write_json(output, report)
-    what = f"{opened.address}: {brief(config.train)} at {config.size} px"
+    what = f"{opened.address}: {brief(config.train)} at {config.size_text} px"
     how = f"{actors} actors, micro-batches of {micro_batch}, {repeats} repeats"
     table(f"{what}, {how}", [(name.replace("_", " "), number(found[name])) for name in found])
     return report
@@ -136,7 +136,7 @@ def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
     read_cpu_s = time.process_time() - began_cpu
     images = [EncodedSample(image) for image in encoded]
-    apply = Images(build_transform(transform.train, transform.size), transform).one
+    apply = Images(build_transform(transform.train, transform.final_size), transform).one
     for image in images[:8]:
         apply(image, (0, 0))
     started, began_cpu, done = time.perf_counter(), time.process_time(), 0

@@ -269,7 +269,7 @@ def _note(made: Preview, is_example: bool) -> str:
     mixing = {"MixUp": augment.mixup_alpha, "CutMix": augment.cutmix_alpha}
     device += [f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha]
     return (
-        f"CPU: {brief(made.config.train)}, {made.config.size} px. Device: {', '.join(filter(None, device))}. "
+        f"CPU: {brief(made.config.train)}, {made.config.size_text} px. Device: {', '.join(filter(None, device))}. "
         f"Micro-batches of {plan.micro_batch_size}, {plan.per_step} to a step."
         f"{' No augmentation was set: this one is an example.' if is_example else ''}"
     )

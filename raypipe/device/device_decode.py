@@ -32,6 +32,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.image_header import MAX_PIXELS
 from raypipe.transform.jpeg import jpeg_orientation
+from raypipe.transform.sizes import Size, sides_of
 
 CHUNK_PIXELS = 128 << 20
 """Decoded pixels per call of nvJPEG, at most, unless one image alone has more: 384 MiB of RGB on the device, which
@@ -66,7 +67,7 @@ class DeviceDecoder:
     process and makes a new one whenever the device changes: one device per process.
 
     Args:
-        size: side of the images that come out, pixels.
+        size: of the images that come out, pixels, where `decode` is not told another.
         device: CUDA or CPU.
         exif: boxes are of images turned upright, as `EncodedTransform(exif=True)` draws them. Images that have
             to be turned are decoded on the host.
@@ -79,10 +80,11 @@ class DeviceDecoder:
         ConfigError: size < 1; the device is neither; or nvJPEG does not work there, which is tried once.
     """
 
-    def __init__(self, size: int, device: torch.device | str, exif: bool = False) -> None:
-        if size < 1:
+    def __init__(self, size: Size, device: torch.device | str, exif: bool = False) -> None:
+        if min(sides_of(size)) < 1:
             raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
         self.size, self.device, self.exif = size, numbered(device), exif
+        self._sides = sides_of(size)
         self.stream = new_stream(self.device)
         self._backend: Any = torch.get_device_module(self.device)
         probe = torch.frombuffer(bytearray(encode_jpeg(np.zeros((16, 16, 3), np.uint8))), dtype=torch.uint8)
@@ -95,13 +97,20 @@ class DeviceDecoder:
             ) from refused
 
     def decode(
-        self, data: np.ndarray, offsets: np.ndarray, crop: np.ndarray, flip: np.ndarray, ok: np.ndarray
+        self,
+        data: np.ndarray,
+        offsets: np.ndarray,
+        crop: np.ndarray,
+        flip: np.ndarray,
+        ok: np.ndarray,
+        size: Size | None = None,
     ) -> DecodedMicroBatch:
-        """Decode one `EncodedMicroBatch`, whose arrays may be read-only.
+        """Decode one `EncodedMicroBatch`, whose arrays may be read-only, to images of a size, or the decoder's.
 
         Raises:
             RuntimeError: the device itself fails (out of memory, a lost context); never for what a sample holds.
         """
+        self._sides = sides_of(size or self.size)
         samples = view(data).split(np.diff(offsets).tolist())
         encoded = {row: samples[row].numpy().data for row in np.flatnonzero(ok).tolist()}
         num_pixels = {row: nvjpeg_pixels(one, exif=self.exif) for row, one in encoded.items()}
@@ -156,17 +165,17 @@ class DeviceDecoder:
             raise _RefusedError(str(error)) from error
 
     def _cut(self, image: torch.Tensor, top: int, left: int, height: int, width: int) -> torch.Tensor:
-        """Cut and resize a decoded image, uint8 (3, H, W) on the host or the device, to float (1, 3, S, S)."""
+        """Cut and resize a decoded image, uint8 (3, H, W) on the host or the device, to float (1, 3, h, w)."""
         bottom, right = top + height, left + width
         if min(top, left) < 0 or min(height, width) < 1 or bottom > image.shape[1] or right > image.shape[2]:
             box = [top, left, height, width]
             raise SampleError(f"box {box} is not in the image of {image.shape[1]}x{image.shape[2]}")
         cut = image[None, :, top:bottom, left:right].to(self.device)
         cut = cut.to(torch.float32, memory_format=torch.contiguous_format)
-        return interpolate(cut, (self.size, self.size), mode="bilinear", antialias=True)
+        return interpolate(cut, self._sides, mode="bilinear", antialias=True)
 
     def _finish(self, placed: list[torch.Tensor | None], flip: np.ndarray) -> torch.Tensor:
-        black = torch.zeros((1, 3, self.size, self.size), device=self.device)
+        black = torch.zeros((1, 3, *self._sides), device=self.device)
         image = torch.cat([black if one is None else one for one in placed])
         # The weights of the resize are ≥ 0 and sum to 1 only up to rounding.
         image = image.round_().clamp_(0, 255).to(torch.uint8, memory_format=torch.channels_last)

@@ -27,6 +27,7 @@ from raypipe.device.ring import CLOSE_S, Item, OnCopied, Ring, hand_over, new_ev
 from raypipe.metrics.timing import mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
+from raypipe.transform.sizes import Size
 
 Used = TypeVar("Used")
 
@@ -132,6 +133,7 @@ def decoded_on_device(
     seed_of: Callable[[MicroBatchId], int],
     depth: int = 2,
     on_decoded: OnCopied | None = None,
+    size_of: Callable[[MicroBatchId], Size | None] = lambda _: None,
 ) -> Iterator[Batch]:
     """Micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
 
@@ -146,6 +148,7 @@ def decoded_on_device(
         seed_of: the seed of the micro-batch at a place.
         depth: micro-batches decoded or being decoded, beside the one in use.
         on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream around its work.
+        size_of: the size of the images of the micro-batch at a place; None = the decoder's.
     """
     source, device = iter(batches), decoder.device
 
@@ -158,7 +161,7 @@ def decoded_on_device(
         ready = new_event(device)
         with torch.get_device_module(device).stream(decoder.stream):
             started = mark(device)
-            found = decoder.decode(**host.encoded)
+            found = decoder.decode(**host.encoded, size=size_of(host.at))
             target, weight = (torch.from_numpy(array.copy()) for array in (host.label, host.weight))
             weight[list(found.failed)] = 0
             target, weight = (tensor.to(device, non_blocking=True) for tensor in (target, weight))

@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -146,6 +147,11 @@ class Plan:
         layout = lay_out(config, train, kept["train"])
         fingerprint = hashlib.blake2b(json.dumps(layout.parts).encode(), digest_size=8).hexdigest()
         return Plan(config, layout, num_train, num_val, fingerprint, kept)
+
+    def bound_to(self, also: Any) -> Plan:
+        """This plan, whose fingerprint has something else, as JSON has it, that determines the stream."""
+        content = json.dumps([self.fingerprint, also])
+        return replace(self, fingerprint=hashlib.blake2b(content.encode(), digest_size=8).hexdigest())
 
     @property
     def train_order(self) -> Order:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
 def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int) -> dict[str, Any]:
     """A stream's settings, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
-    return {
+    found = {
         "plan": spec.plan.fingerprint,
         "store": spec.stores["train"].address,
         "val": val and val.address,
@@ -193,3 +194,4 @@ def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, 
         **{f"version.{name}": version for name, version in versions().items()},
         "machine": platform.machine(),
     }
+    return json.loads(json.dumps(found))  # keys that are epochs as a file has them

@@ -39,6 +39,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.columns import SampleColumns
+from raypipe.transform.sizes import Size, size_in
 
 Source = tuple[Iterator[HostBatch], Any]
 """A rank's micro-batches in host memory, and the supervisor's handle, or None."""
@@ -127,12 +128,15 @@ class Loader:
         self._source, self._supervisor = self._open_at(self._start)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         if transform.decode == "gpu":
-            decoder = DeviceDecoder(transform.size, self.device, transform.apply_exif)
+            decoder = DeviceDecoder(transform.final_size, self.device, transform.apply_exif)
             decoded = functools.partial(self._clocks["train"].add, "decode")
-            self._batches = decoded_on_device(self._source, decoder, seed_of, self._depth, decoded)
+            self._batches = decoded_on_device(self._source, decoder, seed_of, self._depth, decoded, self._size_at)
         else:
             copied = functools.partial(self._clocks["train"].add, "transfer")
             self._batches = on_device(self._source, self.device, seed_of, self._depth, self.keep, on_copied=copied)
+
+    def _size_at(self, at: MicroBatchId) -> Size:
+        return size_in(self._spec.transform, at.split, at.epoch)
 
     def epochs(self) -> Iterator[Epoch]:
         """The remaining epochs, each once; of the first, the rest of it."""

@@ -46,6 +46,7 @@ from raypipe.transform.contents import EncodedTransform, Images
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import EncodedSample, Key
+from raypipe.transform.sizes import Sides, Size, has_sizes, sides_of, size_in, sizes_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,25 +73,36 @@ class MicroBatchMaker:
     ) -> None:
         self.plan, self._stores, self._quarantine = plan, stores, quarantine
         self._targets, self._columns = config.target_columns, columns
+        self._config, self._given = config, transforms
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
         self.caches = open_caches(pool, stores, config)
         self._attempt = FIRST_ATTEMPT
-        self._transforms: dict[Split, MicroBatchTransform] = {}
-        for split, store in stores.items():
-            self._transforms[split] = micro_batch_transform(
-                transforms[split],
-                config,
+        self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
+        for split in stores:
+            self._transform(MicroBatchId(split, 0, 0, 0))
+
+    def _transform(self, at: MicroBatchId) -> MicroBatchTransform:
+        """Of a micro-batch, by the size of its images; made where it is the first of that size."""
+        split, size = at.split, size_in(self._config, at.split, at.epoch)
+        if (split, size) not in self._transforms:
+            store = self._stores[split]
+            self._transforms[split, size] = micro_batch_transform(
+                self._given[split],
+                self._config,
+                size=size,
+                sides=sides_of(size) if has_sizes(self._config, split) else None,
                 probe=functools.partial(self._first_samples, split),
                 exact=split == "val",
                 store_address=store.address,
                 sample_name=functools.partial(name_of, store),
                 decoded=self.caches[split].decoded if split in self.caches else None,
-                columns=ColumnMaker(columns) if columns else None,
+                columns=ColumnMaker(self._columns) if self._columns else None,
             )
+        return self._transforms[split, size]
 
     def draws_globally(self) -> Split | None:
         """A split whose transform draws from generators of the process, as long as there is one."""
-        found = (split for split, transform in self._transforms.items() if transform.draws_globally)
+        found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
         return next(found, None)
 
     def batch(self, at: MicroBatchId) -> HostBatch:
@@ -146,7 +158,7 @@ class MicroBatchMaker:
             k0, k1 = self.plan.sample_keys(at, np.array([index]), repeat)[0].tolist()
             return functools.partial(self._read, at.split, index), 0, index, (k0, k1)
 
-        result = self._transforms[at.split].run(
+        result = self._transform(at).run(
             {"image": samples, "label": labels, "index": indices},
             self.plan.sample_keys(at, indices, repeats),
             read_substitute,
@@ -183,20 +195,26 @@ def micro_batch_transform(
     transform: Any,
     config: TransformConfig,
     *,
+    size: Size | None = None,
+    sides: Sides | None = None,
     probe: Callable[[], Iterable[EncodedSample]] = tuple,
     store_address: str = "",
     **options: Any,
 ) -> MicroBatchTransform:
     """The transform of a split's micro-batches, see `MicroBatchTransform`, which gets the options, and `Images`.
 
+    Args:
+        size: of the images; None = the config's last.
+
     Raises:
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
     """
     content: Content
     if config.decode == "gpu":
-        content = EncodedTransform(transform, config)
+        content = EncodedTransform(transform, config, size)
     else:
-        content = Images(build_transform(transform, config.size), config, probe, store_address)
+        built = build_transform(transform, size or config.final_size)
+        content = Images(built, config, probe, store_address, sides)
     return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
 
 
@@ -225,7 +243,8 @@ def try_samples(
         columns: of the stream.
 
     Returns:
-        Height and width of the images of each split; of those that a device decodes it is not known yet.
+        Height and width of the images of each split, where there is one size; of those that a device decodes it is
+        not known yet.
 
     Raises:
         StoreError, ConfigError: a column is missing; a label is out of range; the transform fails on each of them,
@@ -236,7 +255,17 @@ def try_samples(
         at = MicroBatchId(split, 0, 0, 0)
         indices = plan.indices(at)
         indices = indices[indices != PADDING][:num]
-        content = micro_batch_transform(transforms[split], config, store_address=store.address).content
+        several = sizes_of(config, split) if has_sizes(config, split) else []
+        content, *others = (
+            micro_batch_transform(
+                transforms[split],
+                config,
+                size=size,
+                sides=sides_of(size) if several else None,
+                store_address=store.address,
+            ).content
+            for size in several or [config.final_size]
+        )
         samples, labels = read_samples(store, indices, config.target_columns, columns)
         titles = [title_of(store.address, index, name_of(store, index)) for index in indices.tolist()]
         if columns.target is None:
@@ -248,7 +277,9 @@ def try_samples(
                 if maker:
                     maker.one(sample.columns, (k0, k1))
                 made = content.one(sample, (k0, k1))
-                if isinstance(made, dict):
+                while others:  # each size once
+                    others.pop().one(sample, (k0, k1))
+                if isinstance(made, dict) and not several:
                     sizes[split] = made["image"].shape[:2]
             except SampleError as error:
                 bad.append(f"{title}: {error}")

@@ -28,6 +28,7 @@ from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.presets import is_preset
+from raypipe.transform.sizes import has_sizes, most_pixels
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -84,9 +85,8 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
     """
     if spec.pool.engine == "inline" or not all(map(is_preset, spec.transforms.values())):
         return
-    channels = 4 if spec.transform.mask_column else 3
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
-    block_bytes = block * spec.plan.config.micro_batch_size * spec.transform.size**2 * channels
+    block_bytes = block * _micro_batch_bytes(spec)
     num = num_streams * blocks_in_flight(spec.pool, max_actors, world_size)
     capacity, needed = _object_store_bytes(), num * block_bytes
     if needed > capacity:
@@ -95,6 +95,12 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
             f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
             "pool.max_in_flight, pool.block or plan.micro_batch_size, or start Ray with a larger object store"
         )
+
+
+def _micro_batch_bytes(spec: StreamSpec) -> int:
+    """Of the pixels, and masks, of the largest micro-batch that presets make."""
+    channels = 4 if spec.transform.mask_column else 3
+    return spec.plan.config.micro_batch_size * most_pixels(spec.transform) * channels
 
 
 def _object_store_bytes() -> float:
@@ -128,6 +134,10 @@ def dataset(
     settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, ranks, spec.run, spec.log)
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
+    max_bytes = min(MAX_BYTES, int(room))
+    if has_sizes(spec.transform, "train"):  # what was measured is of one size, and another may come
+        fits = max(1, max_bytes // _micro_batch_bytes(spec))
+        largest = min(largest, fits) if largest else fits
     source = MicroBatchSource(
         spec.plan,
         cursor,
@@ -139,7 +149,7 @@ def dataset(
         ranks=ranks,
         block=pool.block,
         largest=largest,
-        max_bytes=min(MAX_BYTES, int(room)),
+        max_bytes=max_bytes,
     )
     with datasets_with(settings, actors):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)

@@ -23,10 +23,11 @@ from raypipe.stores.record import read_bad_list
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
 from raypipe.transform.contents import EncodedTransform
-from raypipe.transform.presets import build_transform, check_transform
+from raypipe.transform.presets import build_transform, check_transform, takes_size
 from raypipe.transform.sample_cache import check_cache
+from raypipe.transform.sizes import has_sizes
 from raypipe.transform.targets import check_columns, target_pipeline
-from raypipe.transform.transform_steps import Steps, config_without_files, without_files
+from raypipe.transform.transform_steps import Steps, brief, config_without_files, without_files
 
 Transform = Callable[..., Any] | str | Steps | None
 """A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, None, or what `transform.train`
@@ -124,11 +125,14 @@ class StreamSpec:
             exclude=select(train_store, exclude, filter),
             val_exclude=select(val_store, val_exclude, val_filter, "store.val_"),
         )
+        for split in stores:
+            check_sizes(transform, split, transforms[split])
         given = columns if isinstance(columns, Mapping) else list(columns)
         make = make_columns or transform.make_columns or None
         found = _columns_of(stores, column_options(given), make, laid_out, pool)
+        sizes = list(transform.size_by_epoch.items())
         fields = {
-            "plan": laid_out,
+            "plan": laid_out.bound_to({"sizes": sizes}) if len(sizes) > 1 else laid_out,
             "columns": found,
             "stores": stores,
             "transforms": transforms,
@@ -311,7 +315,17 @@ def check_transforms(
         transform = transforms[split]
         if config.decode == "gpu":
             EncodedTransform(transform, config)
-        check_transform(transform, config.size)
+        check_transform(transform, config.final_size)
         check_columns(store, config.target_columns)
         if config.target_columns:
-            target_pipeline(build_transform(transform, config.size), bool(config.boxes_column))
+            target_pipeline(build_transform(transform, config.final_size), bool(config.boxes_column))
+
+
+def check_sizes(config: TransformConfig, split: Split, transform: Any) -> None:
+    """Raise ConfigError where a split's images have several sizes, and its transform can make but one."""
+    if has_sizes(config, split) and not takes_size(transform):
+        what = brief(transform) if isinstance(transform, str | list) else f"a {type(transform).__name__}"
+        raise ConfigError(
+            f"transform.{split} is {what}, which is made once, and transform.size has several "
+            "sizes: use a preset, or module:function, which is called with each size and returns a transform"
+        )

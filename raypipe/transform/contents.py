@@ -39,6 +39,7 @@ from raypipe.transform.decode import decode, image_size
 from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
+from raypipe.transform.sizes import Sides, Size, sides_of
 from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, target_pipeline
 
 
@@ -51,6 +52,7 @@ class Images:
         probe: samples to learn the size of the results by, should a micro-batch of nothing but padding come
             first; else the first result decides it.
         store_address: named in errors.
+        sides: (height, width) that results must have; None = those of the first.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Images:
         config: TransformConfig,
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
         store_address: str = "",
+        sides: Sides | None = None,
     ) -> None:
         self._targets = config.target_columns
         if self._targets:
@@ -68,6 +71,7 @@ class Images:
         self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
         self._config, self._probe, self._store_address = config, probe, store_address
         self._size: tuple[int, int] | None = None
+        self._sides = sides
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Arrays:
         """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3).
@@ -94,6 +98,12 @@ class Images:
             raise
         except Exception as error:
             raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
+        if self._sides and made["image"].shape[:2] != self._sides:
+            raise ConfigError(
+                f"the transform made an image of {made['image'].shape[:2]}, and by transform.size"
+                f" it must be {self._sides}, (height, width): end it with a crop or resize to the size that a"
+                " module:function is called with"
+            )
         height, width = made["image"].shape[:2]
         self._size = self._size or (height, width)
         if self._size != (height, width):
@@ -198,14 +208,14 @@ class EncodedTransform:
 
     Args:
         transform: one of PRESETS.
-        config: its `size`, in pixels, is the side of the images that the decoder makes, of which "center" needs
-            the proportion; with `exif` boxes are of the image turned upright, as the decoder must be told too.
+        config: with `exif` boxes are of the image turned upright, as the decoder must be told too.
+        size: of the images that the decoder makes, whose proportions the presets need; None = the config's.
 
     Raises:
         ConfigError: it cannot be done on the device.
     """
 
-    def __init__(self, transform: Any, config: TransformConfig) -> None:
+    def __init__(self, transform: Any, config: TransformConfig, size: Size | None = None) -> None:
         if config.decode_min_side:
             raise ConfigError("transform.decode_min_side is of the CPU's decoder: leave it out with decode='gpu'")
         if not isinstance(transform, str) or transform not in PRESETS:
@@ -215,7 +225,7 @@ class EncodedTransform:
                 "choose one of them, or decode='cpu'"
             )
         self.draws_globally = False
-        self._preset, self._size, self._exif = transform, config.size, config.apply_exif
+        self._preset, self._size, self._exif = transform, sides_of(size or config.final_size), config.apply_exif
         self._keyed = KeyedGenerator()
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Cut:
@@ -225,7 +235,8 @@ class EncodedTransform:
         assert sample.image is not None
         if self._preset == "light":
             generator = self._keyed.rewind(key)
-            return sample.image, random_resized_crop(height, width, generator), bool(generator.random() < 0.5)
+            crop = random_resized_crop(height, width, generator, self._size[1] / self._size[0])
+            return sample.image, crop, bool(generator.random() < 0.5)
         box = center_box(height, width, self._size) if self._preset == "center" else (0, 0, height, width)
         return sample.image, box, False
 
@@ -247,27 +258,31 @@ def pack(cuts: Iterable[Cut | None]) -> EncodedMicroBatch:
     }
 
 
-def random_resized_crop(height: int, width: int, rng: np.random.Generator) -> Box:
+def random_resized_crop(height: int, width: int, rng: np.random.Generator, aspect: float = 1.0) -> Box:
     """The box of Inception's random crop, by torchvision's `RandomResizedCrop.get_params`.
 
     Ten times an area and a ratio of the sides are drawn, the ratio evenly in its logarithm, until such a box fits
     into the image; failing that it is the largest centred box within the ratios.
+
+    Args:
+        aspect: width to height, about which the ratios of the boxes are.
     """
     for _ in range(_NUM_DRAWS):
         area = height * width * rng.uniform(*_SCALE)
-        ratio = math.exp(rng.uniform(*_LOG_RATIO))
+        ratio = math.exp(rng.uniform(*_LOG_RATIO)) * aspect
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
-    w = min(width, round(height * _RATIO[1]))
-    h = min(height, round(width / _RATIO[0]))
+    w = min(width, round(height * _RATIO[1] * aspect))
+    h = min(height, round(width / (_RATIO[0] * aspect)))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def center_box(height: int, width: int, size: int) -> Box:
+def center_box(height: int, width: int, size: Size) -> Box:
     """The source pixels behind preset "center": SmallestMaxSize(size × 256/224), CenterCrop(size)."""
-    scale = round(size * 256 / 224) / min(height, width)
-    (top, h), (left, w) = (_center_span(side, round(side * scale), size) for side in (height, width))
+    both = list(zip((height, width), sides_of(size), strict=True))
+    scale = max(round(target * 256 / 224) / side for side, target in both)
+    (top, h), (left, w) = (_center_span(side, round(side * scale), target) for side, target in both)
     return top, left, h, w
 
 

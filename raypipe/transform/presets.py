@@ -7,7 +7,8 @@
     steps           a list of Albumentations transforms, or a file of one
     module:name     a function of the size that makes a transform, or a transform
 
-The named ones end at size × size, except "none".
+The named ones end at size × size, except "none"; where a size is (height, width), random crops have ratios about
+that of the size, as they are about 1 for squares.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
+from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import Steps, albumentations, build_steps, choices, is_file, without_files
 
 Transform = Callable[..., Any]
 
 
-def build_transform(transform: Transform | str | Steps | None, size: int) -> Transform | None:
+def build_transform(transform: Transform | str | Steps | None, size: Size) -> Transform | None:
     """Build a CPU transform, for `raypipe.transform.sample_transform.SampleTransform`.
 
     Args:
         transform: see the module's table; for steps, and files of them, see `raypipe.transform.transform_steps`.
             What is none of these is returned as it is.
-        size: side of the images that come out of what has a name, pixels.
+        size: side of the images that come out of what has a name, pixels; or (height, width).
 
     Returns:
         A callable on a uint8 RGB image (H, W, 3); None for "none".
@@ -39,7 +41,7 @@ def build_transform(transform: Transform | str | Steps | None, size: int) -> Tra
         ConfigError: no such preset, file, module or name; steps that are wrong; or what was found there makes no
             transform.
     """
-    if size < 1:
+    if min(sides_of(size)) < 1:
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
     found = without_files(transform)
     if isinstance(found, list):
@@ -57,7 +59,7 @@ def build_transform(transform: Transform | str | Steps | None, size: int) -> Tra
     return library.Compose(_ALBUMENTATIONS[found](library, size))
 
 
-def check_transform(transform: object, size: int) -> None:
+def check_transform(transform: object, size: Size) -> None:
     """Raise ConfigError where `build_transform` would, as far as that is known without the user's own code."""
     if isinstance(transform, list):
         build_transform(transform, size)
@@ -84,25 +86,43 @@ def is_preset(transform: object) -> bool:
     return isinstance(transform, str) and transform in PRESETS
 
 
-_ALBUMENTATIONS: dict[str, Callable[[Any, int], list[Any]]] = {
-    "light": lambda A, size: [A.RandomResizedCrop((size, size)), A.HorizontalFlip(p=0.5)],
+def takes_size(transform: object) -> bool:
+    """Whether a transform may be made for several sizes; of "module:name" only its making tells."""
+    return is_preset(transform) or (isinstance(transform, str) and ":" in transform and not is_file(transform))
+
+
+def _crop_ratio(size: Size) -> dict[str, tuple[float, float]]:
+    """The argument of a random crop of another ratio than a square's, whose default stays."""
+    height, width = sides_of(size)
+    return {} if height == width else {"ratio": (3 / 4 * width / height, 4 / 3 * width / height)}
+
+
+def _smallest(library: Any, size: Size) -> Any:
+    """The resize before a centre crop: 256 to 224 is ImageNet's; other sizes keep its proportion."""
+    height, width = (round(side * 256 / 224) for side in sides_of(size))
+    # One number where one will do, which `raypipe.transform.direct` knows.
+    one: dict[str, Any] = {"max_size": height} if height == width else {"max_size_hw": (height, width)}
+    return library.SmallestMaxSize(**one)
+
+
+_ALBUMENTATIONS: dict[str, Callable[[Any, Size], list[Any]]] = {
+    "light": lambda A, size: [A.RandomResizedCrop(sides_of(size), **_crop_ratio(size)), A.HorizontalFlip(p=0.5)],
     "heavy": lambda A, size: [
-        A.RandomResizedCrop((size, size)),
+        A.RandomResizedCrop(sides_of(size), **_crop_ratio(size)),
         A.HorizontalFlip(p=0.5),
         A.MotionBlur(p=0.2),
         A.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, p=1),
     ],
-    # 256 to 224 is the usual validation of ImageNet; other sizes keep its proportion.
-    "center": lambda A, size: [A.SmallestMaxSize(round(size * 256 / 224)), A.CenterCrop(size, size)],
-    "resize": lambda A, size: [A.Resize(size, size)],
+    "center": lambda A, size: [_smallest(A, size), A.CenterCrop(*sides_of(size))],
+    "resize": lambda A, size: [A.Resize(*sides_of(size))],
     "flip-crop": lambda A, size: [
         A.Pad(4, fill_mask=IGNORE),
-        A.RandomCrop(size, size),
+        A.RandomCrop(*sides_of(size)),
         A.HorizontalFlip(p=0.5),
     ],
     # A tenth of the side and ten degrees: what a digit bears and stays itself.
     "small": lambda A, size: [
-        A.Resize(size, size),
+        A.Resize(*sides_of(size)),
         A.Affine(
             translate_percent={"x": (-0.1, 0.1), "y": (-0.1, 0.1)},
             rotate=(-10, 10),
@@ -123,16 +143,16 @@ _TORCHVISION: dict[str, tuple[str, dict[str, int]]] = {
 PRESETS = (*_ALBUMENTATIONS, *_TORCHVISION)
 
 
-def _by_torchvision(preset: str, size: int) -> Transform:
+def _by_torchvision(preset: str, size: Size) -> Transform:
     v2: Any = importlib.import_module("torchvision.transforms.v2")
-    steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
+    steps = [v2.RandomResizedCrop(size, **_crop_ratio(size)), v2.RandomHorizontalFlip()]
     name, arguments = _TORCHVISION[preset]
     if name:  # of which the library's own default is the nearest pixel
         steps.append(getattr(v2, name)(**arguments, interpolation=v2.InterpolationMode.BILINEAR))
     return v2.Compose(steps)
 
 
-def _imported(address: str, size: int) -> Transform:
+def _imported(address: str, size: Size) -> Transform:
     """What `module:name` names: a transform as it stands, or what a function makes of the size."""
     found = import_name(address, "transform")
     # A class or function is called with the size; an object (a Compose, a module) is the transform itself.

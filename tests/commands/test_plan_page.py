@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documented import ROOT, blocks, commands
+
+from raypipe.commands import cli
+from raypipe.commands.plan_page import render, rows, summary
+from raypipe.config import PlanConfig, TransformConfig
+from raypipe.streaming.spec import StreamSpec
+
+
+def spec_of(stores: dict[str, Path], train: Any = None, **config: Any) -> StreamSpec:
+    plan = PlanConfig(**{"epochs": 4, "micro_batch_size": 6, "global_batch_size": 24, **config})
+    return StreamSpec(train or stores["train"], stores["val"], plan=plan, transform=TransformConfig(size=12))
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_plain_plan_tells_its_steps_its_left_overs_and_its_validations(stores: dict[str, Path]) -> None:
+    found, _ = summary(spec_of(stores))
+    num_val = found["val_samples"]
+    assert (found["steps"], found["samples"], found["left_over"]) == (4, 96, 4)
+    assert found["drawn"] == {"min": 0, "mean": 0.96, "max": 1}
+    assert found["val_padding"] == -num_val % 24 and found["validations"] == 4
+    assert "sources" not in found and "classes" not in found
+
+
+def test_the_table_and_the_page_tell_of_a_mixture(stores: dict[str, Path]) -> None:
+    shares = {0: {"a": 1, "<b>": 1}, 2: {"a": 3, "<b>": 1}}
+    spec = spec_of(stores, {"a": stores["train"], "<b>": stores["val"]}, mixture=shares, class_balance=1.0)
+    found, contents = summary(spec)
+    assert found["sources"]["a"]["share"] == [0.5, 0.75]
+    told = dict(rows(found, spec.plan))
+    assert told["source a"].startswith("50.00% in the first epoch, 75.00% in the last; 100 samples")
+    assert told["shares of 5 classes, drawn"]
+    page = render(spec, found, contents)
+    for title in ("share of each source, % of the draws", "draws of a sample in epoch 0", "share of a class, %"):
+        assert f'aria-label="{title}' in page
+    assert "source &lt;b&gt;" in page and found["plan"] in page
+
+
+def test_the_command_shows_the_plan_and_writes_its_page(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "docs" / "plans.md")[0])
+    (words,) = [words for words in commands(ROOT / "docs" / "plans.md") if "--show-plan" in words]
+    ours = f"{{photos: {stores['train']}, drawings: {stores['val']}}}"
+    small = ["--plan.micro_batch_size=4", "--plan.global_batch_size=16", "--plan.epoch_samples=100"]
+    cli.main([*words[1:], f"--store.train={ours}", "--store.filter=label != 3", *small])
+    found = last_line(capsys)
+    assert found["samples"] == 96 and found["left_out"] > 0 and set(found["sources"]) == {"photos", "drawings"}
+    assert found["html"] == f"file://{tmp_path}/plan.html" and (tmp_path / "plan.html").stat().st_size > 10_000
+
+
+def test_a_schedule_of_sizes_is_told(stores: dict[str, Path]) -> None:
+    plan = PlanConfig(epochs=2, micro_batch_size=6)
+    spec = StreamSpec(stores["train"], plan=plan, transform=TransformConfig(size={0: 8, 1: 16}))
+    found, _ = summary(spec)
+    assert found["sizes"] == {"0": 8, "1": 16}
+    assert dict(rows(found, spec.plan))["side of the images, pixels"] == "8 from epoch 0 on, 16 from epoch 1 on"
+
+
+def test_a_plan_is_not_shown_while_a_store_is_verified(
+    stores: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", str(stores["train"]), "--show-plan", "--verify"])
+    assert "give one at a time" in capsys.readouterr().err

@@ -25,19 +25,24 @@ def inspect(
     verify: bool = False,
     output: str = "",
     html: str = "",
+    add_sizes: bool = False,
 ) -> dict[str, Any]:
-    """Print or draw what a store is, or find every sample of it that cannot be read and decoded.
+    """Print or draw what a store is, find every sample of it that cannot be read and decoded, or add sizes to it.
 
     Example: raypipe inspect train.lmdb --html train.html
     Example: raypipe inspect train.lmdb --verify --output bad.json
+    Example: raypipe inspect train.tar --add-sizes
 
     Args:
-        run: settings, of which those of the store, its columns, and of masks and boxes, matter.
+        run: settings, of which those of the store, its columns, and of masks and boxes, matter; for sizes
+            transform.apply_exif.
         target: see `settings.command_parser`.
         verify: read and decode every sample, in parallel on Ray.
         output: with --verify: where to write the list of bad samples, for --store.exclude, a local path or
             a URI; empty = NAME.bad.json in this folder, if any are bad.
         html: write a page of samples, classes, sizes and mixing here, a local path or a URI.
+        add_sizes: write the width and height of every image, by its header, to a file beside the store, where
+            filters and weights find them; in parallel on Ray.
     """
     from raypipe.commands import inspection
     from raypipe.streaming.spec import open_train, run_columns
@@ -45,9 +50,18 @@ def inspect(
 
     if output and not verify:
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
-    if html and verify:
-        raise ConfigError("--html shows what a store is, and --verify finds its bad samples: give one at a time")
+    if sum(map(bool, (html, verify, add_sizes))) > 1:
+        raise ConfigError(
+            "--html shows what a store is, --verify finds its bad samples, --add-sizes writes sizes beside it: give "
+            "one at a time"
+        )
     opened, targets = open_train(run), run.transform.target_columns
+    if add_sizes:
+        from raypipe.commands import image_sizes
+
+        found = image_sizes.add_sizes(opened, exif=run.transform.apply_exif)
+        table(str(opened.address), _rows(found))
+        return found
     check_columns(opened, targets, "transform.{}_column")
     if not verify:
         samples = inspection.sampled(opened, targets)

@@ -27,7 +27,7 @@ def inspect(
     html: str = "",
     add_sizes: bool = False,
 ) -> dict[str, Any]:
-    """Print or draw what a store is, find every sample of it that cannot be read and decoded, or add sizes to it.
+    """Print or draw what a store is, find every sample that cannot be read and decoded, or add sizes to a store.
 
     Example: raypipe inspect train.lmdb --html train.html
     Example: raypipe inspect train.lmdb --verify --output bad.json

@@ -33,7 +33,7 @@ from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
 from raypipe.stores.destination import new_path, new_remote
 from raypipe.stores.record import Fingerprint, RecordLayout, Sample, column_types, plain
-from raypipe.stores.sizes import SIZE_COLUMNS
+from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 
@@ -85,8 +85,8 @@ def convert(
         progress: show a progress bar on standard error.
 
     Returns:
-        `samples` written, `classes` named, `bytes` of images written, `skipped` samples, and `unsized`, how many of
-        those written have no size.
+        `samples` written, `classes` named, `bytes` of images written, `skipped` samples, and `unsized`, how many
+        of those written have no size.
 
     Raises:
         StoreError: the source is damaged, the destination exists, or the copy does not compare equal.

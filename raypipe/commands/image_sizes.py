@@ -16,14 +16,14 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
 from raypipe.stores.base import Store
-from raypipe.stores.sizes import SIZE_COLUMNS, sizes_address, write_sizes
+from raypipe.stores.scan import SIZE_COLUMNS, sizes_address, write_sizes
 from raypipe.transform.decode import image_size
 
 NO_SIZE = {"width": -1, "height": -1}
 
 
 def size_of(image: bytes | None, exif: bool = False) -> dict[str, int]:
-    """`width` and `height`, in pixels, that `decode` would give, by the header; `NO_SIZE` where it does not tell."""
+    """`width` and `height`, in pixels, that `decode` gives, by the header; `NO_SIZE` where it does not tell."""
     try:
         height, width = image_size(image, exif=exif)
     except SampleError:
@@ -53,8 +53,8 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
         progress: show a progress bar on standard error.
 
     Returns:
-        `samples`, `unsized` (how many have no size), `width_px` and `height_px` ([least, median, most] of the others,
-        None without any), `sizes` (where they are), `seconds`, `images_per_s`.
+        `samples`, `unsized` (how many have no size), `width_px` and `height_px` ([least, median, most] of the
+        others, None without any), `sizes` (where they are), `seconds`, `images_per_s`.
 
     Raises:
         ConfigError: the store has sizes, or no place for a file beside it.

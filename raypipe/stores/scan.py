@@ -1,21 +1,37 @@
-"""Columns of a whole store, a few thousand samples at a time, but never its images."""
+"""Columns of a whole store, a few thousand samples at a time, but never its images; and the sizes of its images,
+which stand beside a store that has no columns `width` and `height`.
+
+`raypipe inspect STORE --add-sizes` writes them to `_NAME.sizes.parquet`, in the folder that the store is in; the
+underscore hides the file from folders of shards. It has the columns `width` and `height`, int32, -1 where an image
+has none, and in its schema's metadata the fingerprint of the store whose sizes they are. `scan` finds it when it is
+asked for a column that the store itself lacks; nothing else looks for it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from raypipe.errors import ConfigError
-from raypipe.stores.base import Columns, Store
+from raypipe.storage.files import read_whole, write_bytes
+from raypipe.storage.filesystem import is_remote, join, split
+from raypipe.stores.base import Columns, FileStore, Store
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.sizes import SIZE_COLUMNS, read_sizes
 
+SIZE_COLUMNS = ("width", "height")
+"""Pixels of an image, int64; -1 where its header does not tell."""
+
+_KEY = b"raypipe.sizes_of"
+_PATTERN = re.compile(r"[*{}]")
 _CHUNK = 1 << 16
 
 
 def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Columns]:
-    """Values of columns, in stored order, in parts; sizes may stand beside the store, see `raypipe.stores.sizes`.
+    """Values of columns, in stored order, in parts; sizes may stand beside the store.
 
     Args:
         setting: that names the columns, for the error.
@@ -56,3 +72,50 @@ def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:
             raise ConfigError(f"{setting} names {column!r} of {store.address}, which is no column of numbers")
         parts.append(values)
     return np.concatenate(parts) if parts else np.empty(0)
+
+
+def sizes_address(store: Store) -> str:
+    """Where a store's sizes are; "" for one that is at no path or URI, or has no folder beside it."""
+    if not isinstance(store, FileStore):
+        return ""
+    folder, name = split(store.address)
+    if is_remote(store.address) and folder.endswith(":/"):  # a whole bucket
+        folder = store.address
+    return join(folder, f"_{_PATTERN.sub('_', name)}.sizes.parquet")
+
+
+def write_sizes(store: Store, sizes: np.ndarray) -> str:
+    """Write a store's sizes, int (N, 2) of width and height, and return where; see `write_bytes` for errors."""
+    assert sizes.shape == (len(store), 2)
+    columns = {name: pa.array(sizes[:, at], pa.int32()) for at, name in enumerate(SIZE_COLUMNS)}
+    table = pa.table(columns).replace_schema_metadata({_KEY: store.fingerprint.encode()})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    address = sizes_address(store)
+    write_bytes(address, sink.getvalue().to_pybytes())
+    return address
+
+
+def read_sizes(store: Store) -> dict[str, np.ndarray]:
+    """The columns, int64 (N,), that stand beside a store; empty where none do.
+
+    Raises:
+        ConfigError: they cannot be read, or are of other contents than the store has.
+    """
+    address = sizes_address(store)
+    content = read_whole(address) if address else None
+    if content is None:
+        return {}
+    again = f"write it again by `raypipe inspect {store.address} --add-sizes`"
+    try:
+        table = pq.read_table(pa.BufferReader(content))
+        columns = {name: table[name].to_numpy().astype(np.int64) for name in SIZE_COLUMNS}
+        written_for = (table.schema.metadata or {})[_KEY].decode()
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{address} holds no sizes ({type(error).__name__}: {error}): {again}") from None
+    if written_for != store.fingerprint or table.num_rows != len(store):
+        raise ConfigError(
+            f"{address} has the sizes of a store with fingerprint {written_for}, and {store.address} has "
+            f"{store.fingerprint}: {again}"
+        )
+    return columns

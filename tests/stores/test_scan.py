@@ -1,4 +1,4 @@
-"""Sizes beside a store: where they are, whose they are, and who finds them."""
+"""Columns of a whole store: sizes that stand beside it, where they are, whose they are, and who finds them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.scan import numbers_of
-from raypipe.stores.sizes import read_sizes, sizes_address, write_sizes
+from raypipe.stores.scan import numbers_of, read_sizes, sizes_address, write_sizes
 
 SIZES = np.array([[640, 480], [-1, -1], [256, 512], [300, 200]])
 
@@ -72,7 +71,7 @@ def test_without_sizes_the_error_says_how_to_make_them(tmp_path: Path) -> None:
     store = write(tmp_path / "a.lmdb")
     with pytest.raises(ConfigError, match=r"'width'.* are: label; `raypipe inspect .*a\.lmdb --add-sizes` finds"):
         matching(store, "width > 1")
-    with pytest.raises(ConfigError, match="the columns that memory:.* has for it are: $"):
+    with pytest.raises(ConfigError, match=r"the columns that memory:.* has for it are: $"):
         matching(MemoryStore([b""], None), "size > 1")
     assert read_sizes(MemoryStore([b""], None)) == {} and sizes_address(MemoryStore([b""], None)) == ""
 
@@ -85,7 +84,7 @@ def test_sizes_of_other_contents_are_refused(tmp_path: Path) -> None:
         numbers_of(store, "width", "plan.weights")
     table = pa.table({"width": [1, 2, 3], "height": [1, 2, 3]})
     pq.write_table(table, address)
-    with pytest.raises(ConfigError, match="holds no sizes .*write it again"):
+    with pytest.raises(ConfigError, match=r"holds no sizes .*write it again"):
         numbers_of(store, "width", "plan.weights")
     for damage in (b"", b"PAR1", b"no parquet at all"):
         Path(address).write_bytes(damage)

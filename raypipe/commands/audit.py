@@ -52,8 +52,8 @@ def inspect(
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
     if sum(map(bool, (html, verify, add_sizes))) > 1:
         raise ConfigError(
-            "--html shows what a store is, --verify finds its bad samples, --add-sizes writes sizes beside it: give "
-            "one at a time"
+            "--html shows what a store is, --verify finds its bad samples, and --add-sizes writes sizes beside "
+            "it: give one at a time"
         )
     opened, targets = open_train(run), run.transform.target_columns
     if add_sizes:

@@ -3,8 +3,8 @@ which stand beside a store that has no columns `width` and `height`.
 
 `raypipe inspect STORE --add-sizes` writes them to `_NAME.sizes.parquet`, in the folder that the store is in; the
 underscore hides the file from folders of shards. It has the columns `width` and `height`, int32, -1 where an image
-has none, and in its schema's metadata the fingerprint of the store whose sizes they are. `scan` finds it when it is
-asked for a column that the store itself lacks; nothing else looks for it.
+has none, and in its schema's metadata the fingerprint of the store whose sizes they are. `scan` looks for it when
+it is asked for a column that the store itself lacks; nothing else does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from raypipe.errors import ConfigError
 from raypipe.storage.files import read_whole, write_bytes
@@ -48,9 +47,7 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
     for name in columns:
         if name == "image" or name not in (*store.columns, *beside):
             others = ", ".join(each for each in store.columns if each != "image")
-            add = (
-                f"; `raypipe inspect {store.address} --add-sizes` finds out sizes" if name in SIZE_COLUMNS else ""
-            )
+            add = f"; `raypipe inspect {store.address} --add-sizes` adds it" if name in SIZE_COLUMNS else ""
             raise ConfigError(
                 f"{setting} names {name!r}; the columns that {store.address} has for it are: {others}{add}"
             )
@@ -86,6 +83,8 @@ def sizes_address(store: Store) -> str:
 
 def write_sizes(store: Store, sizes: np.ndarray) -> str:
     """Write a store's sizes, int (N, 2) of width and height, and return where; see `write_bytes` for errors."""
+    import pyarrow.parquet as pq
+
     assert sizes.shape == (len(store), 2)
     columns = {name: pa.array(sizes[:, at], pa.int32()) for at, name in enumerate(SIZE_COLUMNS)}
     table = pa.table(columns).replace_schema_metadata({_KEY: store.fingerprint.encode()})
@@ -106,6 +105,8 @@ def read_sizes(store: Store) -> dict[str, np.ndarray]:
     content = read_whole(address) if address else None
     if content is None:
         return {}
+    import pyarrow.parquet as pq  # 50 ms, in every process that makes a plan
+
     again = f"write it again by `raypipe inspect {store.address} --add-sizes`"
     try:
         table = pq.read_table(pa.BufferReader(content))

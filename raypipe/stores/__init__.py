@@ -32,6 +32,7 @@ _STORES = {
     "arrow": ("arrow", "ArrowStore"),
     "folder": ("folder", "FolderStore"),
     "hdf5": ("hdf5", "hdf5_samples"),
+    "lance": ("lance", "LanceStore"),
     "litdata": ("litdata", "LitDataStore"),
     "lmdb": ("lmdb", "LMDBStore"),
     "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
@@ -43,8 +44,9 @@ _STORES = {
 }
 # End of a file's name → kind; TFRecord has names of its own.
 _ENDS = {".lmdb": "lmdb", ".parquet": "parquet", ".tar": "tar", ".zip": "zip", ".arrow": "arrow"}
+_ENDS |= {".lance": "lance"}
 _ENDS |= {".h5": "hdf5", ".hdf5": "hdf5"}
-_REMOTE = ("lmdb", "parquet", "tar", "zip")  # files that are read from object stores too
+_REMOTE = ("lmdb", "parquet", "tar", "zip", "lance")  # files that are read from object stores too
 
 __all__ = [
     "Columns",
@@ -69,6 +71,7 @@ _LAYOUTS = """understood are:
   zip      a *.zip of class/image.jpg
   MDS      a folder with MosaicML's index.json and *.mds
   LitData  a folder with LitData's index.json and chunk-*.bin
+  Lance    a data set *.lance
   Arrow    a *.arrow file, or a folder of them as the datasets library writes it
   folder   a folder of class/image.jpg
   TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe convert` copies them
@@ -154,6 +157,8 @@ def _kind_of(address: str) -> str:
     if is_remote(address) and _kind_of_name(name) in _REMOTE:
         return _checked(_kind_of_name(name), address)
     names = names_at(address, folders=True)
+    if names is not None and _kind_of_name(name) == "lance":
+        return "lance"
     if names is not None:
         return _checked(_kind_of_folder(address, names), address)
     if not is_remote(address) and not Path(address).exists():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -289,6 +290,10 @@ def write_lightning() -> None:
     write_litdata(Path("litdata/train"), {"image": "jpeg", "class": "int"}, [labelled_pictures()])
 
 
+def write_lance() -> None:
+    lance.write_dataset(pa.table({"img": [picture(i) for i in range(30)]}), "train.lance")
+
+
 def write_hugging_face(image: str = "image", label: str = "label") -> None:
     Path("data").mkdir(exist_ok=True)
     images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
@@ -309,6 +314,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "my_dataset/train": write_saved,
     "mds/train": write_mosaic,
     "litdata/train": write_lightning,
+    "train.lance": write_lance,
     "photos.tar": lambda: write_tar("photos.tar", samples(30)),
 }
 

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.filesystem import one_line
 from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, take
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices
 
 # Of the library's errors: the place in its own source.
 _PLACE = re.compile(r",? ?/\S+\.rs:\d+.*", re.DOTALL)
@@ -37,9 +37,9 @@ class LanceStore(FileStore["_Version"]):
     """A store in a Lance data set, `NAME.lance`. Samples are in the data set's order, without deleted rows.
 
     Null images are None, as are those over 512 MiB, and blobs that are links to files elsewhere; null labels raise
-    StoreError. The fingerprint is a hash over columns, class names, and the names and sizes of all files of the data
-    and of deletions. The library names each file anew, so a copy of the files has the same fingerprint, and the same
-    data written again does not.
+    StoreError. The fingerprint is a hash over columns, class names, and the names and sizes of all files of data and
+    of deletions. The library names each file anew, so a copy of the files has the same fingerprint, and the same data
+    written again does not.
 
     Args:
         address: a path, or a URI: s3://, gs://, az:// or abfs://.
@@ -127,6 +127,7 @@ class _Version:
         return contents
 
     def sample_name(self, index: int) -> str:
+        check_indices([index], self._num, self._address)
         return f"{self._address}, version {self.number}, row {index}"
 
 

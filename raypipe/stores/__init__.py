@@ -31,6 +31,7 @@ _HOME = {
 _STORES = {
     "arrow": ("arrow", "ArrowStore"),
     "folder": ("folder", "FolderStore"),
+    "remote folder": ("remote_folder", "RemoteFolderStore"),
     "hdf5": ("hdf5", "hdf5_samples"),
     "lance": ("lance", "LanceStore"),
     "litdata": ("litdata", "LitDataStore"),
@@ -72,11 +73,11 @@ _LAYOUTS = """understood are:
   MDS      a folder with MosaicML's index.json and *.mds
   LitData  a folder with LitData's index.json and chunk-*.bin
   Lance    a data set *.lance
-  Arrow    a *.arrow file, or a folder of them as the datasets library writes it
   folder   a folder of class/image.jpg
+  Arrow    a *.arrow file, or a folder of them as the datasets library writes it
   TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe convert` copies them
   HDF5     a *.h5 or *.hdf5 file; likewise
-several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last four at s3://, gs://,
+several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last three at s3://, gs://,
 az:// or abfs:// too"""
 
 
@@ -216,6 +217,8 @@ def _kind_of_shards(address: str, names: set[str]) -> str:
 
 
 def _kind_of_folder(address: str, names: set[str]) -> str:
+    from raypipe.stores.addresses import has_folders
+
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
         raise StoreError(f"{address} holds both *.lmdb and *.parquet files; give the address of one kind")
@@ -236,4 +239,6 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         return "folder"
     if "tar" in suffixes:
         return "tar"
+    if not here and not address.startswith("hf://") and has_folders(address):
+        return "remote folder"
     raise StoreError(f"{address} holds no store; {_LAYOUTS}")

@@ -37,9 +37,9 @@ class LanceStore(FileStore["_Version"]):
     """A store in a Lance data set, `NAME.lance`. Samples are in the data set's order, without deleted rows.
 
     Null images are None, as are those over 512 MiB, and blobs that are links to files elsewhere; null labels raise
-    StoreError. The fingerprint is a hash over columns, class names, and the names and sizes of all files of data and
-    of deletions. The library names each file anew, so a copy of the files has the same fingerprint, and the same data
-    written again does not.
+    StoreError. The fingerprint is a hash over columns, class names, and the names and sizes of the files of data
+    and of deletions. The library names each file anew, so a copy of the files has the same fingerprint, and data
+    that is written again does not.
 
     Args:
         address: a path, or a URI: s3://, gs://, az:// or abfs://.

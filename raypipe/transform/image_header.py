@@ -53,8 +53,8 @@ _YCBCR = 6
 # Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
-# Bytes per pixel: 8 bits and 4:2:0 took 9 and 7 at the peak of a decode. Of AVIF this is what the container declares:
-# libavif decodes a frame that is larger, up to its own limit of 2^28 pixels.
+# Bytes per pixel: 8 bits and 4:2:0 took 9 and 7 at the peak of a decode. Of AVIF the container is asked: libavif
+# decodes a frame that is larger than it says, up to a limit of its own, 2^28 pixels.
 _HEIF_BYTES = 20
 
 
@@ -230,9 +230,7 @@ def _plugin(kind: str) -> Any:
     name = kind if kind == "WebP" else kind.capitalize()
     plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
     if kind == "AVIF" and not plugin.SUPPORTED:
-        raise ConfigError(
-            "AVIF images need a Pillow that was built with libavif, as PyPI's wheels are, on every node"
-        )
+        raise ConfigError("AVIF images need a Pillow with libavif, as PyPI's wheels have it, on every node")
     return getattr(plugin, f"{name}ImageFile")
 
 

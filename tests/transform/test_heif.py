@@ -54,7 +54,8 @@ def test_pixels_are_those_of_the_library_and_close_to_what_was_encoded(kind: str
 def test_orientation(kind: str) -> None:
     data = encoded(kind, orientation=6)
     stored, upright = decode(data), decode(data, exif=True)
-    assert image_size(data) == stored.shape[:2] and image_size(data, exif=True) == upright.shape[:2] == (60, 40)
+    assert image_size(data) == stored.shape[:2] == (40, 60)
+    assert image_size(data, exif=True) == upright.shape[:2]
     assert np.array_equal(upright, np.rot90(stored, -1) if kind == "AVIF" else stored)
 
 
@@ -75,9 +76,7 @@ def test_whatever_is_damaged_is_a_bad_sample(kind: str) -> None:
 
 
 @KINDS
-def test_what_declares_too_much_is_refused_before_it_is_decoded(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_declares_too_much_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(kind)
     monkeypatch.setattr(image_header, "MAX_DECODE_BYTES", 60 * 40 * 20)
     assert decode(data).shape == (40, 60, 3)
@@ -87,25 +86,14 @@ def test_what_declares_too_much_is_refused_before_it_is_decoded(
             function(data)
 
 
-def test_a_frame_larger_than_its_header_says_is_refused() -> None:
-    data = encoded("AVIF", np.zeros((3000, 4000, 3), np.uint8))
-    declared = b"ispe" + bytes(4) + (4000).to_bytes(4, "big") + (3000).to_bytes(4, "big")
-    assert data.count(declared) == 1
-    small = declared[:8] + (4).to_bytes(4, "big") + (3).to_bytes(4, "big")
-    with pytest.raises(SampleError, match="damaged AVIF"):
-        decode(data.replace(declared, small))
-
-
 def test_without_what_decodes_it_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     heic, avif = encoded("HEIC"), encoded("AVIF")
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     monkeypatch.setattr(AvifImagePlugin, "SUPPORTED", False)
     for function in (decode, image_size):
-        with pytest.raises(
-            ConfigError, match=r"HEIC images need pillow-heif .*pip install 'raypipe\[heic\]', on every"
-        ):
+        with pytest.raises(ConfigError, match=r"HEIC images need .*pip install 'raypipe\[heic\]', on every"):
             function(heic)
-        with pytest.raises(ConfigError, match="AVIF images need a Pillow that was built with libavif"):
+        with pytest.raises(ConfigError, match="AVIF images need a Pillow with libavif"):
             function(avif)
 
 

@@ -251,7 +251,7 @@ def write_shard(
         InterruptedError: see `check_wanted`.
     """
     check_wanted(wanted)
-    read = [name for name in columns if name not in sized]
+    read = {name: kind for name, kind in columns.items() if name not in sized}
     with open_writer(file, columns, store.classes) as writer:
         for first, samples in _chunks(wanted, store, read, start, stop):
             num_unsized, num_bytes, skipped = 0, 0, []

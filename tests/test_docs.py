@@ -281,7 +281,9 @@ def test_the_program_of_docs_formats_converts_samples_and_a_dataset(
     program("formats.md", monkeypatch, tmp_path)
     store = raypipe.open_store("samples.lmdb")
     assert (
-        len(store) == 100 and store.columns == ("image", "label", "name") and store.classes == tuple("0123456789")
+        len(store) == 100
+        and store.columns == ("image", "label", "name", "width", "height")
+        and store.classes == tuple("0123456789")
     )
     labels = raypipe.open_store("dataset.parquet").read(np.arange(100))["label"]
     assert labels.tolist() == [i % 10 for i in range(100)]

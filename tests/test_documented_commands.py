@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -28,6 +29,7 @@ from raypipe.commands import cli
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
+from raypipe.stores.filter import matching
 
 from conftest import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
@@ -289,6 +291,10 @@ def write_lightning() -> None:
     write_litdata(Path("litdata/train"), {"image": "jpeg", "class": "int"}, [labelled_pictures()])
 
 
+def write_lance() -> None:
+    lance.write_dataset(pa.table({"img": [picture(i) for i in range(30)]}), "train.lance")
+
+
 def write_hugging_face(image: str = "image", label: str = "label") -> None:
     Path("data").mkdir(exist_ok=True)
     images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
@@ -309,6 +315,8 @@ GIVEN: dict[str, Callable[[], None]] = {
     "my_dataset/train": write_saved,
     "mds/train": write_mosaic,
     "litdata/train": write_lightning,
+    "train.lance": write_lance,
+    "photos.tar": lambda: write_tar("photos.tar", samples(30)),
 }
 
 
@@ -323,6 +331,8 @@ def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.C
     own = "my_layout:sample" in words
     found = run_alone(words) if own else run(words, capsys)
     assert found["samples"] == (6 if words[1] == "preview" else 30)
+    if "--add-sizes" in words:
+        assert found["unsized"] == 0 and matching(open_store(words[2]), "width > 0").all()
     if words[1] != "convert":
         assert "--html" not in words or Path(words[-1]).stat().st_size > 10_000
         return

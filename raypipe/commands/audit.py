@@ -26,16 +26,18 @@ def inspect(
     show_plan: bool = False,
     output: str = "",
     html: str = "",
+    add_sizes: bool = False,
 ) -> dict[str, Any]:
-    """Print or draw what a store is, or what a run draws of it; or find all samples that cannot be decoded.
+    """Print or draw what a store is, or what a run draws of it; find all samples that cannot be decoded; or add sizes.
 
     Example: raypipe inspect train.lmdb --html train.html
     Example: raypipe inspect --config run.yaml --show-plan --html plan.html
     Example: raypipe inspect train.lmdb --verify --output bad.json
+    Example: raypipe inspect train.tar --add-sizes
 
     Args:
         run: settings, of which those of the store, its columns, and of masks and boxes, matter; with --show-plan
-            those of the plan as well.
+            those of the plan as well; for sizes transform.apply_exif.
         target: see `settings.command_parser`.
         verify: read and decode every sample, in parallel on Ray.
         show_plan: show what an epoch of the run contains: steps, left-overs, sources, classes, draws of a sample.
@@ -43,6 +45,8 @@ def inspect(
             a URI; empty = NAME.bad.json in this folder, if any are bad.
         html: write a page of samples, classes, sizes and mixing here, or with --show-plan a page of the plan; a
             local path or a URI.
+        add_sizes: write the width and height of every image, by its header, to a file beside the store, where
+            filters and weights find them; in parallel on Ray.
     """
     from raypipe.commands import inspection
     from raypipe.streaming.spec import open_train, run_columns
@@ -50,13 +54,20 @@ def inspect(
 
     if output and not verify:
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
-    if html and verify:
-        raise ConfigError("--html shows what a store is, and --verify finds its bad samples: give one at a time")
+    if sum(map(bool, (html and not show_plan, show_plan, verify, add_sizes))) > 1:
+        raise ConfigError(
+            "--html shows what a store is, --verify finds its bad samples, --show-plan shows an epoch, and "
+            "--add-sizes writes sizes beside the store: give one at a time (--html goes with --show-plan)"
+        )
     if show_plan:
-        if verify:
-            raise ConfigError("--show-plan reads no images, and --verify reads all: give one at a time")
         return _show_plan(run, html)
     opened, targets = open_train(run), run.transform.target_columns
+    if add_sizes:
+        from raypipe.commands import image_sizes
+
+        found = image_sizes.add_sizes(opened, exif=run.transform.apply_exif)
+        table(str(opened.address), _rows(found))
+        return found
     check_columns(opened, targets, "transform.{}_column")
     if not verify:
         samples = inspection.sampled(opened, targets)

@@ -53,6 +53,7 @@ def convert(
     quality: int = 90,
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
+    sizes: bool = True,
     overwrite: bool = False,
     layout: str = "auto",
 ) -> dict[str, Any]:
@@ -62,13 +63,14 @@ def convert(
 
     Args:
         run: settings, of which store.image_column and store.label_column matter; they name TFRecord's features and
-            HDF5's datasets too.
+            HDF5's datasets too; and transform.apply_exif, for sizes.
         src: a store of any format, TFRecord or HDF5, see docs/formats.md; several files as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
         quality: of the JPEGs that short_side makes, 1 to 100.
         shards: files of the new store; 0 = 1 GiB each.
         on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
+        sizes: add columns width and height, in pixels, -1 where an image's header does not tell.
         overwrite: replace a store at dst.
         layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
     """
@@ -82,6 +84,8 @@ def convert(
         quality=quality,
         shards=shards,
         on_bad_sample=on_bad_sample,
+        sizes=sizes,
+        exif=run.transform.apply_exif,
         overwrite=overwrite,
     )
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from raypipe.commands.image_sizes import NO_SIZE, size_of
 from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
@@ -32,6 +33,7 @@ from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
 from raypipe.stores.destination import new_path, new_remote
 from raypipe.stores.record import Fingerprint, RecordLayout, Sample, column_types, plain
+from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 
@@ -43,8 +45,9 @@ _SHARD_BYTES = 1 << 30
 # Samples per read: a few MB of JPEGs.
 CHUNK = 64
 
-Part = tuple[int, int, list[tuple[int, str]]]
-"""What a task has written: how many samples, bytes of images; and the indices skipped, each with its reason."""
+Part = tuple[int, int, int, list[tuple[int, str]]]
+"""What a task has written: how many samples, how many of them of no known size, bytes of images; and the indices
+skipped, each with its reason."""
 
 
 def convert(
@@ -56,6 +59,8 @@ def convert(
     quality: int = 90,
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
+    sizes: bool = True,
+    exif: bool = False,
     overwrite: bool = False,
     progress: bool = True,
 ) -> dict[str, int]:
@@ -73,11 +78,15 @@ def convert(
         shards: files of the new store, none without samples; 0 = 1 GiB each, and enough to use all CPUs on a
             large store.
         on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded, cannot be decoded.
+        sizes: add int columns `width` and `height`, in pixels, from the images' headers, -1 where that tells none.
+            Columns of these names that the source has are kept as they are, unless `short_side` makes new images.
+        exif: sizes are those of images turned upright, as `transform.apply_exif` turns them.
         overwrite: replace a store at `dst`.
         progress: show a progress bar on standard error.
 
     Returns:
-        `samples` written, `classes` named, `bytes` of images written, `skipped` samples.
+        `samples` written, `classes` named, `bytes` of images written, `skipped` samples, and `unsized`, how many
+        of those written have no size.
 
     Raises:
         StoreError: the source is damaged, the destination exists, or the copy does not compare equal.
@@ -106,6 +115,8 @@ def convert(
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
         columns = column_types(first, store.address, short_side)
+        sized = tuple(name for name in SIZE_COLUMNS if sizes and (short_side or name not in columns))
+        columns |= dict.fromkeys(sized, "int64")
         connect()
         # A local destination is this node's, and what is uploaded is written here: no task writes it elsewhere.
         num_shards = min(len(store), shards or _num_shards(store, count_cpus("the copy", here=True)))
@@ -118,22 +129,28 @@ def convert(
             files = [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
         bounds = np.linspace(0, len(store), len(files) + 1).astype(int).tolist()
         calls = [
-            (store, file, *ends, columns, short_side, quality, on_bad_sample)
+            (store, file, *ends, columns, short_side, quality, on_bad_sample, sized, exif)
             for file, ends in zip(files, itertools.pairwise(bounds), strict=True)
         ]
-        num_samples = num_bytes = 0
+        num_samples = num_unsized = num_bytes = 0
         skipped: list[tuple[int, str]] = []
         parts = run_tasks(
-            "the copy", True, write_shard, calls, len(store), lambda part: part[0] + len(part[2]), progress
+            "the copy", True, write_shard, calls, len(store), lambda part: part[0] + len(part[3]), progress
         )
-        for part_samples, part_bytes, part_skipped in parts:
+        for part_samples, part_unsized, part_bytes, part_skipped in parts:
             num_samples += part_samples
+            num_unsized += part_unsized
             num_bytes += part_bytes
             skipped += part_skipped
         if not num_samples:
             raise StoreError(f"{store.address} has no readable sample; the first: {min(skipped)[1]}")
-        num_classes = len(store.classes or ())
-        return {"samples": num_samples, "classes": num_classes, "bytes": num_bytes, "skipped": len(skipped)}
+        return {
+            "samples": num_samples,
+            "classes": len(store.classes or ()),
+            "bytes": num_bytes,
+            "skipped": len(skipped),
+            "unsized": num_unsized,
+        }
 
 
 def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
@@ -219,8 +236,14 @@ def write_shard(
     short_side: int,
     quality: int,
     on_bad_sample: str,
+    sized: Sequence[str] = (),
+    exif: bool = False,
 ) -> Iterator[Part]:
     """A task: writes samples start … stop - 1, yields what it wrote of each chunk, and reads all of it back.
+
+    Args:
+        sized: which of SIZE_COLUMNS are made from the images, and not read.
+        exif: see `convert`.
 
     Raises:
         SampleError: a sample is bad, and on_bad_sample is "raise".
@@ -228,9 +251,10 @@ def write_shard(
         InterruptedError: see `check_wanted`.
     """
     check_wanted(wanted)
+    read = {name: kind for name, kind in columns.items() if name not in sized}
     with open_writer(file, columns, store.classes) as writer:
-        for first, samples in _chunks(wanted, store, columns, start, stop):
-            num_bytes, skipped = 0, []
+        for first, samples in _chunks(wanted, store, read, start, stop):
+            num_unsized, num_bytes, skipped = 0, 0, []
             for index, sample in enumerate(samples, first):
                 try:
                     sample["image"] = _checked(sample["image"], short_side, quality)
@@ -242,9 +266,13 @@ def write_shard(
                         ) from None
                     skipped.append((index, f"sample {index}: {error}"))
                     continue
+                if sized:
+                    size = size_of(sample["image"], exif)
+                    sample |= {name: size[name] for name in sized}
+                    num_unsized += size == NO_SIZE
                 writer.append(sample)
                 num_bytes += len(sample["image"])
-            yield len(samples) - len(skipped), num_bytes, skipped
+            yield len(samples) - len(skipped), num_unsized, num_bytes, skipped
     if digest_of(wanted, file, columns) != writer.fingerprint:
         raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
 

@@ -36,7 +36,7 @@ from raypipe.transform.targets import decode_targets
 # Samples that a description looks at: decoded within a second or two.
 _NUM_SAMPLED = 64
 # Ranges of unlike cost even out over the CPUs; each opens the store anew, which of a folder is a scan.
-_TASKS_PER_CPU = 2
+TASKS_PER_CPU = 2
 
 NO_TARGETS: Mapping[str, str] = {}
 # Samples whose values tell what a column holds.
@@ -269,7 +269,7 @@ def verify(
     started = time.perf_counter()
     what, here = "the verification", "://" not in store.address
     reader = store.forwards() if isinstance(store, ParquetStore) else store
-    bounds = _bounds(store, count_cpus(what, here) * _TASKS_PER_CPU).tolist()
+    bounds = task_bounds(store, count_cpus(what, here) * TASKS_PER_CPU).tolist()
     ranges = itertools.pairwise(bounds)
     calls = [(reader, num_samples, start, stop, targets, columns) for start, stop in ranges]
     parts = list(run_tasks(what, here, check_range, calls, num_samples, lambda part: part[0], progress))
@@ -297,7 +297,7 @@ def _reasons(bad: list[dict[str, Any]]) -> list[tuple[int, str, int, str]]:
     return [(first[error]["index"], first[error]["name"], number, error) for error, number in counts.items()]
 
 
-def _bounds(store: Store, num_tasks: int) -> np.ndarray:
+def task_bounds(store: Store, num_tasks: int) -> np.ndarray:
     """Bounds of the tasks' ranges, int64 (n + 1,); no group is cut, so that none is read twice."""
     num_tasks = max(1, min(num_tasks, len(store) // PART))
     bounds = np.linspace(0, len(store), num_tasks + 1).astype(np.int64)

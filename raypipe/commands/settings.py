@@ -148,7 +148,7 @@ _OPTIONAL = {
     ),
     "folder": ("[RUN]", "the folder of a run; empty = that of storage_path and name"),
 }
-_FLAGS = {"--overwrite", "--verify", "--no_ray", "--show_plan"}
+_FLAGS = {"--add_sizes", "--overwrite", "--verify", "--no_ray", "--show_plan"}
 
 _RENAMED = {
     "checkpoint_every": "checkpoint_interval",

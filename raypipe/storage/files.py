@@ -75,17 +75,22 @@ def write_json(address: str | Path, content: dict[str, Any]) -> None:
 
 
 def write_text(address: str | Path, text: str) -> None:
+    """`write_bytes` of a text."""
+    write_bytes(address, text.encode())
+
+
+def write_bytes(address: str | Path, content: bytes) -> None:
     """Write a file in place of one that is there; readers see the old or the new one. It may raise ConfigError."""
     with explained(ConfigError, f"{address} cannot be written"):
         filesystem, path = open_filesystem(address)
         if is_remote(address):  # an object is there once it is written whole
             with synced_output(filesystem, path) as file:
-                file.write(text.encode())
+                file.write(content)
             return
         partial = Path(path).with_name(f".{Path(path).name}.partial-{secrets.token_hex(4)}")
         try:
             with synced_output(filesystem, str(partial)) as file:
-                file.write(text.encode())
+                file.write(content)
             partial.replace(path)
             sync_folder(filesystem, str(partial.parent))
         finally:

@@ -31,7 +31,9 @@ _HOME = {
 _STORES = {
     "arrow": ("arrow", "ArrowStore"),
     "folder": ("folder", "FolderStore"),
+    "remote folder": ("remote_folder", "RemoteFolderStore"),
     "hdf5": ("hdf5", "hdf5_samples"),
+    "lance": ("lance", "LanceStore"),
     "litdata": ("litdata", "LitDataStore"),
     "lmdb": ("lmdb", "LMDBStore"),
     "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
@@ -43,8 +45,9 @@ _STORES = {
 }
 # End of a file's name → kind; TFRecord has names of its own.
 _ENDS = {".lmdb": "lmdb", ".parquet": "parquet", ".tar": "tar", ".zip": "zip", ".arrow": "arrow"}
+_ENDS |= {".lance": "lance"}
 _ENDS |= {".h5": "hdf5", ".hdf5": "hdf5"}
-_REMOTE = ("lmdb", "parquet", "tar", "zip")  # files that are read from object stores too
+_REMOTE = ("lmdb", "parquet", "tar", "zip", "lance")  # files that are read from object stores too
 
 __all__ = [
     "Columns",
@@ -69,11 +72,12 @@ _LAYOUTS = """understood are:
   zip      a *.zip of class/image.jpg
   MDS      a folder with MosaicML's index.json and *.mds
   LitData  a folder with LitData's index.json and chunk-*.bin
-  Arrow    a *.arrow file, or a folder of them as the datasets library writes it
+  Lance    a data set *.lance
   folder   a folder of class/image.jpg
+  Arrow    a *.arrow file, or a folder of them as the datasets library writes it
   TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe convert` copies them
   HDF5     a *.h5 or *.hdf5 file; likewise
-several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last four at s3://, gs://,
+several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last three at s3://, gs://,
 az:// or abfs:// too"""
 
 
@@ -154,6 +158,8 @@ def _kind_of(address: str) -> str:
     if is_remote(address) and _kind_of_name(name) in _REMOTE:
         return _checked(_kind_of_name(name), address)
     names = names_at(address, folders=True)
+    if names is not None and _kind_of_name(name) == "lance":
+        return "lance"
     if names is not None:
         return _checked(_kind_of_folder(address, names), address)
     if not is_remote(address) and not Path(address).exists():
@@ -211,6 +217,8 @@ def _kind_of_shards(address: str, names: set[str]) -> str:
 
 
 def _kind_of_folder(address: str, names: set[str]) -> str:
+    from raypipe.stores.addresses import has_folders
+
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
         raise StoreError(f"{address} holds both *.lmdb and *.parquet files; give the address of one kind")
@@ -231,4 +239,6 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         return "folder"
     if "tar" in suffixes:
         return "tar"
+    if not here and not address.startswith("hf://") and has_folders(address):
+        return "remote folder"
     raise StoreError(f"{address} holds no store; {_LAYOUTS}")

@@ -109,6 +109,14 @@ def names_at(address: str, folders: bool = False) -> set[str] | None:
         return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, place)
 
 
+def has_folders(address: str) -> bool:
+    """Whether there is a folder in one of an object store; raises StoreError where it cannot be listed."""
+    with explained(StoreError, f"{address} cannot be opened"):
+        filesystem, path = open_filesystem(address)
+        found = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
+        return any(info.type == pyarrow.fs.FileType.Directory for info in found)
+
+
 def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
     """Names of the files in a folder of a file system, without hidden ones, but with the manifest."""
     found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))

@@ -24,7 +24,9 @@ Columns = dict[str, Any]
 columns are numpy arrays of shape (n,), and those of arrays of one shape are (n, …), where the store knows it;
 other columns are lists of n objects, and so are numbers of which some are None, without a value."""
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+IMAGE_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"}
+)
 """Suffixes, in lower case, of the files that folder and tar stores take for samples."""
 
 MAX_SAMPLE_BYTES = 1 << 29

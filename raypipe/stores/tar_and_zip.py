@@ -52,7 +52,7 @@ class TarStore(ArchiveStore):
     """
 
     suffix = ".tar"
-    index_file = "tar-4.json"
+    index_file = "tar-5.json"
     advice = "compressed, which allows no random access, or truncated or no tar: uncompress it, or copy it again"
 
     def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
@@ -148,7 +148,7 @@ class ZipStore(ArchiveStore):
     """
 
     suffix = ".zip"
-    index_file = "zip-2.json"
+    index_file = "zip-3.json"
     advice = "truncated or no zip: copy it again"
 
     def _scan(self, path: Path, name: str) -> Scan:

@@ -5,12 +5,13 @@
     PNG, plain 8-bit       cv2, after its checksums held                   exactly
     WebP, plain lossy      cv2                                             exactly
     other PNG and WebP,
-    BMP, GIF, TIFF         Pillow                                          exactly, but for 16-bit greyscale
+    BMP, GIF, TIFF, AVIF   Pillow                                          exactly, but for 16-bit greyscale
+    HEIC                   pillow-heif (the extra `heic`)                  exactly
 
 Alpha is dropped, not composited, as `convert("RGB")` does: the colour under a transparent pixel is what
 the file holds there. 16-bit channels keep their high byte. An animation gives its first frame. Pixels come
 as stored, without the EXIF orientation, as torchvision and everybody's ImageNet numbers have them;
-`exif=True` turns them upright. (TIFF comes upright in any case: Pillow applies its orientation on loading.)
+`exif=True` turns them upright. (TIFF and HEIC come upright in any case: their orientation is applied on loading.)
 
 Nothing here runs code that is in the bytes. What is above a limit of `image_header` is refused by its
 header, before anything of its size is allocated.
@@ -51,6 +52,7 @@ def decode(
     Raises:
         SampleError: whatever the bytes are, this and no other; the message says what is wrong with them.
             A JPEG is refused for anything that libjpeg warns of, since what follows the damage is garbage.
+        ConfigError: it is AVIF or HEIC, and what decodes that is not installed here.
     """
     encoded, kind = _known(data)
     if kind == "JPEG":
@@ -79,7 +81,7 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
         if size is not None:
             on_its_side = exif and b"Exif\0\0" in encoded and jpeg_orientation(encoded) >= 5
             return (size[1], size[0]) if on_its_side else size
-    elif not (exif and kind in ("PNG", "WebP")):  # whose orientation may stand behind the pixels
+    elif not (exif and kind in ("PNG", "WebP", "AVIF")):  # whose orientation may stand behind the pixels
         size = plain_size(encoded, kind)
         if size is not None:
             return size

@@ -2,7 +2,7 @@
 
     jpeg_size      JPEG, of which libjpeg-turbo reads the header     scans, and coefficients that are kept for them
     plain_size     PNG and WebP without extras, which cv2 decodes
-    open_pillow    whatever Pillow is to decode                      canvases, strips and tiles, copies
+    open_pillow    whatever Pillow and its plugins are to decode     canvases, strips and tiles, copies
 
 All that decodes, or asks for a size, comes by one of the three. None of them allocates pixels.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import simplejpeg
 
-from raypipe.errors import SampleError
+from raypipe.errors import ConfigError, SampleError
 
 MAX_DECODE_BYTES = 1 << 30
 """What the decoding of one image may take at a time, the pixels that come out included."""
@@ -50,10 +50,20 @@ _SCAN_BYTES = 10  # of the shortest scan: its header
 _WEBP_BYTES, _MOST_JPEG_BYTES = 19, 15
 _TILE_WIDTH, _TILE_LENGTH, _ROWS_PER_STRIP, _BITS, _SAMPLES, _PHOTOMETRIC = 322, 323, 278, 258, 277, 262  # TIFF
 _YCBCR = 6
+# Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
+_AVIF_BRANDS = {b"avif", b"avis"}
+_HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
+# Bytes per pixel: 8 bits and 4:2:0 took 9 and 7 at the peak of a decode. Of AVIF the container is asked: libavif
+# decodes a frame that is larger than it says, up to a limit of its own, 2^28 pixels.
+_HEIF_BYTES = 20
 
 
 def image_kind(data: bytes) -> str | None:
-    """JPEG, PNG, WebP, GIF, TIFF or BMP, by the magic number; None = none of them."""
+    """JPEG, PNG, WebP, GIF, TIFF, BMP, AVIF or HEIC, by the magic number; None = none of them."""
+    if data[4:8] == b"ftyp":
+        end = min(int.from_bytes(data[:4], "big"), 256)
+        brands = {data[8:12], *(data[at : at + 4] for at in range(16, end, 4))}
+        return "AVIF" if brands & _AVIF_BRANDS else "HEIC" if brands & _HEIC_BRANDS else None
     if data.startswith(b"RIFF"):
         return "WebP" if data[8:12] == b"WEBP" else None
     return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
@@ -187,16 +197,18 @@ def open_pillow(data: bytes, kind: str) -> Any:
 
     Raises:
         SampleError: it is over a limit.
+        ConfigError: what decodes this kind is not installed.
         Exception: Pillow's plugins raise a dozen types on bad bytes.
     """
     if kind == "WebP":
         _webp_size(data)
     if kind == "TIFF":
         _check_tags(data)
-    name = kind if kind == "WebP" else kind.capitalize()
-    plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
-    image = getattr(plugin, f"{name}ImageFile")(io.BytesIO(data))
+    image = _plugin(kind)(io.BytesIO(data))
     width, height = image.size
+    if kind in ("AVIF", "HEIC"):
+        check_size(width, height, width * height * _HEIF_BYTES)
+        return image
     pixel_bytes = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
     if kind == "JPEG":
         _check_jpeg(data, width, height, pixel_bytes + 3)
@@ -207,6 +219,21 @@ def open_pillow(data: bytes, kind: str) -> Any:
     return image
 
 
+def _plugin(kind: str) -> Any:
+    """The class that reads a kind of image; raises ConfigError where it is missing, which other nodes may have."""
+    if kind == "HEIC":
+        try:
+            return importlib.import_module("pillow_heif").HeifImageFile
+        except ImportError as error:
+            extra = "pip install 'raypipe[heic]', on every node"
+            raise ConfigError(f"HEIC images need pillow-heif ({error}): {extra}") from error
+    name = kind if kind == "WebP" else kind.capitalize()
+    plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
+    if kind == "AVIF" and not plugin.SUPPORTED:
+        raise ConfigError("AVIF images need a Pillow with libavif, as PyPI's wheels have it, on every node")
+    return getattr(plugin, f"{name}ImageFile")
+
+
 @contextlib.contextmanager
 def damage_in(kind: str, data: bytes) -> Iterator[None]:
     """Makes a SampleError of what Pillow raises within, and silences what it warns of: metadata, large images."""
@@ -214,7 +241,7 @@ def damage_in(kind: str, data: bytes) -> Iterator[None]:
         warnings.simplefilter("ignore")
         try:
             yield
-        except SampleError:
+        except (SampleError, ConfigError):
             raise
         except Exception as error:  # its plugins raise a dozen types on bad bytes
             damage = "truncated" if "truncated" in str(error).lower() else "damaged"

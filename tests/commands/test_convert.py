@@ -40,6 +40,10 @@ def convert(src: str | Store, dst: Path, **options: Any) -> dict[str, int]:
     return _convert(src, str(dst), progress=False, **options)
 
 
+def without_sizes(src: str | Store, dst: Path, **options: Any) -> dict[str, int]:
+    return convert(src, dst, sizes=False, **options)
+
+
 def contents(store: Store) -> dict[str, list[Any]]:
     return {name: list(values) for name, values in store.read(np.arange(len(store)), store.columns).items()}
 
@@ -103,9 +107,10 @@ class TestConvert:
             "classes": len(CLASSES),
             "bytes": sum(map(len, IMAGES)),
             "skipped": 0,
+            "unsized": 0,
         }
         copy = open_store(dst)
-        assert contents(copy) == {"image": IMAGES, "label": LABELS}
+        assert contents(copy) == {"image": IMAGES, "label": LABELS, "width": [8] * NUM, "height": [8] * NUM}
         assert copy.classes == source.classes == CLASSES
         assert names(dst.parent) == [dst.name]
         assert dst.is_file() if shards == 1 else names(dst) == [f"{i:05d}{suffix}" for i in range(shards)]
@@ -120,14 +125,14 @@ class TestConvert:
             "mask": [b"", b"\0\1", None, b"x", b"None"],
         }
         dst = tmp_path / f"copy{suffix}"
-        convert(MemoryStore(IMAGES[:5], LABELS[:5], columns=extra), dst, shards=2)
+        without_sizes(MemoryStore(IMAGES[:5], LABELS[:5], columns=extra), dst, shards=2)
         expected = {name: [None if v is None else v for v in values] for name, values in extra.items()}
         assert contents(open_store(dst)) == {"image": IMAGES[:5], "label": LABELS[:5], **expected}
         assert open_store(dst).classes is None
 
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
     def test_a_source_without_labels_gives_a_copy_without_labels(self, suffix: str, tmp_path: Path) -> None:
-        convert(MemoryStore(IMAGES[:3], None), tmp_path / f"copy{suffix}", shards=1)
+        without_sizes(MemoryStore(IMAGES[:3], None), tmp_path / f"copy{suffix}", shards=1)
         assert contents(open_store(tmp_path / f"copy{suffix}")) == {"image": IMAGES[:3]}
 
     def test_no_shard_is_empty_however_many_are_asked_for(self, tmp_path: Path) -> None:
@@ -206,12 +211,12 @@ class TestConvert:
     def test_an_existing_destination_is_kept_unless_overwritten(self, tmp_path: Path) -> None:
         dst = tmp_path / "copy.parquet"
         first, second = (MemoryStore(images, LABELS[:5]) for images in (IMAGES[:5], IMAGES[5:10]))
-        convert(first, dst, shards=1)
+        without_sizes(first, dst, shards=1)
         with pytest.raises(StoreError, match=rf"{re.escape(str(dst))} exists: .*--overwrite"):
             convert(second, dst, shards=1)
         assert contents(open_store(dst)) == contents(first)
         for shards in (2, 2, 1, 1):  # a folder for a file, for a folder, and back
-            convert(second, dst, shards=shards, overwrite=True)
+            without_sizes(second, dst, shards=shards, overwrite=True)
             assert contents(open_store(dst)) == contents(second)
             assert dst.is_dir() == (shards == 2)
             assert names(tmp_path) == [dst.name]
@@ -312,7 +317,7 @@ class TestConvert:
         args = ["convert", str(tmp_path / "source.tar"), str(tmp_path / "copy.parquet"), "--shards=2"]
         cli.main(args)
         size = sum(map(len, IMAGES))
-        expected = {"samples": NUM, "classes": 5, "bytes": size, "skipped": 0}
+        expected = {"samples": NUM, "classes": 5, "bytes": size, "skipped": 0, "unsized": 0}
         assert json.loads(capsys.readouterr().out.splitlines()[-1]) == expected
         cli.main([*args, "--overwrite", "--short-side", "4", "--quality=50", "--on-bad-sample", "skip"])
         again = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -557,6 +562,7 @@ def test_a_killed_conversion_leaves_no_store_and_the_next_one_succeeds(
         "classes": 5,
         "bytes": sum(map(len, stored["image"])),
         "skipped": 0,
+        "unsized": 0,
     }
     assert stored["label"] == contents(source)["label"]
     assert copy.classes == CLASSES

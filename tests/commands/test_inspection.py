@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raypipe.commands import cli
-from raypipe.commands.inspection import _bounds, _reasons, describe, verify
+from raypipe.commands.inspection import _reasons, describe, task_bounds, verify
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
@@ -74,13 +74,15 @@ def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
 
 def test_ranges_cover_the_store_and_cut_no_group() -> None:
     store = MemoryStore([b""] * 3000, None)
-    assert _bounds(store, 4).tolist() == [0, 750, 1500, 2250, 3000]
-    assert _bounds(store, 100)[[0, -1]].tolist() == [0, 3000] and len(_bounds(store, 100)) == 3000 // 256 + 1
+    assert task_bounds(store, 4).tolist() == [0, 750, 1500, 2250, 3000]
+    assert (
+        task_bounds(store, 100)[[0, -1]].tolist() == [0, 3000] and len(task_bounds(store, 100)) == 3000 // 256 + 1
+    )
     grouped = MemoryStore([b""] * 3000, None, group_size=700)
-    assert _bounds(grouped, 4).tolist() == [0, 1400, 2100, 2800, 3000]
-    assert _bounds(MemoryStore([b""] * 3, None, group_size=2), 4).tolist() == [0, 3]
-    assert _bounds(MemoryStore([], None), 4).tolist() == [0]
-    assert _bounds(MemoryStore([], None, group_size=2), 4).tolist() == [0]
+    assert task_bounds(grouped, 4).tolist() == [0, 1400, 2100, 2800, 3000]
+    assert task_bounds(MemoryStore([b""] * 3, None, group_size=2), 4).tolist() == [0, 3]
+    assert task_bounds(MemoryStore([], None), 4).tolist() == [0]
+    assert task_bounds(MemoryStore([], None, group_size=2), 4).tolist() == [0]
 
 
 def test_samples_that_share_a_reason_are_counted() -> None:

@@ -1,0 +1,92 @@
+"""The sizes of images, by their headers: of one, and of all of a store, which are then kept beside it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypipe.commands.inspection import PART, READ, TASKS_PER_CPU, read_each, task_bounds
+from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
+from raypipe.errors import ConfigError, SampleError
+from raypipe.rayext.cluster import connect
+from raypipe.storage.files import check_place
+from raypipe.stores.base import Store
+from raypipe.stores.scan import SIZE_COLUMNS, sizes_address, write_sizes
+from raypipe.transform.decode import image_size
+
+NO_SIZE = {"width": -1, "height": -1}
+
+
+def size_of(image: bytes | None, exif: bool = False) -> dict[str, int]:
+    """`width` and `height`, in pixels, that `decode` gives, by the header; `NO_SIZE` where it does not tell."""
+    try:
+        height, width = image_size(image, exif=exif)
+    except SampleError:
+        return NO_SIZE
+    return {"width": width, "height": height}
+
+
+def size_range(
+    wanted: Path, store: Store, start: int, stop: int, exif: bool = False
+) -> Iterator[tuple[int, np.ndarray]]:
+    """A task: yields the first of some samples from start to stop - 1, and their sizes, int32 (n, 2)."""
+    for first in range(start, stop, PART):
+        indices, sizes = np.arange(first, min(stop, first + PART)), []
+        for few in np.split(indices, range(READ, len(indices), READ)):
+            check_wanted(wanted)
+            images, _ = read_each(store, few, "image")
+            sizes += [list(size_of(image, exif).values()) for image in images]
+        yield first, np.array(sizes, np.int32)
+
+
+def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dict[str, Any]:
+    """Write the sizes of all images beside their store, on Ray; the store itself stays as it is.
+
+    Args:
+        store: at a path or a URI.
+        exif: sizes are those of images turned upright, as `transform.apply_exif` turns them.
+        progress: show a progress bar on standard error.
+
+    Returns:
+        `samples`, `unsized` (how many have no size), `width_px` and `height_px` ([least, median, most] of the
+        others, None without any), `sizes` (where they are), `seconds`, `images_per_s`.
+
+    Raises:
+        ConfigError: the store has sizes, or no place for a file beside it.
+        StoreError, ResourceError: see `verify`.
+    """
+    from raypipe.stores.parquet import ParquetStore
+
+    address, num_samples = sizes_address(store), len(store)
+    if set(SIZE_COLUMNS) <= set(store.columns):
+        raise ConfigError(f"{store.address} has columns width and height already")
+    if not address or address.startswith("hf://"):
+        raise ConfigError(f"{store.address}: nothing can be written beside it; `raypipe convert` writes sizes too")
+    check_place(address)
+    connect()
+    started = time.perf_counter()
+    what, here = "the reading of sizes", "://" not in store.address
+    reader = store.forwards() if isinstance(store, ParquetStore) else store
+    bounds = task_bounds(store, count_cpus(what, here) * TASKS_PER_CPU).tolist()
+    calls = [(reader, *ends, exif) for ends in itertools.pairwise(bounds)]
+    sizes = np.full((num_samples, 2), -1, np.int32)
+    for first, part in run_tasks(what, here, size_range, calls, num_samples, lambda part: len(part[1]), progress):
+        sizes[first : first + len(part)] = part
+    address = write_sizes(store, sizes)
+    seconds = time.perf_counter() - started
+    known = sizes[sizes[:, 0] >= 0]
+    ranges = [[int(f(side)) for f in (np.min, np.median, np.max)] if len(known) else None for side in known.T]
+    return {
+        "samples": num_samples,
+        "unsized": num_samples - len(known),
+        "width_px": ranges[0],
+        "height_px": ranges[1],
+        "sizes": address,
+        "seconds": seconds,
+        "images_per_s": num_samples / seconds,
+    }

@@ -1,0 +1,130 @@
+"""Sizes of images by their headers: as columns of a conversion, and beside a store."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from raypipe.commands import cli
+from raypipe.commands.convert import write_shard
+from raypipe.commands.image_sizes import NO_SIZE, add_sizes, size_of, size_range
+from raypipe.errors import ConfigError
+from raypipe.stores import open_store, open_writer
+from raypipe.stores.base import MemoryStore
+from raypipe.stores.filter import matching
+from raypipe.transform.decode import decode
+
+from conftest import picture  # isort: skip
+
+
+def on_its_side(height: int, width: int) -> bytes:
+    exif, out = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(out, "JPEG", exif=exif)
+    return out.getvalue()
+
+
+PNG = cv2.imencode(".png", np.zeros((5, 9, 3), np.uint8))[1].tobytes()
+IMAGES = [picture(0, 8, 12), PNG, b"no image", on_its_side(20, 30), picture(1, 7, 3)]
+STORED = [(12, 8), (9, 5), (-1, -1), (30, 20), (3, 7)]
+UPRIGHT = [(12, 8), (9, 5), (-1, -1), (20, 30), (3, 7)]
+
+
+@pytest.mark.parametrize(("exif", "expected"), [(False, STORED), (True, UPRIGHT)])
+def test_a_size_is_that_of_the_decoded_image(exif: bool, expected: list[tuple[int, int]]) -> None:
+    for image, (width, height) in zip(IMAGES, expected, strict=True):
+        assert size_of(image, exif) == {"width": width, "height": height}
+        if width >= 0:
+            assert decode(image, exif=exif).shape == (height, width, 3)
+    assert size_of(None) == size_of(b"") == size_of(IMAGES[0][:10]) == NO_SIZE
+
+
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
+@pytest.mark.parametrize(("exif", "expected"), [(False, STORED), (True, UPRIGHT)])
+def test_a_conversion_writes_sizes_and_counts_what_has_none(
+    suffix: str, exif: bool, expected: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    types = {"image": "binary", "label": "int64", "width": "int64", "height": "int64"}
+    source, file = MemoryStore(IMAGES, range(5)), tmp_path / f"a{suffix}"
+    (part,) = write_shard(tmp_path, source, file, 0, 5, types, 0, 90, "raise", ("width", "height"), exif)
+    assert part == (5, 1, sum(map(len, IMAGES)), [])
+    found = open_store(file).read(np.arange(5), ("image", "width", "height"))
+    assert found["image"] == IMAGES and found["width"].dtype == np.int64
+    assert list(zip(found["width"], found["height"], strict=True)) == expected
+
+
+def test_images_made_smaller_have_their_new_sizes_whatever_the_source_says(tmp_path: Path) -> None:
+    types = {"image": "binary", "width": "int64", "height": "int64"}
+    source = MemoryStore([picture(0, 40, 60)], None, columns={"width": [60], "height": [40]})
+    list(write_shard(tmp_path, source, tmp_path / "a.lmdb", 0, 1, types, 20, 90, "raise", ("width", "height")))
+    found = open_store(tmp_path / "a.lmdb").read(np.arange(1), ("image", "width", "height"))
+    assert decode(found["image"][0]).shape == (20, 30, 3)
+    assert (found["width"][0], found["height"][0]) == (30, 20)
+
+
+def test_a_range_has_the_sizes_of_its_samples_where_some_cannot_be_read(tmp_path: Path) -> None:
+    class Breaking(MemoryStore):
+        def read(
+            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+        ) -> dict[str, list[bytes]]:
+            if 299 in indices:
+                raise OSError("a damaged block")
+            return super().read(indices, columns)
+
+    store = Breaking([IMAGES[i % 5] for i in range(310)], None)
+    parts = dict(size_range(tmp_path, store, 3, 310))
+    assert list(parts) == [3, 259] and all(part.dtype == np.int32 for part in parts.values())
+    expected = [STORED[i % 5] if i != 299 else (-1, -1) for i in range(3, 310)]
+    assert [tuple(size) for part in parts.values() for size in part.tolist()] == expected
+
+
+def test_what_cannot_have_a_file_beside_it_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing can be written beside it; `raypipe convert` writes sizes too"):
+        add_sizes(MemoryStore(IMAGES, None))
+    with open_writer(tmp_path / "a.lmdb", {"image": "binary", "width": "int64", "height": "int64"}) as writer:
+        writer.append({"image": PNG, "width": 9, "height": 5})
+    with pytest.raises(ConfigError, match=r"a\.lmdb has columns width and height already"):
+        add_sizes(open_store(tmp_path / "a.lmdb"))
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", str(tmp_path / "a.lmdb"), "--add-sizes", "--verify"])
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+class TestCommands:
+    def test_convert_writes_sizes_unless_it_is_told_not_to(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with open_writer(tmp_path / "a.lmdb", {"image": "binary", "height": "string"}) as writer:
+            for image in IMAGES:
+                writer.append({"image": image, "height": "tall"})
+        cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/b.parquet"])
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (found["samples"], found["unsized"]) == (5, 1)
+        copy = open_store(tmp_path / "b.parquet")
+        assert copy.columns == ("image", "height", "width")
+        read = copy.read(np.arange(5), ("height", "width"))
+        assert read["height"] == ["tall"] * 5 and read["width"].tolist() == [width for width, _ in STORED]
+        cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/c.lmdb", "--sizes", "false"])
+        assert open_store(tmp_path / "c.lmdb").columns == ("image", "height")
+
+    def test_inspect_adds_sizes_beside_a_store(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with open_writer(tmp_path / "a.lmdb", {"image": "binary"}) as writer:
+            for i in range(700):
+                writer.append({"image": IMAGES[i % 5]})
+        before = (tmp_path / "a.lmdb").read_bytes()
+        cli.main(["inspect", f"{tmp_path}/a.lmdb", "--add-sizes", "--transform.apply_exif=true"])
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (found["samples"], found["unsized"]) == (700, 140)
+        assert (found["width_px"], found["height_px"]) == ([3, 10, 20], [5, 7, 30])
+        assert found["sizes"] == f"{tmp_path}/_a.lmdb.sizes.parquet"
+        assert matching(open_store(tmp_path / "a.lmdb"), "height == 30").tolist() == [
+            i % 5 == 3 for i in range(700)
+        ]
+        assert (tmp_path / "a.lmdb").read_bytes() == before

@@ -1,0 +1,206 @@
+"""A folder of images in a bucket: the same store as on a disk, listed once, and read by several requests."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from s3_server import FaultyProxy
+
+from raypipe.errors import StoreError
+from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.stores import open_store, remote_folder
+from raypipe.stores.base import name_of
+from raypipe.stores.folder import FolderStore
+from raypipe.stores.remote_folder import RemoteFolderStore
+
+NAMES = [
+    *(
+        "b/1.JPG",
+        "b/0/z.jpeg",
+        "b/0.png",
+        "a/x.webp",
+        "a/X.png",
+        "a/é %41+#.png",
+        "a-b/1.tiff",
+        "ä/1.gif",
+        "ä/2.bmp",
+    ),
+    *("a/notes.txt", "a/.hidden.png", "a/.cache/2.png", ".git/3.png", "root.jpg", "empty/notes.txt"),
+]
+
+
+@pytest.fixture
+def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_endpoint) as made:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
+        yield made
+
+
+def put(address: str, content: bytes) -> None:
+    filesystem, path = open_filesystem(address)
+    with filesystem.open_output_stream(path) as target:
+        target.write(content)
+
+
+def write(root: Path, address: str, names: list[str] = NAMES) -> None:
+    """The same files on a disk and in a bucket."""
+    for number, name in enumerate(names):
+        content = name.encode() * (1 + 50 * number)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+        put(join(address, *name.split("/")), content)
+
+
+@pytest.mark.parametrize("folder", ["", "/train", "/data%20set/train/"])
+def test_a_folder_copied_to_a_bucket_is_the_same_store(folder: str, bucket: str, tmp_path: Path) -> None:
+    address = bucket + folder
+    write(tmp_path / "root", address)
+    local, remote = FolderStore(tmp_path / "root"), open_store(address)
+    assert isinstance(remote, RemoteFolderStore) and remote.groups is None
+    assert remote.address == address and len(remote) == len(local) == 9
+    assert (
+        (remote.columns, remote.classes)
+        == (local.columns, local.classes)
+        == (
+            ("image", "label"),
+            ("a", "a-b", "b", "empty", "ä"),
+        )
+    )
+    assert remote.fingerprint == local.fingerprint
+    for indices in (np.arange(9), np.array([8, 0, 3, 3, 1]), np.empty(0, np.int64)):
+        found, expected = remote.read(indices), local.read(indices)
+        assert found["image"] == expected["image"]
+        assert found["label"].dtype == np.int64 and found["label"].tolist() == expected["label"].tolist()
+    assert name_of(remote, 2) == f"{address.rstrip('/')}/a/%C3%A9%20%2541%2B%23.png" and name_of(remote, 9) == ""
+    with pytest.raises(IndexError):
+        remote.read(np.array([9]))
+
+
+def test_it_is_listed_once_and_other_processes_get_what_was_found(
+    proxy: FaultyProxy, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "root", f"{bucket}/train")
+    store = open_store(f"{bucket}/train")
+    fingerprint = store.fingerprint
+    put(f"{bucket}/train/a/A.png", b"too late")
+    sent = pickle.dumps(store)
+
+    def never(address: str) -> None:
+        raise AssertionError(f"{address} is listed again")
+
+    monkeypatch.setattr(remote_folder, "_listed", never)
+    before = proxy.requests.total()
+    copy = pickle.loads(sent)
+    assert copy.fingerprint == fingerprint and len(copy) == 9 and proxy.requests.total() == before
+    assert copy.read(np.arange(9))["image"] == store.read(np.arange(9))["image"]
+    store.close()
+    assert len(store) == 9
+    assert proxy.requests.total() - before <= 2 * 2 * 9
+
+
+def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [
+        [(f"n{c:08d}/n{c:08d}_{i * 7919 % 100_000}.JPEG", 100_000 + i) for i in range(1000)] for c in range(100)
+    ]
+    listing = remote_folder._listing(tuple(f"n{c:08d}" for c in range(100)), paths)
+    store = RemoteFolderStore("s3://bucket/train")
+    store._found = listing
+    assert len(pickle.dumps(store)) < 6 * 100_000
+    copy = pickle.loads(pickle.dumps(store))
+    assert len(copy) == 100_000 and copy.sample_name(99_999) == f"s3://bucket/train/{paths[-1][-1][0]}"
+
+
+def test_reads_are_made_at_the_same_time(
+    bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "root", f"{bucket}/train")
+    store = open_store(f"{bucket}/train")
+    assert len(store) == 9
+    running = most = 0
+
+    class Counting(FaultyProxy):
+        def fault_of(self, request: str) -> str:
+            nonlocal running, most
+            if not request.startswith("GET"):
+                return ""
+            with self.lock:
+                running += 1
+                most = max(most, running)
+            return "slow"
+
+        def count(self, fault: str) -> None:
+            nonlocal running
+            super().count(fault)
+            with self.lock:
+                running -= 1
+
+    with Counting(s3_endpoint) as slow:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", slow.endpoint)
+        assert None not in store.read(np.repeat(np.arange(9), 4))["image"]
+    assert 4 <= most <= remote_folder._NUM_REQUESTS
+
+
+def test_a_vanished_object_is_a_missing_sample_and_a_changed_one_an_error(bucket: str, tmp_path: Path) -> None:
+    write(tmp_path / "root", f"{bucket}/train")
+    store = open_store(f"{bucket}/train")
+    images = store.read(np.arange(9))["image"]
+    filesystem, path = open_filesystem(f"{bucket}/train/a-b/1.tiff")
+    filesystem.delete_file(path)
+    assert store.read(np.arange(9))["image"] == [None if i == 3 else image for i, image in enumerate(images)]
+    put(f"{bucket}/train/b/0.png", b"another")
+    with pytest.raises(
+        StoreError, match=r"/train/b/0\.png has changed since the store was opened: \d+ bytes then, 7"
+    ):
+        store.read(np.array([4]))
+    assert open_store(f"{bucket}/train").read(np.array([3]))["image"] == [b"another"]
+
+
+def test_an_object_too_large_for_an_image_is_never_asked_for(
+    proxy: FaultyProxy, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "root", f"{bucket}/train")
+    store = open_store(f"{bucket}/train")
+    sizes = [len(image) for image in store.read(np.arange(9))["image"]]
+    monkeypatch.setattr(remote_folder, "MAX_SAMPLE_BYTES", sorted(sizes)[4])
+    before = proxy.requests["GET"]
+    found = store.read(np.arange(9))["image"]
+    assert [image is None for image in found] == [size > sorted(sizes)[4] for size in sizes]
+    assert proxy.requests["GET"] - before == 5
+
+
+def test_faults_of_the_network_are_tried_again_and_a_bucket_that_is_gone_is_an_error(
+    bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "root", f"{bucket}/train")
+    expected = FolderStore(tmp_path / "root").read(np.arange(9))["image"]
+    with FaultyProxy(s3_endpoint, seed=1, rates={"throttle": 0.1, "drop": 0.1}) as faulty:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faulty.endpoint)
+        store = open_store(f"{bucket}/train")
+        assert store.read(np.arange(9))["image"] == expected
+        assert faulty.faults.total() > 0
+    monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", "1")
+    with pytest.raises(StoreError, match=rf"{bucket}/train cannot be read: .*check the network"):
+        store.read(np.arange(2))
+
+
+def test_a_forked_child_reads_with_threads_of_its_own(bucket: str, tmp_path: Path) -> None:
+    write(tmp_path / "root", f"{bucket}/train")
+    store = RemoteFolderStore(f"{bucket}/train")
+    assert len(store) == 9
+    first = store._contents
+    store._pid = os.getpid() - 1  # as a child of this process finds it
+    assert store._contents is not first and len(store.read(np.arange(9))["image"]) == 9
+
+
+@pytest.mark.parametrize("names", [["a/notes.txt"], ["a/.b.png"]])
+def test_nothing_there(names: list[str], bucket: str, tmp_path: Path) -> None:
+    write(tmp_path / "root", f"{bucket}/train", names)
+    with pytest.raises(StoreError, match=r"/train has no class folders with images .*root/class/image\.jpg"):
+        len(open_store(f"{bucket}/train"))
+    with pytest.raises(StoreError, match="does not exist"):
+        open_store(f"{bucket}/none")

@@ -28,7 +28,7 @@ def inspect(
     html: str = "",
     add_sizes: bool = False,
 ) -> dict[str, Any]:
-    """Print or draw what a store is, or what a run draws of it; find all samples that cannot be decoded; or add sizes.
+    """Print or draw a store, or what a run draws of it; find all samples that cannot be decoded; or add sizes.
 
     Example: raypipe inspect train.lmdb --html train.html
     Example: raypipe inspect --config run.yaml --show-plan --html plan.html

@@ -1,22 +1,23 @@
 """A CUDA device of one's own, in this process: streams, events, the allocator, and tensors on it.
 
-A stream is a queue. What is launched waits in it, and runs when the seed says so, behind what was launched on the
-same stream before and behind the events that the stream was told to wait for; nothing else is ordered. An operation
-reads and writes memory when it runs: real memory, so what runs too early or too late leaves wrong values.
+A stream is a queue. What is launched waits in it, and runs when the seed says so: behind what was launched on the
+same stream before, and behind the events that the stream was told to wait for. Nothing else is ordered. An
+operation reads and writes memory when it runs: real memory, so what runs too early or too late leaves wrong values.
 
-    event     `record` marks the end of a stream as it is then; `wait` and `synchronize` are for what was recorded last
-              before them, and for nothing if nothing was.
-    memory    belongs to the stream that was current when it was first taken. Freed, it serves the next tensor of that
-              stream at once, whatever else is still to read it; streams named by `record_stream` are waited for.
-    transfer  from pinned memory: read when it runs. From other memory: read at once. (CUDA's promise.) Memory that was
-              pinned by others than torch is not held for a transfer: see `pinned`.
+    event     `record` marks the end of a stream as it is then; `wait` and `synchronize` are for what was recorded
+              last before them, and for nothing if nothing was.
+    memory    belongs to the stream that was current when it was first taken. Freed, it serves the next tensor of
+              that stream at once, whatever else is still to read it; streams that were named by `record_stream`
+              are waited for.
+    transfer  from pinned memory: read when it runs. From other memory: read at once, as CUDA promises. Memory that
+              others than torch have pinned is not held for a transfer: see `pinned`.
     nvJPEG    writes what it decodes by a stream of its own, which waits for no other; then the host waits for it.
-    graph     while one is captured, no thread may take memory or wait for the device; in the mode "thread_local", not
-              the capturing one.
+    graph     while one is captured, no thread may take memory or wait for the device; in the mode "thread_local",
+              not the thread that captures.
 
-Each of these is told to torch's sanitizer for CUDA as well, which judges the order alone: an access that nothing
-orders behind the one before it is an error in every schedule. Memory keeps its address through the allocator here, so
-that it also judges who uses memory anew.
+All of this is told to torch's sanitizer for CUDA as well, which judges the order alone: an access that nothing
+orders behind the one before it is an error in every schedule. Here memory keeps its number when it is freed and
+taken anew, so that the sanitizer also judges who uses it then.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Cuda:
         aliases = {number: [""] for number in reads | writes}
         with mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES):
             found = self._sanitizer._handle_kernel_launch(
-                stream.number, reads - writes, writes, writes, name, aliases  # type: ignore[arg-type]
+                stream.number, reads - writes, writes, writes, name, aliases
             )
         for error in found:
             now, before = error.current_access, error.previous_access  # type: ignore[attr-defined]
@@ -128,9 +129,11 @@ class Cuda:
     # Memory
 
     def allocate(self, like: torch.Tensor) -> Tensor:
-        """A tensor as `torch.empty` makes it under the current stream: of a CPU tensor's shape, dtype and strides."""
+        """What `torch.empty` makes under the current stream: of a CPU tensor's shape, dtype and strides."""
         self._not_captured("memory is taken")
-        num_bytes = max(1, -(-_extent(like) // _ROUND)) * _ROUND
+        if not like.numel():
+            return Tensor(torch.empty_like(like), _Handle(_Block(self, like, self.default)))
+        num_bytes = -(-_extent(like) // _ROUND) * _ROUND
         stream, waiting = self.current(), self._deferred
         self._deferred = []
         for block, events in waiting:
@@ -149,7 +152,7 @@ class Cuda:
             self.num_fresh += 1
         handle = _Handle(block)
         weakref.finalize(handle, self._freed, block).atexit = False
-        flat = block.memory[: _extent(like)].view(like.dtype) if like.numel() else torch.empty(0, dtype=like.dtype)
+        flat = block.memory[: _extent(like)].view(like.dtype)
         return Tensor(flat.as_strided(like.shape, like.stride()), handle)
 
     def _freed(self, block: _Block) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 
-class Stuck(RuntimeError):
+class StuckError(RuntimeError):
     """No thread can go on, and no stream has work that could change that."""
 
 
@@ -46,7 +46,7 @@ class Host:
     def pause(self, until: Callable[[], bool] | None = None) -> None:
         """Anything may happen here, as long as `until` does not hold."""
         if self._stuck:
-            raise Stuck
+            raise StuckError
         while self._rng.random() < self._device and self._advance(False):
             pass
         if until is None and self._rng.random() > self._restless:
@@ -57,7 +57,7 @@ class Host:
             other.go.release()
             assert me.go.acquire(timeout=60)
             if self._stuck:
-                raise Stuck
+                raise StuckError
 
     def _next(self) -> _Task:
         while not (ready := [task for task in self._tasks if task.until()]):
@@ -65,7 +65,7 @@ class Host:
                 self._stuck = True
                 for task in self._tasks:
                     task.go.release()
-                raise Stuck
+                raise StuckError
         return self._rng.choice(ready)
 
     def start(self, target: Callable[[], None]) -> _Task:
@@ -77,7 +77,7 @@ class Host:
             try:
                 if not self._stuck:
                     target()
-            except Stuck:
+            except StuckError:
                 pass  # the others are told
             finally:
                 task.done = True
@@ -86,7 +86,7 @@ class Host:
                     try:
                         self._running = self._next()
                         self._running.go.release()
-                    except Stuck:
+                    except StuckError:
                         pass
 
         self._tasks.append(task)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -100,20 +100,33 @@ def on_device(
     """
 
     def arrays(host: HostBatch) -> list[np.ndarray]:
-        there = (host.image, host.label, host.weight, host.mask, host.boxes)
-        return [array for array in there if array is not None]
+        return [*_leaves(host).values()]
 
     def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        image, target, weight, *others = tensors
-        names = [name for name in ("mask", "boxes") if getattr(host, name) is not None]
-        targets = dict(zip(names, others, strict=True))
+        there = dict(zip(_leaves(host), tensors, strict=True))
         # NHWC in memory is channels_last as it stands.
-        return _batch(host, seed_of, image=image.permute(0, 3, 1, 2), target=target, weight=weight, **targets)
+        image, target = there.pop("image").permute(0, 3, 1, 2), there.pop("label")
+        return _batch(host, seed_of, image=image, target=target, **there)
 
-    through = Ring(batches, arrays, device, depth, keep, on_copied)
+    through = Ring(batches, arrays, device, depth, keep, on_copied, _without_leaves)
     if through.device.type == "cuda" or ring:
         return _each(through, batch)
     return (batch(host, [*map(view, arrays(host))]) for host in batches)
+
+
+def _leaves(host: HostBatch) -> dict[str, np.ndarray]:
+    """The arrays of a micro-batch that are to be on the device, by the names of its fields."""
+    names = ("image", "label", "weight", "mask", "boxes")
+    return {name: array for name in names if (array := getattr(host, name)) is not None}
+
+
+_ELSEWHERE = np.empty(0, np.uint8)
+
+
+def _without_leaves(host: HostBatch) -> HostBatch:
+    """What the host still needs of a micro-batch: no view of the block that it came in."""
+    leaves = dict.fromkeys(_leaves(host), _ELSEWHERE)
+    return replace(host, **leaves | {"label": host.label.copy(), "index": host.index.copy()})
 
 
 def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Iterator[Used]:

@@ -2,7 +2,7 @@
 
 A stream is a queue. What is launched waits in it, and runs when the seed says so: behind what was launched on the
 same stream before, and behind the events that the stream was told to wait for. Nothing else is ordered. An
-operation reads and writes memory when it runs: real memory, so what runs too early or too late leaves wrong values.
+operation reads and writes real memory when it runs, so what runs too early or too late leaves wrong values.
 
     event     `record` marks the end of a stream as it is then; `wait` and `synchronize` are for what was recorded
               last before them, and for nothing if nothing was.
@@ -114,10 +114,7 @@ class Cuda:
     def launch(self, stream: Stream, run: Callable[[], Any], reads: set[int], writes: set[int], name: str) -> None:
         """Put an operation on a stream; reads and writes are numbers of blocks."""
         aliases = {number: [""] for number in reads | writes}
-        with mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES):
-            found = self._sanitizer._handle_kernel_launch(
-                stream.number, reads - writes, writes, writes, name, aliases
-            )
+        found = self._sanitizer._handle_kernel_launch(stream.number, reads - writes, writes, writes, name, aliases)
         for error in found:
             now, before = error.current_access, error.previous_access  # type: ignore[attr-defined]
             self.errors.append(
@@ -224,6 +221,7 @@ class Cuda:
         device = {"current_device": lambda: 0, "is_current_stream_capturing": self.is_capturing}
         with (
             mock.patch.multiple(torch.cuda, **events, **streams, **device),
+            mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES),
             mock.patch.object(torchvision.io, "decode_jpeg", self.decode_jpeg),
             _Factories(self),
         ):

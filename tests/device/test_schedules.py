@@ -172,7 +172,8 @@ class Consumer:
         self.cuda.synchronize()
         for found, expected in self.kept:
             assert found.is_cuda
-            np.testing.assert_array_equal(found.memory.numpy(), expected)
+            if not np.array_equal(found.memory.numpy(), expected):
+                np.testing.assert_array_equal(found.memory.numpy(), expected)  # says where
 
 
 def use_batch(consumer: Consumer, batch: Any, host: HostBatch) -> None:
@@ -306,7 +307,7 @@ def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_no_schedule_goes_wrong(program: Any, request: pytest.FixtureRequest) -> None:
-    for seed in range(1000 if request.config.getoption("--soak") else 100):
+    for seed in range(1000 if request.config.getoption("--soak") else 60):
         cuda = run(AS_IT_STANDS, program, seed)
         assert not cuda.errors, f"seed {seed}: {cuda.errors[0]}"
 
@@ -440,7 +441,9 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
     "copied is recorded before the transfer": (
         "ring",
         "            start = mark(self._device) if on_copied else None\n",
-        "            start = mark(self._device) if on_copied else None\n            self.copied.record(self._stream)\n            self.copied.record = lambda stream: None\n",
+        "            self.copied.record(self._stream)\n"
+        "            self.copied.record = lambda stream: None\n"
+        "            start = mark(self._device) if on_copied else None\n",
         micro_batches,
     ),
     "transfers on the thread's own stream": (
@@ -484,7 +487,9 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
     "decoded is recorded before the targets": (
         "prefetcher",
         "            target, weight = (torch.from_numpy",
-        "            ready.record(decoder.stream); ready.record = lambda stream: None\n            target, weight = (torch.from_numpy",
+        "            ready.record(decoder.stream)\n"
+        "            ready.record = lambda stream: None\n"
+        "            target, weight = (torch.from_numpy",
         decoding,
     ),
     "what is decoded is not handed over": (
@@ -553,7 +558,7 @@ EQUIVALENT = {
         "self._stream = _copy_stream(device)",
         "self._stream = new_stream(device)",
     ),
-    # torch holds its pinned memory for transfers from it; the old piece would only be freed later than the new is taken.
+    # torch keeps its pinned memory for the transfers from it; the old piece would only be freed late.
     "more is pinned during transfers": (
         "ring",
         "        self.wait()\n        for slot in self._slots:\n            slot.pin",
@@ -583,20 +588,32 @@ def test_every_mutant_goes_wrong(name: str) -> None:
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_equivalent_mutants_do_not(name: str) -> None:
     code = changed(*EQUIVALENT[name])
-    assert [failure(code, program, range(10)) for program in PROGRAMS] == [""] * len(PROGRAMS)
+    assert [failure(code, program, range(4)) for program in PROGRAMS] == [""] * len(PROGRAMS)
 
 
-def test_the_sanitizer_alone_sees_what_is_not_ordered() -> None:
-    """Whatever the schedule, and though the values happen to be right."""
-    for name in ("the consumer does not wait", "consumed is not awaited", "decoded is not recorded"):
-        module, old, new, program = MUTANTS[name]
-        code, seen = changed(module, old, new), 0
-        for seed in range(12):
-            cuda = Cuda(seed)
-            with code.on(cuda), contextlib.suppress(AssertionError):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the consumer does not wait",
+        "consumed is not awaited",
+        "decoded is not recorded",
+        "nvJPEG is not held back",
+    ],
+)
+def test_the_sanitizer_judges_the_order_where_the_values_happen_to_be_right(name: str) -> None:
+    module, old, new, program = MUTANTS[name]
+    code = changed(module, old, new)
+
+    def only_judged(seed: int) -> bool:
+        cuda = Cuda(seed)
+        with code.on(cuda):
+            try:
                 program(code, cuda)
-            seen += bool(cuda.errors)
-        assert seen >= 6
+            except AssertionError:
+                return False
+        return bool(cuda.errors)
+
+    assert any(map(only_judged, range(60)))
 
 
 @pytest.mark.parametrize("module", NAMES)

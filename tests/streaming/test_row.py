@@ -116,15 +116,17 @@ def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
 
     blocks = []
 
+    def row() -> dict[str, np.ndarray]:
+        all_made = [made(at, pack([(b"abc", (0, 0, 1, 1), True), None])) for at in BLOCK]
+        found = {name: column.view(Array) for name, column in made_row(all_made, Room(2)).items()}
+        blocks.append(weakref.ref(found["data"]))
+        return found
+
     class Iterator:
         def iter_batches(self, **options: Any) -> Any:
             for _ in range(3):
                 assert all(block() is None for block in blocks)
-                all_made = [made(at, pack([(b"abc", (0, 0, 1, 1), True), None])) for at in BLOCK]
-                row = {name: column.view(Array) for name, column in made_row(all_made, Room(2)).items()}
-                blocks.append(weakref.ref(row["data"]))
-                yield row
-                row.clear()
+                yield row()
 
     assert len(list(map(contents, host_batches(Iterator())))) == 6  # type: ignore[arg-type]
 

@@ -266,10 +266,10 @@ def test_a_batch_that_is_asked_for_within_a_capture_is_refused() -> None:
     batches = iter(on_device(host_batches(5), CUDA, lambda at: 0))
     static = next(batches).image.clone()
     torch.cuda.synchronize()
-    with pytest.raises(ConfigError, match="while a CUDA graph is captured"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            static.add_(1)
-            next(batches)
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with pytest.raises(ConfigError, match="while a CUDA graph is captured"), capture:
+        static.add_(1)
+        next(batches)
     torch.cuda.synchronize()
     assert (static == 0).all()
 

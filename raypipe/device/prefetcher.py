@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -104,22 +104,42 @@ def on_device(
     """
 
     def arrays(host: HostBatch) -> list[np.ndarray]:
-        there = (host.image, host.label, host.weight, host.mask, host.boxes)
-        return [array for array in there if array is not None] + list(_tensors_of(host).values())
+        return [*_leaves(host).values(), *_tensors_of(host).values()]
 
     def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        image, target, weight, *others = tensors
-        names = [name for name in ("mask", "boxes") if getattr(host, name) is not None]
-        targets = dict(zip([*names, *_tensors_of(host)], others, strict=True))
-        there = {name: targets.pop(name) for name in names}
+        fields = _leaves(host)
+        there = dict(zip(fields, tensors, strict=False))
+        columns = dict(zip(_tensors_of(host), tensors[len(fields) :], strict=True))
         # NHWC in memory is channels_last as it stands.
-        there |= {"image": image.permute(0, 3, 1, 2), "target": target, "weight": weight}
-        return _batch(host, seed_of, targets, **there)
+        image, target = there.pop("image").permute(0, 3, 1, 2), there.pop("label")
+        return _batch(host, seed_of, columns, image=image, target=target, **there)
 
-    through = Ring(batches, arrays, device, depth, keep, on_copied)
+    through = Ring(batches, arrays, device, depth, keep, on_copied, _without_leaves)
     if through.device.type == "cuda" or ring:
         return _each(through, batch)
     return (batch(host, [*map(view, arrays(host))]) for host in batches)
+
+
+def _leaves(host: HostBatch) -> dict[str, np.ndarray]:
+    """The arrays of a micro-batch that are to be on the device, by the names of its fields; without its columns."""
+    names = ("image", "label", "weight", "mask", "boxes")
+    return {name: array for name in names if (array := getattr(host, name)) is not None}
+
+
+_ELSEWHERE = np.empty(0, np.uint8)
+
+
+def _without_leaves(host: HostBatch) -> HostBatch:
+    """What the host still needs of a micro-batch: no view of the block that it came in."""
+    leaves: dict[str, Any] = dict.fromkeys(_leaves(host), _ELSEWHERE)
+    columns = {
+        name: column._replace(values=_ELSEWHERE)
+        if column.offsets is None
+        else column._replace(values=column.values.copy(), offsets=column.offsets.copy())
+        for name, column in host.columns.items()
+    }
+    of_host = {"label": host.label.copy(), "index": host.index.copy(), "columns": columns}
+    return replace(host, **leaves | of_host)
 
 
 def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Iterator[Used]:

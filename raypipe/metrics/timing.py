@@ -4,6 +4,10 @@
 
 On CUDA `wait` is the time for which the compute stream had nothing to do because the next micro-batch was not
 there: from the end of the last one's work to the arrival of the next. What the host does meanwhile is no matter.
+
+A device that is faster than the host which gives it work also has nothing to do now and then, between one launch
+and the next. No mark shows that, since marks are launched as well: such time counts as augment and compute. What
+shows it is a device that has finished its work when the next micro-batch is asked for, see `has_drained`.
 """
 
 from __future__ import annotations
@@ -26,6 +30,16 @@ def mark(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def has_drained(asked: Any) -> bool:
+    """Whether the device has passed a mark already, without waiting for it. Of a CPU that cannot be told: False.
+
+    Called when the next micro-batch is there, on a mark that was made when it was asked for. Between the two lie
+    some 50 µs of the host, in which an idle device passes the mark; one with work to do, of which a micro-batch is
+    milliseconds, does not.
+    """
+    return not isinstance(asked, float) and bool(asked.query())
 
 
 class StageClock:
@@ -65,6 +79,8 @@ class StageTimes:
         read_s: in the actors, reading encoded samples.
         work_s: in the actors, all of a micro-batch: reading, decoding, transforming.
         decode_s: decoding on the device, copies included; beside the other stages, as transfers are.
+        micro_batches: delivered, but for the very first.
+        drained: of these, on CUDA: the device had finished all its work when they were asked for.
     """
 
     images: int = 0
@@ -75,6 +91,8 @@ class StageTimes:
     read_s: float = 0.0
     work_s: float = 0.0
     decode_s: float = 0.0
+    micro_batches: int = 0
+    drained: int = 0
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -92,9 +110,16 @@ class StageTimes:
         """Share of the training time that was spent waiting for the stream."""
         return self.wait_s / self.step_s if self.step_s else 0.0
 
+    @property
+    def drained_fraction(self) -> float:
+        """Share of the micro-batches for which the device had finished its work when they were asked for."""
+        return self.drained / self.micro_batches if self.micro_batches else 0.0
+
 
 # Below this share of waiting a run is not limited by its input; the rest is jitter.
 _WAIT_IS_NOTHING = 0.05
+# A host that is ahead finds the device at work nearly always; one that is behind, nearly never.
+_DRAINED_IS_BEHIND = 0.5
 # Actors to spare, so that a slow micro-batch does not show.
 _HEADROOM = 1.15
 
@@ -120,6 +145,8 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
     found = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
     if times.wait_fraction > _WAIT_IS_NOTHING:
         found.append(_about_input(times, needed * world_size, actors, name))
+    elif times.drained_fraction > _DRAINED_IS_BEHIND:
+        found.append(_about_launches(times, name))
     elif shares["augment"] > shares["compute"]:
         found.append(
             "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
@@ -135,6 +162,18 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
         pool = f"the pool has up to {actors}{spare}" if actors else "there are none (pool.engine=inline)"
         found.append(f"{enough} {what} would be enough, {each}; {pool}.")
     return found
+
+
+def _about_launches(times: StageTimes, name: str) -> str:
+    """A micro-batch of the device's work takes the host longer to launch than the device to do."""
+    lighter = "choose a lighter augment.preset, " if times.augment_s > times.compute_s else ""
+    return (
+        f"The host limits the run, not the model: the {name} had finished its work before "
+        f"{times.drained_fraction:.0%} of the micro-batches were asked for. Let nothing in the loop wait for the "
+        f"{name} (loss.item(), print of a tensor); then {lighter}give each launch more to do (a larger "
+        "plan.micro_batch_size), or launch less (train.compile=true, or a step captured as a CUDA graph, "
+        "docs/gpu.md)."
+    )
 
 
 def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> str:

@@ -26,7 +26,7 @@ from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
 from raypipe.errors import CursorError, RaypipeError, SampleError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
-from raypipe.metrics.timing import StageClock, StageTimes, mark
+from raypipe.metrics.timing import StageClock, StageTimes, has_drained, mark
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Segment
@@ -284,11 +284,13 @@ class Loader:
             self._clocks[split].add("compute", since, asked)
             self._computing = None
         batch = next(self._batches, None)
+        drained = has_drained(asked)
         ready = mark(self.device)
         if self.first_batch_s == 0.0:
             self.first_batch_s = time.perf_counter() - self._created
         else:
             self._clocks[expected.split].add("wait", asked, ready)
+            self._counts[expected.split] += StageTimes(micro_batches=1, drained=drained)
         if batch is None or batch.at != expected:
             got = "ended" if batch is None else f"brought {batch.at}"
             raise RaypipeError(

@@ -234,6 +234,7 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
             if not threads:
                 threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
             yield from batches_of(row)
+            del row  # or its block would be held until the next one has come
     except Exception as error:
         failure = cause_of(error)
     finally:

@@ -325,8 +325,10 @@ class Trainer:
     def _diagnose(self, epoch: int) -> None:
         """At the end of an epoch: where the time of the run went; all ranks meet here."""
         sums = torch.tensor(dataclasses.astuple(self.loader.times()), dtype=torch.float64, device=self.device)
-        images, *seconds = self._summed(sums).tolist()
-        times = StageTimes(int(images), *seconds)
+        times = StageTimes(*self._summed(sums).tolist())
+        times = dataclasses.replace(
+            times, **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained")}
+        )
         sentences = diagnose(times, world_size=self.world_size, actors=self.max_actors, device=self.device.type)
         shown = "\n".join(sentences) if epoch + 1 == self.plan.config.epochs else ""
         self._record("diagnosis", shown, **dataclasses.asdict(times), text=" ".join(sentences))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,7 +50,7 @@ def assert_same(batch: Batch, host: HostBatch) -> None:
     assert (batch.image.numpy() == host.image.transpose(0, 3, 1, 2)).all() and batch.image.dtype == torch.uint8
     assert (batch.target.numpy() == host.label).all() and batch.target.dtype == torch.int64
     assert (batch.weight.numpy() == host.weight).all() and batch.weight.dtype == torch.float32
-    assert batch.label is host.label and batch.index is host.index
+    assert (batch.label == host.label).all() and (batch.index == host.index).all()
 
 
 # Micro-batches
@@ -128,6 +129,38 @@ def test_the_ring_copies_into_the_same_slots_and_marks_each_transfer() -> None:
         pointers.add(batch.image.data_ptr())
     assert len(pointers) == 4
     assert len(marks) == 20 and all(start <= end for start, end in marks)
+
+
+class Block(np.ndarray):
+    """Memory of Ray's object store: no more than the views of it keep it."""
+
+
+def test_a_block_is_let_go_while_its_micro_batches_are_in_use() -> None:
+    blocks = []
+
+    def batches() -> Iterator[HostBatch]:
+        for step in range(3):
+            host = host_batch(step)
+            names = ("image", "label", "weight", "index")
+            parts = {name: getattr(host, name) for name in names} | {"mask": np.zeros((4, 6, 5), np.uint8)}
+            memory = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts.values()]).view(Block)
+            memory.flags.writeable = False
+            blocks.append(weakref.ref(memory))
+            at = 0
+            for name, part in parts.items():
+                parts[name] = memory[at : at + part.nbytes].view(part.dtype).reshape(part.shape)
+                at += part.nbytes
+            yield replace(host, **parts)
+            del memory, part
+            parts.clear()
+
+    for step, batch in enumerate(on_device(batches(), CPU, lambda at: 100 + at.step, depth=3, ring=True)):
+        deadline = time.monotonic() + 10
+        while len(blocks) < 3 or any(block() is not None for block in blocks):
+            assert time.monotonic() < deadline, blocks
+            time.sleep(0.001)
+        assert_same(batch, host_batch(step))
+        assert batch.mask is not None and not batch.mask.any()
 
 
 def test_without_a_ring_there_is_no_thread_and_nothing_to_mark() -> None:

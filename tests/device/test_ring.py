@@ -6,24 +6,15 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import picture
-from recorded_streams import Recorder
 
-from raypipe.config import TransformConfig
-from raypipe.device.device_decode import DeviceDecoder
-from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
-from raypipe.device.ring import Leaf, Ring, hand_over, numbered
+from raypipe.device.ring import Leaf, Ring, numbered, shares
 from raypipe.errors import ConfigError
-from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
-from raypipe.transform.contents import EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
 
 CPU = torch.device("cpu")
 Leaves = tuple[Leaf, ...]
@@ -109,40 +100,50 @@ def test_the_same_slots_are_used_again_in_turn(depth: int) -> None:
     assert found == (found[: depth + 1] * 40)[:40]
 
 
-def test_each_signature_has_slots_of_its_own_and_keeps_them() -> None:
+def test_items_of_all_shapes_share_the_slots_which_grow_for_the_largest_alone() -> None:
     sizes = [4, 4, 2, 4, 3, 2, 4, 4, 2, 1] * 3
-    pointers: dict[int, set[int]] = {}
+    pointers = set()
     for number, (_, tensors) in enumerate(ring_of(leaves(n, size) for n, size in enumerate(sizes))):
         assert_same(tensors, leaves(number, sizes[number]))
-        pointers.setdefault(sizes[number], set()).add(tensors[0].data_ptr())
-    assert {size: len(found) for size, found in pointers.items()} == {4: 3, 3: 3, 2: 3, 1: 3}
-    assert len(set.union(*pointers.values())) == 12
+        pointers.add(tensors[0].data_ptr())
+    assert len(pointers) == 3
+    found = []
+    for number, (_, tensors) in enumerate(ring_of(leaves(n, 1 + n // 10) for n in range(40))):
+        assert_same(tensors, leaves(number, 1 + number // 10))
+        found.append(tensors[0].untyped_storage().data_ptr())
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+    assert len(set(found[-10:])) == 3 and sizes == [1024] * 2  # 360 bytes and 32, each from a multiple of 512
 
 
-def test_slots_of_signatures_long_unused_are_freed() -> None:
-    sizes = [size for other in range(2, 12) for size in (1, other)]
-    seen: dict[int, weakref.WeakValueDictionary[int, torch.Tensor]] = {}
-    counted, of_size_1 = threading.Event(), []
+def test_more_signatures_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypipe.device.ring._MAX_LAYOUTS", 3)
+    sizes = [1, 2, 3, 4, 5, 6, 1, 2, 6, 6, 5]
+    for number, (_, tensors) in enumerate(ring_of(leaves(n, size) for n, size in enumerate(sizes))):
+        assert_same(tensors, leaves(number, sizes[number]))
 
-    def source() -> Iterator[Leaves]:
-        yield from (leaves(number, size) for number, size in enumerate(sizes))
-        counted.wait(10)  # at the end all slots are freed
 
-    gc.disable()  # freed at once, without the collector
-    try:
-        for number, (_, tensors) in enumerate(ring_of(source(), depth=1)):
-            assert_same(tensors, leaves(number, sizes[number]))
-            seen.setdefault(sizes[number], weakref.WeakValueDictionary())[tensors[0].data_ptr()] = tensors[0]
-            if sizes[number] == 1:
-                of_size_1 = [*of_size_1, tensors[0]][:2]
-                assert any(tensors[0] is slot for slot in of_size_1), "what is used all the time is kept"
-            if number == len(sizes) - 1:
-                assert [size for size in seen if seen[size]] == [1, 9, 10, 11]
-                counted.set()
-        del tensors, of_size_1
-        assert not any(seen.values())
-    finally:
-        gc.enable()
+def test_what_is_written_to_one_leaf_changes_no_other_for_autograd() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    for (image, target), tensors in ring_of([(torch.rand(4), torch.rand(4))] * 5):
+        loss = (weight * tensors[1]).sum()
+        tensors[0].mul_(2)
+        assert torch.equal(torch.autograd.grad(loss, weight)[0], target) and torch.equal(tensors[0], 2 * image)
+
+
+def test_pinned_memory_is_shared_such_that_rounding_costs_least() -> None:
+    def taken(split: list[int], num_bytes: int) -> int:
+        return sum(1 << (share * num_bytes - 1).bit_length() for share in split)
+
+    micro_batch = 256 * 224 * 224 * 3
+    assert shares(3, micro_batch) == [3] and taken([3], micro_batch) == 128 << 20
+    assert taken([1, 1, 1], micro_batch) == 192 << 20
+    assert shares(3, 3 << 20) == [1, 2] and taken([1, 2], 3 << 20) == 12 << 20 < taken([3], 3 << 20)
+    assert shares(4, 1 << 20) == [4] and shares(1, 7) == [1]
+    for count in range(1, 7):
+        for num_bytes in (1, 512, 5 * 512, 512 + 7, 3 << 18, (1 << 20) + 1):
+            split = shares(count, num_bytes)
+            assert sum(split) == count
+            assert taken(split, num_bytes) <= min(taken([1] * count, num_bytes), taken([count], num_bytes))
 
 
 def test_kinds_of_leaves() -> None:
@@ -287,11 +288,11 @@ def test_a_source_in_the_midst_of_an_item_does_not_hold_up_closing(monkeypatch: 
     until(lambda: num_threads() == 0)
 
 
-def test_an_item_is_let_go_while_the_next_is_awaited() -> None:
-    # Its arrays are in Ray's object store, and hold up what comes after them.
-    class Array(np.ndarray):
-        pass
+class Array(np.ndarray):
+    """As the arrays of an item in Ray's object store, which hold up what comes after them."""
 
+
+def test_an_item_is_let_go_while_the_next_is_awaited() -> None:
     seen, go_on, late = [], threading.Event(), []
 
     def source() -> Iterator[Leaves]:
@@ -307,6 +308,21 @@ def test_an_item_is_let_go_while_the_next_is_awaited() -> None:
     threading.Timer(0.1, lambda: (late.append(seen[0]() is None), go_on.set())).start()
     assert next(iterator, None) is None
     assert late == [True, True]
+
+
+def test_what_is_staged_is_let_go_before_it_is_used() -> None:
+    seen = []
+
+    def source() -> Iterator[Leaves]:
+        for number in range(4):
+            array = np.full(3, number).view(Array)
+            seen.append(weakref.ref(array))
+            yield (array,)
+            del array
+
+    for number, (item, tensors) in enumerate(ring_of(source(), depth=4, staged=lambda item: ())):
+        until(lambda: len(seen) == 4 and all(ref() is None for ref in seen))
+        assert item == () and tensors[0].tolist() == [number] * 3
 
 
 def test_marks_lie_around_each_transfer() -> None:
@@ -326,99 +342,6 @@ def test_the_depth_is_at_least_one(depth: int) -> None:
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="device is mps"):
         Ring([], lambda item: (), "mps")
-
-
-# Hand-overs between streams, judged without a GPU: see recorded_streams.py
-
-SIZE, ROWS = 16, 3
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return Recorder(monkeypatch)
-
-
-def host_batches(recorder: Recorder, encoded: bool) -> Iterator[HostBatch]:
-    """Drawn in the prefetcher's thread, whose operations are recorded from then on."""
-    with recorder.operations():
-        for step in range(8):
-            keys = np.random.default_rng(step).integers(0, 2**64, (ROWS, 2), np.uint64)
-            transform = EncodedTransform("light", TransformConfig(size=SIZE))
-            samples = [EncodedSample(picture(ROWS * step + i)) for i in range(ROWS)]
-            jpegs = pack(map(transform.one, samples, keys))
-            yield HostBatch(
-                MicroBatchId("train", 0, step, 0),
-                np.full((0 if encoded else ROWS, SIZE, SIZE, 3), step, np.uint8),
-                np.arange(ROWS),
-                np.ones(ROWS, np.float32),
-                np.arange(ROWS),
-                0,
-                encoded=jpegs if encoded else None,
-            )
-
-
-def prefetcher(kind: str, recorder: Recorder) -> Iterable[Batch]:
-    given = host_batches(recorder, kind == "decoding")
-    if kind == "decoding":
-        return decoded_on_device(given, DeviceDecoder(SIZE, CPU), lambda at: 0)
-    return on_device(given, CPU, lambda at: 0, ring=True)
-
-
-@pytest.mark.parametrize("kind", ["decoding", "ring"])
-@pytest.mark.parametrize("own_stream", [True, False])
-def test_the_consumers_stream_reads_no_batch_before_it_is_made(
-    kind: str, own_stream: bool, recorder: Recorder
-) -> None:
-    stream: Any = torch.cpu.Stream() if own_stream else torch.cpu.current_stream()
-    used: list[tuple[int, int]] = []
-    with recorder.stream(stream), recorder.operations():
-        for batch in prefetcher(kind, recorder):
-            for tensor in (batch.image, batch.target, batch.weight):
-                tensor.sum()
-                used.append((tensor.data_ptr(), stream.number))
-    assert not recorder.errors, recorder.errors[0]
-    assert len(used) == 3 * 8 and recorder.handed_over >= set(used)
-
-
-@pytest.mark.parametrize("kind", ["decoding", "ring"])
-def test_the_judge_sees_a_stream_that_does_not_wait(
-    kind: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raypipe.device.prefetcher.hand_over", lambda *_: None)
-    monkeypatch.setattr("raypipe.device.ring.hand_over", lambda *_: None)
-    with recorder.stream(torch.cpu.Stream()), recorder.operations():
-        for batch in prefetcher(kind, recorder):
-            batch.image.sum()
-    assert recorder.errors
-
-
-def test_what_is_decoded_directly_is_handed_to_the_stream_that_is_current(recorder: Recorder) -> None:
-    stream: Any = torch.cpu.Stream()
-    with recorder.operations():
-        decoder = DeviceDecoder(SIZE, CPU)
-        [batch, *_] = host_batches(recorder, True)
-        with recorder.stream(stream):
-            assert batch.encoded is not None
-            image = decoder.decode(**batch.encoded).image
-            image.sum()
-    assert (image.data_ptr(), stream.number) in recorder.handed_over and not recorder.errors
-
-
-def test_the_allocator_is_told_of_tensors_on_cuda_alone(recorder: Recorder) -> None:
-    class Tensor:
-        def __init__(self, is_cuda: bool) -> None:
-            self.is_cuda, self.streams = is_cuda, list[Any]()
-
-        def record_stream(self, stream: Any) -> None:
-            self.streams.append(stream)
-
-    stream: Any = torch.cpu.Stream()
-    there, here = Tensor(True), Tensor(False)
-    ready = torch.cpu.Event()
-    ready.record()
-    with recorder.stream(stream):
-        hand_over(ready, [there, here], CPU)  # type: ignore[list-item]
-    assert (there.streams, here.streams) == ([stream], [])
 
 
 def test_a_device_without_a_number_is_the_one_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:

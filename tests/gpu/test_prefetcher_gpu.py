@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import waiting_is_an_error
 
 from raypipe.device.prefetcher import Batch, on_device, prefetch
-from raypipe.device.ring import Ring
+from raypipe.device.ring import Ring, shares
+from raypipe.errors import ConfigError
+from raypipe.metrics.timing import has_drained, mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
 
@@ -96,6 +99,32 @@ def test_another_current_stream_is_heeded() -> None:
     assert all((image == step).all() for step, image in enumerate(kept))
 
 
+def test_a_consumer_may_change_its_stream_between_batches() -> None:
+    streams, kept = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()], []
+    batches = iter(on_device(host_batches(30), CUDA, lambda at: 0, depth=1))
+    for step in range(30):
+        with torch.cuda.stream(streams[step % 3]):
+            batch = next(batches)
+            if step % 3 == 0:  # the others are done long before
+                torch.cuda._sleep(BUSY)
+            kept.append(batch.image.clone())
+    batches.close()  # type: ignore[attr-defined]
+    torch.cuda.synchronize()
+    assert all((image == step).all() for step, image in enumerate(kept))
+
+
+def test_batches_of_many_shapes_share_the_slots() -> None:
+    sizes = [16, 3, 16, 7, 1, 16, 9] * 5
+    pointers, kept = set(), []
+    for step, batch in enumerate(on_device(map(host_batch, range(35), sizes), CUDA, lambda at: 0)):
+        pointers.add(batch.image.data_ptr())
+        torch.cuda._sleep(BUSY // 10)
+        kept.append((batch.image.clone(), batch.target.clone()))
+        assert len(batch.target) == sizes[step]
+    assert len(pointers) == 3
+    assert all((image == step).all() and (target == step).all() for step, (image, target) in enumerate(kept))
+
+
 def test_new_slots_do_not_take_memory_that_is_still_read() -> None:
     for _ in range(5):
         old = torch.full((16, 64, 64, 3), 7, dtype=torch.uint8, device=CUDA)
@@ -143,6 +172,15 @@ def test_steady_state_neither_waits_nor_allocates() -> None:
     assert len(pointers) == 3
     assert (total == sum(range(50))).all()
     assert len(list(batches)) == 10
+
+
+def test_pinned_memory_is_what_the_page_says() -> None:
+    """Three slots of 12 MiB, which torch rounds up: 16 MiB for one of them, and 32 MiB for two."""
+    images = (torch.zeros(12 << 20, dtype=torch.uint8) for _ in range(6))
+    before = torch.cuda.host_memory_stats()["active_bytes.current"]
+    assert shares(3, 12 << 20) == [1, 2]
+    for _ in Ring(images, lambda image: (image,), CUDA):
+        assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == 48 << 20
 
 
 def test_epochs_use_the_same_memory_again() -> None:
@@ -202,7 +240,38 @@ def test_what_is_on_the_device_and_what_is_no_tensor_pass_through() -> None:
         assert found["here"].is_cuda and torch.equal(found["here"].cpu(), here)
 
 
+# A device that has nothing to do
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_device_that_has_drained_is_told_from_one_at_work(busy: bool) -> None:
+    """As the loader asks: a mark when a batch is asked for, looked at when it is there."""
+    drained, batches = 0, iter(on_device(host_batches(40), CUDA, lambda at: 0))
+    for _ in range(40):
+        asked = mark(torch.device("cuda", torch.cuda.current_device()))
+        batch = next(batches)
+        drained += has_drained(asked)
+        if busy:
+            torch.cuda._sleep(BUSY)
+        else:
+            (batch.image + 1).sum()
+            time.sleep(0.005)  # a host that is behind
+    assert drained <= 4 if busy else drained >= 36
+
+
 # A step captured as a CUDA graph
+
+
+def test_a_batch_that_is_asked_for_within_a_capture_is_refused() -> None:
+    batches = iter(on_device(host_batches(5), CUDA, lambda at: 0))
+    static = next(batches).image.clone()
+    torch.cuda.synchronize()
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with pytest.raises(ConfigError, match="while a CUDA graph is captured"), capture:
+        static.add_(1)
+        next(batches)
+    torch.cuda.synchronize()
+    assert (static == 0).all()
 
 
 def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:

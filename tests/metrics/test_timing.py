@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
-from raypipe.metrics.timing import StageClock, StageTimes, diagnose, mark
+from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
 
 CPU = torch.device("cpu")
 
@@ -84,6 +85,43 @@ def test_each_limit_has_advice_of_its_own() -> None:
     decoding = StageTimes(**starving, work_s=90.0, decode_s=20.0)
     assert "Decoding on the GPU limits" in " ".join(diagnose(decoding, world_size=1, actors=4, device="cuda"))
     assert "device augmentation limits" in text(StageTimes(images=100, augment_s=6.0, compute_s=4.0))
+
+
+def test_a_host_that_is_behind_is_told_apart_from_a_model_that_takes_its_time() -> None:
+    busy = {
+        "images": 1000,
+        "wait_s": 0.2,
+        "compute_s": 9.0,
+        "augment_s": 1.0,
+        "work_s": 10.0,
+        "micro_batches": 100,
+    }
+
+    def told(**more: Any) -> str:
+        return " ".join(diagnose(StageTimes(**busy | more), world_size=1, actors=2, device="cuda"))
+
+    for drained in (0, 5, 50):
+        found = told(drained=drained)
+        assert "The model limits the run" in found and "The host" not in found
+    behind = told(drained=93)
+    assert "The host limits the run, not the model: the GPU had finished its work before 93% of" in behind
+    for advice in ("loss.item()", "plan.micro_batch_size", "train.compile=true", "CUDA graph"):
+        assert advice in behind
+    assert "augment.preset" not in behind and "The model limits" not in behind
+    assert "augment.preset" in told(drained=93, augment_s=20.0) and "device augmentation" in told(augment_s=20.0)
+    # A device that has nothing to do because nothing comes is idle as well.
+    assert "Decoding and transforming" in told(drained=100, wait_s=5.0, work_s=90.0)
+    assert "The host" not in told(drained=100, wait_s=5.0, work_s=90.0)
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_whether_the_device_has_drained_is_asked_for_and_not_waited_for(query: bool) -> None:
+    class Event:  # of torch.cuda, as far as it may be used: to wait for it is an AttributeError
+        def query(self) -> bool:
+            return query
+
+    assert has_drained(Event()) is query
+    assert not has_drained(mark(CPU))
 
 
 def test_a_starving_run_without_actors_is_told_to_have_some() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +108,27 @@ def test_encoded_micro_batches_of_unlike_lengths_come_out_of_a_block_as_they_wen
     assert [contents(batch) for batch in found] == [contents(one.host_batch()) for one in all_made]
     assert found[1].encoded is not None and list(found[1].encoded) == ["data", "offsets", "crop", "flip", "ok"]
     assert bytes(found[1].encoded["data"]) == b"defghi" and found[1].encoded["offsets"].tolist() == [0, 1, 6]
+
+
+def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
+    class Array(np.ndarray):
+        pass
+
+    blocks = []
+
+    def row() -> dict[str, np.ndarray]:
+        all_made = [made(at, pack([(b"abc", (0, 0, 1, 1), True), None])) for at in BLOCK]
+        found = {name: column.view(Array) for name, column in made_row(all_made, Room(2)).items()}
+        blocks.append(weakref.ref(found["data"]))
+        return found
+
+    class Iterator:
+        def iter_batches(self, **options: Any) -> Any:
+            for _ in range(3):
+                assert all(block() is None for block in blocks)
+                yield row()
+
+    assert len(list(map(contents, host_batches(Iterator())))) == 6  # type: ignore[arg-type]
 
 
 def test_of_a_stream_at_its_end_ranks_get_nothing_and_no_execution_is_needed(stores: dict[str, Path]) -> None:

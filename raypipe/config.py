@@ -421,13 +421,15 @@ class AugmentConfig(_Section, prefix="augment."):
     Attributes:
         mean: normalisation, per RGB channel, of pixels scaled to [0, 1]; ImageNet's by default.
         std: the same.
-        preset: of Kornia operations: none, light, standard, strong, randaugment or trivialaugment.
+        preset: of operations: none, light, standard, strong, randaugment or trivialaugment.
         ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
         module: `module:name` of a torch module, its class or a function, run after the operations: float images
             (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
         mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: of CutMix's; 0 = no CutMix. If both are on, each gets half of the mixed micro-batches.
         mix_prob: share of micro-batches that are mixed.
+        compile: make one program of the preset and the normalisation (torch.compile), with the same draws; for
+            presets that are no policies, without ops and module.
         strength: scales the probability of every operation and of mixing over the run.
     """
 
@@ -439,6 +441,7 @@ class AugmentConfig(_Section, prefix="augment."):
     mixup_alpha: float = 0.0
     cutmix_alpha: float = 0.0
     mix_prob: Share = 1.0
+    compile: bool = False
     strength: StrengthConfig = field(default_factory=StrengthConfig)
 
     def __post_init__(self) -> None:
@@ -447,6 +450,11 @@ class AugmentConfig(_Section, prefix="augment."):
         for entry in self.ops:
             ok = isinstance(entry, dict) and isinstance(entry.get("op"), str)
             self._require(ok, "ops", entry, "a list of {op: NAME, parameter: value, …}")
+        if self.compile:  # Kornia reads what it has drawn, and what a user's module does is not known
+            whole = ("none", "light", "standard", "strong")
+            self._require(self.preset in whole, "preset", self.preset, f"one of {whole} with augment.compile")
+            for name in ("ops", "module"):
+                self._require(not getattr(self, name), name, getattr(self, name), "empty with augment.compile")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """What happens to whole micro-batches on the training device. Knows torch, not Ray.
 
-    uint8 (B, 3, H, W) → [0, 1] → Kornia operations → the user's module → normalise → MixUp / CutMix
+    uint8 (B, 3, H, W) → the preset → [0, 1] → Kornia operations → the user's module → normalise → MixUp / CutMix
 
 All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
 configuration, the seed and the strength alone, and nothing waits for the device. Where there is neither operation
-nor module, conversion and normalisation are one kernel.
+nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused`, but
+for the policies, which are Kornia's.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
 augmentation of `kornia.augmentation` or a policy of `kornia.augmentation.auto`. A policy chooses its operations
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig
+from raypipe.device.fused import apply, draw, fuse, pack
 from raypipe.device.mixing import Mixed, draw_mix, mix
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -34,6 +36,7 @@ Operation = Callable[[torch.Tensor, float], torch.Tensor]
 _FLIP = {"op": "RandomHorizontalFlip", "p": 0.5}
 _JITTER = {"op": "ColorJitter", "brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "p": 0.8}
 _ERASE = {"op": "RandomErasing", "p": 0.25, "scale": [0.02, 0.2]}
+# As Kornia's operations, of which `fuse` makes few passes over the images.
 PRESETS: dict[str, list[dict[str, Any]]] = {
     "none": [],
     "light": [_FLIP],
@@ -73,6 +76,9 @@ class Normalize:
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         scale = self._scale if image.is_floating_point() else self._uint8_scale
+        if torch.compiler.is_compiling():  # which would forget the order of what is given as `out`
+            made = torch.addcmul(self._shift, image, scale)
+            return made.to(self._dtype).contiguous(memory_format=torch.channels_last)
         out = torch.empty(image.shape, dtype=self._dtype, device=image.device, memory_format=torch.channels_last)
         return torch.addcmul(self._shift, image, scale, out=out)
 
@@ -85,6 +91,7 @@ class DeviceAugment:
         device: where batches are.
         dtype: of the images that come out.
         targets: whether the batches have masks or boxes, which stay as they are: nothing may move pixels.
+        backend: of torch.compile, where the configuration asks for it.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
@@ -97,15 +104,22 @@ class DeviceAugment:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         targets: bool = False,
+        backend: str = "inductor",
     ) -> None:
         mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
         if targets and mixing:
             raise ConfigError(f"augment.{mixing[0]} mixes images, and neither masks nor boxes: set it to 0")
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
-        self._operations = [build_operation(entry, targets) for entry in (*PRESETS[config.preset], *config.ops)]
+        self._fused, others = fuse(PRESETS[config.preset])
+        if targets and self._fused:
+            raise _moves(f"{PRESETS[config.preset][0]['op']} of the preset {config.preset}")
+        self._operations = [build_operation(entry, targets) for entry in (*others, *config.ops)]
         if config.module:
             self._operations.append(_user_module(config.module))
+        self._compute: Callable[..., torch.Tensor] = self._computed
+        if config.compile:
+            self._compute = torch.compile(self._computed, dynamic=False, fullgraph=True, backend=backend)
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -122,15 +136,35 @@ class DeviceAugment:
         Returns:
             Images of `dtype` (B, 3, h, w), channels_last, and the other half of the targets where it was mixed.
         """
-        if self._operations:
-            image = image.float().mul_(1 / 255)
-            with _seeded(seed, self.device):
-                for operation in self._operations:
-                    image = operation(image, strength)
-        image = self.normalize(image)
+        image = self._augmented(image, seed, strength)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         plan = draw_mix(self.config, rng, image.shape[2], image.shape[3], strength)
         return (image, None) if plan is None else mix(image, target, counts, plan)
+
+    def _augmented(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
+        """All but the mixing."""
+        packed = None
+        if self._fused:
+            rows, _, height, width = image.shape
+            rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
+            draws = draw(self._fused, rng, rows, height, width, strength)
+            packed = torch.from_numpy(pack(self._fused, draws, height, width)).to(image.device, non_blocking=True)
+        if not self._operations:
+            return self._compute(image, packed)
+        image = self._preset(image, packed)
+        if not image.is_floating_point():
+            image = image.float().mul_(1 / 255)
+        with _seeded(seed, self.device):
+            for operation in self._operations:
+                image = operation(image, strength)
+        return self.normalize(image)
+
+    def _computed(self, image: torch.Tensor, packed: torch.Tensor | None) -> torch.Tensor:
+        """All that follows from pixels and draws alone, and can be compiled as one."""
+        return self.normalize(self._preset(image, packed))
+
+    def _preset(self, image: torch.Tensor, packed: torch.Tensor | None) -> torch.Tensor:
+        return image if self._fused is None or packed is None else apply(self._fused, image, packed)
 
 
 @contextlib.contextmanager
@@ -164,6 +198,13 @@ def _user_module(name: str) -> Operation:
     return checked
 
 
+def _moves(what: str) -> ConfigError:
+    return ConfigError(
+        f"augment: {what} moves or erases pixels on the device, where masks and boxes stay as they are: use "
+        "transform.train for geometry, and augment.ops for operations of colour alone"
+    )
+
+
 def build_operation(entry: dict[str, Any], targets: bool = False) -> Operation:
     """One operation of a configuration; raises ConfigError as `DeviceAugment` does."""
     import kornia.augmentation
@@ -181,10 +222,7 @@ def build_operation(entry: dict[str, Any], targets: bool = False) -> Operation:
         )
     # A policy has geometric operations among its own.
     if targets and (not issubclass(found, IntensityAugmentationBase2D) or op == "RandomErasing"):
-        raise ConfigError(
-            f"augment: {op} moves or erases pixels on the device, where masks and boxes stay as they are: use "
-            "transform.train for geometry, and augment.ops for operations of colour alone"
-        )
+        raise _moves(op)
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
         module: Any = found(**parameters)  # type: ignore[arg-type]

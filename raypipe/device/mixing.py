@@ -99,8 +99,9 @@ def mix(
     partner = torch.from_numpy(partners).to(image.device, non_blocking=True)
     lam, box = plan
     if box is None:
-        # A row that is its own partner stays as it is, bit by bit: lerp of x with x adds λ·0.
-        image = torch.lerp(image.index_select(0, partner), image, lam)
+        # A row that is its own partner stays as it is, bit by bit: lerp of x with x adds λ·0. The rows that are
+        # selected have lost the order of channels_last, which the result keeps.
+        image = torch.lerp(image.index_select(0, partner), image, lam, out=torch.empty_like(image))
     else:
         top, bottom, left, right = box
         region = image[:, :, top:bottom, left:right]

@@ -121,7 +121,7 @@ def on_device(
 
 
 def _leaves(host: HostBatch) -> dict[str, np.ndarray]:
-    """The arrays of a micro-batch that are to be on the device, by the names of its fields; without its columns."""
+    """The arrays of a micro-batch that are to be on the device, by its fields; without its columns."""
     names = ("image", "label", "weight", "mask", "boxes")
     return {name: array for name in names if (array := getattr(host, name)) is not None}
 

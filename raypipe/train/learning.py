@@ -263,6 +263,7 @@ class Learner:
         synchronise = last or self._parallel is self._model
         with contextlib.nullcontext() if synchronise else self._parallel.no_sync():  # type: ignore[operator]
             logits = self._logits(self._parallel, batch)
+            self._batch_norm.take()  # what it sends to other ranks is under way during the backward
             losses = self._checked(mixed_losses(self._loss, logits, batch.target, batch.mixed), len(batch.weight))
             loss = (losses * batch.weight).sum() / len(losses)
             # DDP averages over ranks, the ordered sum adds.
@@ -270,7 +271,6 @@ class Learner:
             self._scaler.scale(loss / share).backward()
             if self._gradients:
                 self._gradients.take()
-        self._batch_norm.take()
         return loss.detach()
 
     def end_step(self, global_step: int) -> None:

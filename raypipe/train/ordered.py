@@ -12,6 +12,8 @@ Rank r of W holds the micro-batches m mod W = r, so its sum is S(r, W), and S(0,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class OrderedSum:
     """The sum of one flat tensor per micro-batch, over this rank's and over all ranks.
 
-    It holds half as many tensors as the rank has micro-batches in a step.
+    It holds half as many tensors as the rank has micro-batches in a step. From the last term on the sums are under
+    way between ranks, beside whatever is done before `finish`.
 
     Args:
         num_local: M / W, micro-batches of this rank in a step.
@@ -29,31 +32,39 @@ class OrderedSum:
     """
 
     def __init__(self, num_local: int, world_size: int) -> None:
-        self._world_size = world_size
+        self._num_local, self._world_size = num_local, world_size
         even = num_local & -num_local  # the largest power of two that divides it
         # Two terms that are added first share a slot.
         self._num_slots = max(1, even // 2) if even == num_local else even
         self._slots: list[torch.Tensor] = []
         self._taken = 0
+        self._ranks: list[torch.Tensor] = []  # the sum of each, or of all
+        self._sent: Any = None
 
     def add(self, term: torch.Tensor) -> None:
-        """The term of the rank's next micro-batch; it is written to."""
+        """The term of the rank's next micro-batch; it is written to. All ranks meet at the last of a step."""
         if self._taken < self._num_slots:
             self._slots.append(term)
         else:
             self._slots[self._taken % self._num_slots] += term
         self._taken += 1
+        if self._taken == self._num_local:
+            self._send(tree_sum(self._slots))
+            self._slots, self._taken = [], 0
+
+    def _send(self, total: torch.Tensor) -> None:
+        self._ranks = [total]
+        if self._world_size & (self._world_size - 1) == 0 and self._world_size > 2:
+            self._ranks = [torch.empty_like(total) for _ in range(self._world_size)]
+            self._sent = dist.all_gather(self._ranks, total, async_op=True)
+        elif self._world_size > 1:
+            self._sent = dist.all_reduce(total, async_op=True)  # of two, a + b is b + a
 
     def finish(self) -> torch.Tensor:
         """After the last term of a step: the sum over all ranks, on each."""
-        total = tree_sum(self._slots)
-        self._slots, self._taken = [], 0
-        if self._world_size & (self._world_size - 1) == 0 and self._world_size > 2:
-            gathered = [torch.empty_like(total) for _ in range(self._world_size)]
-            dist.all_gather(gathered, total)
-            total = tree_sum(gathered)
-        elif self._world_size > 1:
-            dist.all_reduce(total)  # of two, a + b is b + a
+        if self._sent is not None:
+            self._sent.wait()  # on CUDA the stream waits, not the host
+        total, self._ranks, self._sent = tree_sum(self._ranks), [], None
         return total
 
 
@@ -88,9 +99,11 @@ class OrderedGradients:
     def finish(self) -> None:
         """After the last of a step: sum over all ranks; every `.grad` then holds the step's."""
         parts = self._sum.finish().split([p.numel() for p in self._parameters])
-        for parameter, part in zip(self._parameters, parts, strict=True):
-            # The parameter's strides, as backward has them: fused optimizers on CUDA ask for it.
-            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+        # The parameters' strides, as backward has them: fused optimizers on CUDA ask for it.
+        gradients = [torch.empty_like(parameter) for parameter in self._parameters]
+        torch._foreach_copy_(gradients, [part.view_as(p) for part, p in zip(parts, gradients, strict=True)])
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 class StepBatchNorm:
@@ -99,45 +112,48 @@ class StepBatchNorm:
     torch updates them once per forward, so their values would depend on which micro-batches a rank has
     seen. Here the statistics of a step's M micro-batches are averaged, and taken in once per step, with the
     momentum that M single updates amount to: 1 - (1 - p)^M. `num_batches_tracked` counts all M. `OrderedSum`
-    has the arguments.
+    has the arguments. The statistics of all layers are one flat tensor, so a step takes few operations.
     """
 
     def __init__(self, model: nn.Module, num_local: int, world_size: int) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._per_step = num_local * world_size
         self._of_others = self._per_step - num_local
-        self._momenta = [
-            1 - (1 - (0.1 if m.momentum is None else m.momentum)) ** self._per_step for m in self._layers
-        ]
-        self._before: list[torch.Tensor] = []
         self._sum = OrderedSum(num_local, world_size)
+        self._before = self._momenta = torch.empty(0)
+        momenta = []
         for layer in self._layers:
+            momenta += 2 * layer.num_features * [0.1 if layer.momentum is None else layer.momentum]
             layer.momentum = 1.0  # a forward leaves its own statistics
+        if self._layers:
+            kept = torch.tensor(momenta, dtype=torch.float64).neg_().add_(1).pow_(self._per_step)
+            flat = self._flat()
+            self._momenta = kept.neg_().add_(1).to(flat)
 
     def begin(self) -> None:
         """Before a step's first forward."""
-        self._before = [_statistics(layer) for layer in self._layers]
+        if self._layers:
+            self._before = self._flat()
 
     def take(self) -> None:
-        """After the forward of the rank's next micro-batch."""
+        """After the forward of the rank's next micro-batch; its backward need not be done."""
         if self._layers:
-            self._sum.add(torch.cat([_statistics(layer) for layer in self._layers]))
+            self._sum.add(self._flat())
 
     def end(self) -> None:
         """After a step's last forward."""
         if not self._layers:
             return
         means = self._sum.finish() / self._per_step
-        sizes = [before.numel() for before in self._before]
-        parts = zip(self._layers, self._momenta, self._before, means.split(sizes), strict=True)
-        for layer, momentum, before, mean in parts:
-            blended = torch.lerp(before, mean, momentum)
-            half = blended.numel() // 2
-            layer.running_mean.copy_(blended[:half])  # type: ignore[union-attr]
-            layer.running_var.copy_(blended[half:])  # type: ignore[union-attr]
-            if layer.num_batches_tracked is not None:
-                layer.num_batches_tracked += self._of_others
+        blended, live = torch.lerp(self._before, means, self._momenta), self._live()
+        torch._foreach_copy_(live, blended.split([each.numel() for each in live]))
+        counters = [m.num_batches_tracked for m in self._layers if m.num_batches_tracked is not None]
+        if self._of_others and counters:
+            torch._foreach_add_(counters, self._of_others)
 
+    def _live(self) -> list[torch.Tensor]:
+        """Running mean and variance of each layer: the layers' own, which a model that is moved replaces."""
+        return [each for m in self._layers for each in (m.running_mean, m.running_var) if each is not None]
 
-def _statistics(layer: _BatchNorm) -> torch.Tensor:
-    return torch.cat([layer.running_mean, layer.running_var])  # type: ignore[list-item]
+    def _flat(self) -> torch.Tensor:
+        return torch.cat(self._live())

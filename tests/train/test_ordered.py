@@ -131,6 +131,22 @@ def test_a_step_of_one_micro_batch_is_torchs_own_update() -> None:
     torch.testing.assert_close(running(ours), running(theirs))
 
 
+class Sent:
+    """A collective under way: until someone waits for it, its results are not there."""
+
+    def __init__(self, of_ranks: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+        self._of_ranks, self._out = of_ranks, out
+        for tensor in out:
+            tensor.fill_(float("nan"))
+
+    def wait(self) -> None:
+        if len(self._out) == 1:
+            self._out[0].copy_(self._of_ranks[0] + self._of_ranks[1])
+        else:
+            for tensor, each in zip(self._out, self._of_ranks, strict=True):
+                tensor.copy_(each)
+
+
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_running_statistics_are_the_same_to_the_bit_for_every_number_of_workers(
     world_size: int, monkeypatch: pytest.MonkeyPatch
@@ -149,24 +165,26 @@ def test_running_statistics_are_the_same_to_the_bit_for_every_number_of_workers(
 
     ranks = [norms() for _ in range(world_size)]
     steps = [StepBatchNorm(model, per_step // world_size, world_size) for model in ranks]
+    sent: list[torch.Tensor] = []
+
+    def gather(out: list[torch.Tensor], term: torch.Tensor, async_op: bool) -> Sent:
+        sent.append(term.clone())
+        return Sent(sent, out)
+
+    def reduce(term: torch.Tensor, async_op: bool) -> Sent:
+        sent.append(term.clone())
+        return Sent(sent, [term])
+
+    monkeypatch.setattr(ordered.dist, "all_gather", gather)
+    monkeypatch.setattr(ordered.dist, "all_reduce", reduce)
     for batches in x:
-        sent: list[torch.Tensor] = []
+        sent.clear()
         for rank, (model, step) in enumerate(zip(ranks, steps, strict=True)):
             step.begin()
             for batch in batches[rank::world_size]:
                 model(batch)
                 step.take()
-            sent.append(tree_sum([term.clone() for term in step._sum._slots]))
-
-        def gather(out: list[torch.Tensor], _: torch.Tensor, sent: list[torch.Tensor] = sent) -> None:
-            for tensor, rank_sum in zip(out, sent, strict=True):
-                tensor.copy_(rank_sum)
-
-        def reduce(total: torch.Tensor, sent: list[torch.Tensor] = sent) -> None:
-            total.copy_(sent[0] + sent[1])
-
-        monkeypatch.setattr(ordered.dist, "all_gather", gather)
-        monkeypatch.setattr(ordered.dist, "all_reduce", reduce)
+            assert len(sent) == rank + 1, "one collective for each step, under way from the last forward on"
         for step in steps:
             step.end()
 

@@ -1,0 +1,266 @@
+"""The presets' operations in a few passes over the images, instead of several for each. Knows torch, not Ray.
+
+    fuse     operations, as a configuration lists them → those of the first that are one fused whole, and the rest
+    draw     what a micro-batch does, row by row, on the host
+    pack     → one small float32 array (B, COLUMNS), the only thing that is sent to the device
+    apply    uint8 images → flip, or one affine sampling of all geometry → blur → one matrix of colour → erase
+
+The operations are those of Kornia that a preset names, drawn from a generator of their own. They differ so:
+
+- Brightness, contrast, saturation, hue and grey are one affine map of colour: what one of them would cut off at 0
+  or 1 is cut off once, at the end. Contrast's mean of grey is that of the image as it was before the colours.
+- Hue turns the colour about the axis of greys in YIQ, as NVIDIA's DALI does; Kornia's way through HSV is no
+  affine map.
+- A blur comes before the colour, with which it commutes, and is the same for both axes.
+
+Nothing here depends on what is in an image, so nothing waits for the device, and `torch.compile` sees one graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+# ITU-R BT.601, as in Kornia; the other two rows of YIQ are those of the FCC's NTSC.
+GREY = np.array([0.299, 0.587, 0.114])
+_YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+_RGB = np.linalg.inv(_YIQ)
+
+# Columns of the packed array. Distances are in pixels from the middle of the image.
+_FLIP, _SAMPLE, _COLOUR = 0, slice(1, 7), slice(7, 16)
+_MEAN, _BLUR, _ERASE = slice(16, 19), slice(19, 24), slice(24, 28)
+COLUMNS = 28
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What is fused, by its settings; a probability of 0 = not at all.
+
+    Attributes:
+        flip, affine, jitter, grey, blur, erase: probabilities, of each row.
+        degrees, translate, scale: of the affine map: the largest turn; shares of the image, in x and y; its range.
+        brightness, contrast, saturation: ranges of factors.
+        hue: the range, in turns.
+        sigma: the range of the blur's standard deviation, pixels.
+        area, ratio: ranges of the box that is erased: its share of the image, and height to width.
+    """
+
+    flip: float = 0.0
+    affine: float = 0.0
+    degrees: float = 0.0
+    translate: tuple[float, float] = (0.0, 0.0)
+    scale: Range = (1.0, 1.0)
+    jitter: float = 0.0
+    brightness: Range = (1.0, 1.0)
+    contrast: Range = (1.0, 1.0)
+    saturation: Range = (1.0, 1.0)
+    hue: Range = (0.0, 0.0)
+    grey: float = 0.0
+    blur: float = 0.0
+    sigma: Range = (1.0, 1.0)
+    erase: float = 0.0
+    area: Range = (0.02, 0.33)
+    ratio: Range = (0.3, 3.3)
+
+    @property
+    def changes_colour(self) -> bool:
+        return self.jitter > 0 or self.grey > 0 or self.erase > 0
+
+
+def fuse(entries: Sequence[dict[str, Any]]) -> tuple[Fused | None, list[dict[str, Any]]]:
+    """The operations that lead a preset's list and are fused, None = none; and the others."""
+    settings: dict[str, Any] = {}
+    rest = [*entries]
+    while rest and (found := _settings(**rest[0])) is not None:
+        settings |= found
+        del rest[0]
+    return Fused(**settings) if settings else None, rest
+
+
+def _settings(op: str, p: float = 0.0, **given: Any) -> dict[str, Any] | None:
+    if op == "RandomHorizontalFlip":
+        return {"flip": p}
+    if op == "RandomAffine":
+        return {"affine": p, **{name: given[name] for name in ("degrees", "translate", "scale")}}
+    if op == "ColorJitter":
+        ranges = {name: (1 - given[name], 1 + given[name]) for name in ("brightness", "contrast", "saturation")}
+        return {"jitter": p, **ranges, "hue": (-given.get("hue", 0.0), given.get("hue", 0.0))}
+    if op == "RandomGrayscale":
+        return {"grey": p}
+    if op == "RandomGaussianBlur":
+        return {"blur": p, "sigma": given["sigma"]}
+    if op == "RandomErasing":
+        return {"erase": p, "area": given["scale"]}
+    return None
+
+
+@dataclass
+class Draws:
+    """What a micro-batch does: an array (B,) of each, neutral in the rows that an operation leaves alone.
+
+    Attributes:
+        flip: bool.
+        degrees, x, y, scale: of the affine map: its turn, shift in pixels and scale.
+        brightness, contrast, saturation: factors.
+        hue: turns.
+        grey: bool.
+        sigma: of the blur; 0 = none.
+        box: int (B, 4): top, bottom, left and right of what is erased; empty = nothing.
+    """
+
+    flip: np.ndarray
+    degrees: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    scale: np.ndarray
+    brightness: np.ndarray
+    contrast: np.ndarray
+    saturation: np.ndarray
+    hue: np.ndarray
+    grey: np.ndarray
+    sigma: np.ndarray
+    box: np.ndarray
+
+
+def draw(
+    fused: Fused, rng: np.random.Generator, rows: int, height: int, width: int, strength: float = 1.0
+) -> Draws:
+    """Draw what a micro-batch does.
+
+    Args:
+        rng: the micro-batch's own generator. A row's draws do not depend on what is fused.
+        rows, height, width: B, and the size of the images in pixels.
+        strength: scales all probabilities, in [0, 1].
+    """
+    shares = rng.random((19, rows))
+    numbers = iter(shares[6:])
+
+    def among(low: float, high: float) -> np.ndarray:
+        return low + (high - low) * next(numbers)
+
+    chances = (fused.flip, fused.affine, fused.jitter, fused.grey, fused.blur, fused.erase)
+    flip, affine, jitter, grey, blur, erase = shares[:6] < strength * np.array(chances)[:, None]
+    across, along = (share * side for share, side in zip(fused.translate, (width, height), strict=True))
+    degrees = np.where(affine, among(-fused.degrees, fused.degrees), 0.0)
+    x, y = (np.where(affine, among(-most, most), 0.0) for most in (across, along))
+    scale = np.where(affine, among(*fused.scale), 1.0)
+    ranges = (fused.brightness, fused.contrast, fused.saturation)
+    brightness, contrast, saturation = (np.where(jitter, among(*each), 1.0) for each in ranges)
+    hue = np.where(jitter, among(*fused.hue), 0.0)
+    sigma = np.where(blur, among(*fused.sigma), 0.0)
+    area = height * width * among(*fused.area)
+    ratio = np.exp(among(*map(math.log, fused.ratio)))
+    box_height = np.clip(np.rint(np.sqrt(area * ratio)), 1, height)
+    box_width = np.clip(np.rint(np.sqrt(area / ratio)), 1, width)
+    top = np.floor(next(numbers) * (height - box_height + 1))
+    left = np.floor(next(numbers) * (width - box_width + 1))
+    box = np.where(erase, [top, top + box_height, left, left + box_width], 0.0).T.astype(np.int64)
+    return Draws(flip, degrees, x, y, scale, brightness, contrast, saturation, hue, grey, sigma, box)
+
+
+def pack(fused: Fused, draws: Draws, height: int, width: int) -> np.ndarray:
+    """What `apply` needs of the draws for images of a size: float32 (B, COLUMNS)."""
+    packed = np.zeros((len(draws.flip), COLUMNS), np.float32)
+    packed[:, _FLIP] = draws.flip
+    if fused.affine:
+        packed[:, _SAMPLE] = _maps(draws, height, width)
+    if fused.blur:
+        weights = np.exp(-0.5 * (np.arange(-2, 3) / np.maximum(draws.sigma, 1e-6)[:, None]) ** 2)
+        packed[:, _BLUR] = weights / weights.sum(1, keepdims=True)
+    if fused.changes_colour:
+        packed[:, _COLOUR] = _colours(draws)
+        # What contrast adds is a grey, which neither saturation nor hue changes.
+        packed[:, _MEAN] = ((1 - draws.contrast) * draws.brightness / 255)[:, None] * GREY
+        packed[:, _ERASE] = draws.box
+    return packed
+
+
+def _maps(draws: Draws, height: int, width: int) -> np.ndarray:
+    """From a pixel of the result to the one that it shows: shift, turn and scale undone, then the flip; (B, 6)."""
+    turn = np.deg2rad(draws.degrees)
+    cos, sin = np.cos(turn) / draws.scale, np.sin(turn) / draws.scale
+    undo = np.array([[cos, -sin], [sin, cos]])  # (2, 2, B)
+    undo = np.concatenate([undo, -(undo * np.array([draws.x, draws.y])).sum(1, keepdims=True)], 1)
+    undo[0] *= np.where(draws.flip, -1, 1)
+    undo *= 2 / np.array([width, height])[:, None, None]  # grid_sample's units
+    return undo.reshape(6, -1).T
+
+
+def _colours(draws: Draws) -> np.ndarray:
+    """The matrix of each row, from [0, 255] to [0, 1], column by column; (B, 9)."""
+    to_grey, turn = np.broadcast_to(GREY, (3, 3)), -2 * np.pi * draws.hue  # from red to yellow, as in HSV
+    zeros, ones, cos, sin = np.zeros_like(turn), np.ones_like(turn), np.cos(turn), np.sin(turn)
+    about_grey = np.array([[ones, zeros, zeros], [zeros, cos, -sin], [zeros, sin, cos]])
+    saturation = draws.saturation[:, None, None]
+    colour = _RGB @ np.moveaxis(about_grey, 2, 0) @ _YIQ @ (saturation * np.eye(3) + (1 - saturation) * to_grey)
+    colour = np.where(draws.grey[:, None, None], to_grey, colour)
+    colour = colour * (draws.brightness * draws.contrast / 255)[:, None, None]
+    return np.swapaxes(colour, 1, 2).reshape(-1, 9)
+
+
+def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """The images as drawn; the input is left as it is.
+
+    Args:
+        image: uint8 (B, 3, H, W).
+        packed: float32 (B, COLUMNS), from `pack`, on the same device.
+
+    Returns:
+        Of a flip alone uint8, else float32 in [0, 1]; of the same size.
+    """
+    if fused.affine:
+        image = _sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
+    elif fused.flip:
+        image = torch.where(packed[:, _FLIP].view(-1, 1, 1, 1) > 0, image.flip(3), image)
+    if fused.blur:
+        image = _blurred(image.float(), packed[:, _BLUR])
+    if fused.changes_colour:
+        return _coloured(image, packed)
+    return image * (1 / 255) if image.is_floating_point() else image
+
+
+def _sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+    """Each row through its own affine map, float32 (B, 2, 3), of places about the middle; what is outside is 0."""
+    _, _, height, width = image.shape
+    x, y = (torch.arange((1 - n) / 2, n / 2, device=image.device, dtype=torch.float32) for n in (width, height))
+    across = x[:, None] * maps[:, None, None, :, 0]
+    along = torch.addcmul(maps[:, None, None, :, 2], y[:, None, None], maps[:, None, None, :, 1])
+    return functional.grid_sample(image.float(), across + along, padding_mode="zeros", align_corners=False)
+
+
+def _blurred(image: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Each row by its own five weights, along both axes; float32 (B, C, H, W), and (B, 5)."""
+    shape = rows, channels, height, width = image.shape
+    flat = image.reshape(1, rows * channels, height, width)
+    of_channel = weights.repeat_interleave(channels, 0)
+    kernels = of_channel[:, None, :, None], of_channel[:, None, None]
+    for padding, kernel in zip(((0, 0, 2, 2), (2, 2, 0, 0)), kernels, strict=True):
+        padded = functional.pad(flat, padding, mode="reflect")
+        flat = functional.conv2d(padded, kernel, groups=rows * channels)
+    return flat.view(shape)
+
+
+def _coloured(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """The map of colour of each row, cut off at 0 and 1, and at 0 and 0 in the box that is erased."""
+    _, _, height, width = image.shape
+    means = image.mean((2, 3), dtype=torch.float32)
+    offset = (means * packed[:, _MEAN]).sum(1).view(-1, 1, 1, 1)
+    colour = packed[:, _COLOUR].unflatten(1, (3, 3))[..., None, None]
+    out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)
+    torch.addcmul(offset, image[:, 0:1], colour[:, 0], out=out)
+    # Channel by channel: as a product of matrices it might be taken in TF32, of ten bits.
+    out.addcmul_(image[:, 1:2], colour[:, 1]).addcmul_(image[:, 2:3], colour[:, 2])
+    places = torch.arange(max(height, width), device=image.device)
+    box = packed[:, _ERASE].unflatten(1, (2, 2, 1))
+    inside = (places >= box[:, :, 0]) & (places < box[:, :, 1])
+    rows, columns = inside[:, 0, :height], inside[:, 1, :width]
+    kept = (~(rows[:, None, :, None] & columns[:, None, None, :])).float()
+    return out.clamp_(kept.new_zeros(()), kept)

@@ -1,0 +1,254 @@
+"""The presets' fused operations: each is Kornia's, and their draws are what they should be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import kornia.enhance
+import kornia.filters
+import kornia.geometry
+import numpy as np
+import pytest
+import torch
+from pretend import CPU
+
+from raypipe.config import AugmentConfig
+from raypipe.device.augment import PRESETS, DeviceAugment
+from raypipe.device.fused import Draws, Fused, apply, draw, fuse, pack
+from raypipe.errors import ConfigError
+
+ROWS, HEIGHT, WIDTH = 5, 24, 32
+STRONG, _ = fuse(PRESETS["strong"])
+assert STRONG is not None
+
+
+def images(low: int = 0, high: int = 256) -> torch.Tensor:
+    """uint8, smooth enough that sampling between pixels is comparable, and channels_last."""
+    coarse = torch.rand(ROWS, 3, 6, 8, generator=torch.Generator().manual_seed(0))
+    smooth = torch.nn.functional.interpolate(coarse, (HEIGHT, WIDTH), mode="bicubic").clamp(0, 1)
+    return (low + smooth * (high - 1 - low)).byte().to(memory_format=torch.channels_last)
+
+
+def neutral(**changes: Any) -> Draws:
+    one, zero = np.ones(ROWS), np.zeros(ROWS)
+    none = Draws(zero > 0, zero, zero, zero, one, one, one, one, zero, zero > 0, zero, np.zeros((ROWS, 4), int))
+    return replace(none, **changes)
+
+
+def done(draws: Draws, image: torch.Tensor, fused: Fused = STRONG) -> torch.Tensor:
+    return apply(fused, image, torch.from_numpy(pack(fused, draws, HEIGHT, WIDTH)))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+SOME = np.array([0.0, 0.6, 1.0, 1.3, 1.1])
+
+
+def test_nothing_drawn_leaves_images_as_they_are() -> None:
+    close(done(neutral(), images()), images() / 255)
+
+
+def test_what_is_fused_of_each_preset() -> None:
+    kinds = {name: fuse(entries) for name, entries in PRESETS.items()}
+    assert kinds["none"] == (None, [])
+    assert kinds["light"] == (Fused(flip=0.5), [])
+    standard, rest = kinds["standard"]
+    assert standard is not None and not rest
+    assert (standard.jitter, standard.brightness, standard.hue, standard.affine) == (
+        0.8,
+        (0.8, 1.2),
+        (0.0, 0.0),
+        0,
+    )
+    assert (standard.erase, standard.area) == (0.25, [0.02, 0.2])
+    assert not kinds["strong"][1]
+    for policy in ("randaugment", "trivialaugment"):
+        assert kinds[policy] == (Fused(flip=0.5), PRESETS[policy][1:])
+
+
+# Each operation by itself is Kornia's
+
+
+def test_flips() -> None:
+    image, flip = images(), np.array([True, False, True, True, False])
+    expected = torch.where(torch.from_numpy(flip)[:, None, None, None], image.flip(3), image)
+    found = done(neutral(flip=flip), image, Fused(flip=0.5))
+    assert found.dtype == torch.uint8 and torch.equal(found, expected)
+    close(done(neutral(flip=flip), image), expected / 255)
+    close(done(neutral(flip=flip), image, Fused(flip=0.5, jitter=1.0)), expected / 255)
+
+
+def test_turns_shifts_and_scales_after_a_flip() -> None:
+    image, flip = images() / 255, np.array([True, False, False, True, False])
+    degrees, x, y = np.array([10, -15, 0, 7, 0.0]), np.array([3, 0, -2.5, 1, 0]), np.array([0, -2, 1.5, 2, 0.0])
+    scale = np.array([1.2, 0.8, 1, 0.9, 1])
+    matrix = kornia.geometry.get_affine_matrix2d(
+        torch.tensor(np.stack([x, y], 1)),
+        torch.tensor([[(WIDTH - 1) / 2, (HEIGHT - 1) / 2]] * ROWS, dtype=torch.float64),
+        torch.tensor(np.stack([scale, scale], 1)),
+        torch.tensor(-degrees),  # it turns the other way
+    )[:, :2].float()
+    flipped = torch.where(torch.from_numpy(flip)[:, None, None, None], image.flip(3), image)
+    expected = kornia.geometry.warp_affine(flipped, matrix, (HEIGHT, WIDTH), align_corners=True)
+    found = done(neutral(flip=flip, degrees=degrees, x=x, y=y, scale=scale), images())
+    inside = expected[:, :, 2:-2, 2:-2], found[:, :, 2:-2, 2:-2]  # at the rim they fade out differently
+    assert (inside[0] - inside[1]).abs().mean() < 1e-3
+    assert (inside[0] - inside[1]).abs().quantile(0.98) < 1e-4
+
+
+def test_brightness_contrast_and_saturation() -> None:
+    image = images(80, 150)  # so that nothing is cut off
+    factor, values = torch.from_numpy(SOME).float(), image / 255
+    close(done(neutral(brightness=SOME), image), kornia.enhance.adjust_brightness_accumulative(values, factor))
+    contrast = kornia.enhance.adjust_contrast_with_mean_subtraction(values, factor)
+    close(done(neutral(contrast=SOME), image), contrast)
+    saturation = kornia.enhance.adjust_saturation_with_gray_subtraction(values, factor)
+    close(done(neutral(saturation=SOME), image), saturation)
+    all_three = kornia.enhance.adjust_brightness_accumulative(values, factor)
+    all_three = kornia.enhance.adjust_contrast_with_mean_subtraction(all_three, factor)
+    all_three = kornia.enhance.adjust_saturation_with_gray_subtraction(all_three, factor)
+    for fused in (STRONG, Fused(jitter=1.0)):  # with what is cut off, too, but for what lies between
+        draws = neutral(brightness=SOME, contrast=SOME, saturation=SOME)
+        close(done(draws, image, fused), all_three)
+
+
+def test_colours_are_cut_off_once_at_the_end() -> None:
+    bright = torch.full((ROWS, 3, HEIGHT, WIDTH), 200, dtype=torch.uint8)
+    draws = neutral(brightness=np.full(ROWS, 1.5), saturation=np.full(ROWS, 1.2))
+    assert done(draws, bright).eq(1).all()
+
+
+def test_grey() -> None:
+    grey = np.array([True, False, True, False, True])
+    expected = images() / 255
+    for row in np.flatnonzero(grey):
+        expected[row] = kornia.color.rgb_to_grayscale(expected[row])
+    close(done(neutral(grey=grey), images()), expected)
+
+
+def test_hue_keeps_lightness_and_grey_and_turns_as_kornias_does() -> None:
+    image = images(110, 140)
+    turned = done(neutral(hue=np.linspace(-0.4, 0.4, ROWS)), image)
+    grey_of = kornia.color.rgb_to_grayscale
+    close(grey_of(turned), grey_of(image / 255))
+    close(turned[2], image[2] / 255)  # by 0
+    grey = torch.full((ROWS, 3, HEIGHT, WIDTH), 90, dtype=torch.uint8)
+    close(done(neutral(hue=np.full(ROWS, 0.3)), grey), grey / 255)
+    red = torch.zeros(ROWS, 3, HEIGHT, WIDTH, dtype=torch.uint8)
+    red[:, 0] = 120
+    ours, theirs = (
+        each[:, :, 0, 0]
+        for each in (
+            done(neutral(hue=np.full(ROWS, 0.1)), red),
+            kornia.enhance.adjust_hue(red / 255, torch.full((ROWS,), 0.2 * np.pi)),
+        )
+    )
+    assert ours[0, 1] > 0.1 and theirs[0, 1] > 0.1 and ours[0, 2] < 0.02, "to yellow, both"
+
+
+def test_blur() -> None:
+    sigma = np.array([0.0, 0.1, 0.7, 1.3, 2.0])
+    expected = images() / 255
+    for row in range(1, ROWS):
+        blurred = kornia.filters.gaussian_blur2d(expected[row : row + 1], (5, 5), (sigma[row], sigma[row]))
+        expected[row] = blurred[0]
+    close(done(neutral(sigma=sigma), images()), expected)
+
+
+def test_erasing() -> None:
+    box = np.array([[0, 4, 0, 5], [0, 0, 0, 0], [3, HEIGHT, 20, WIDTH], [5, 6, 7, 8], [0, HEIGHT, 0, WIDTH]])
+    expected = images() / 255
+    for row, (top, bottom, left, right) in enumerate(box.tolist()):
+        expected[row, :, top:bottom, left:right] = 0
+    for image in (images(), images().transpose(2, 3).contiguous().transpose(2, 3)):
+        close(done(neutral(box=box), image), expected)
+
+
+# The draws
+
+
+def test_draws_are_as_often_and_as_far_as_they_should_be() -> None:
+    found = draw(STRONG, np.random.default_rng(0), 20_000, 100, 50)
+    assert found.flip.mean() == pytest.approx(0.5, abs=0.02)
+    assert (found.scale != 1).mean() == pytest.approx(0.5, abs=0.02)
+    assert (found.brightness != 1).mean() == pytest.approx(0.8, abs=0.02)
+    assert found.grey.mean() == pytest.approx(0.1, abs=0.01)
+    assert (found.sigma > 0).mean() == pytest.approx(0.2, abs=0.02)
+    height, width = (found.box[:, 1] - found.box[:, 0]), (found.box[:, 3] - found.box[:, 2])
+    erased = height > 0
+    assert erased.mean() == pytest.approx(0.25, abs=0.02)
+    share = (height * width / 5000)[erased]
+    assert (
+        0.015 < share.min() < 0.03 and 0.17 < share.max() < 0.22 and share.mean() == pytest.approx(0.11, abs=0.01)
+    )
+    ratio = np.log(height[erased] / width[erased])
+    assert abs(ratio.mean()) < 0.1 and ratio.max() < 1.5
+    assert found.box.min() == 0 and found.box[:, 1].max() == 100 and found.box[:, 3].max() == 50
+    limits = {"degrees": (-15, 15), "x": (-5, 5), "y": (-10, 10), "scale": (0.8, 1.2), "hue": (-0.1, 0.1)}
+    limits |= {"brightness": (0.6, 1.4), "contrast": (0.6, 1.4), "saturation": (0.6, 1.4), "sigma": (0, 2)}
+    for name, (low, high) in limits.items():
+        values, slack = getattr(found, name), 0.01 * (high - low)
+        assert low <= values.min() < low + slack and high - slack < values.max() <= high, name
+
+
+def test_a_preset_draws_for_its_operations_what_a_larger_one_does() -> None:
+    standard, _ = fuse(PRESETS["standard"])
+    assert standard is not None
+    larger = replace(STRONG, **{name: value for name, value in asdict(standard).items() if value})
+    one, other = (draw(each, np.random.default_rng(1), 64, 32, 32) for each in (standard, larger))
+    for name in ("flip", "brightness", "contrast", "saturation", "box"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("preset", ["standard", "strong"])
+def test_strength_scales_the_share_of_rows(preset: str) -> None:
+    fused, _ = fuse(PRESETS[preset])
+    assert fused is not None
+    for strength in (0.0, 0.5, 1.0):
+        found = draw(fused, np.random.default_rng(2), 10_000, 32, 32, strength)
+        assert (found.brightness != 1).mean() == pytest.approx(0.8 * strength, abs=0.02)
+        assert found.flip.mean() == pytest.approx(0.5 * strength, abs=0.02)
+
+
+# Compiled
+
+
+def both(config: AugmentConfig, backend: str, seeds: range) -> None:
+    image, target, counts = images(), torch.arange(ROWS), np.ones(ROWS, bool)
+    plain = DeviceAugment(config, CPU)
+    compiled = DeviceAugment(replace(config, compile=True), CPU, backend=backend)
+    for seed in seeds:
+        expected, mixed = plain(image, target, counts, seed=seed, strength=0.8)
+        found, found_mixed = compiled(image, target, counts, seed=seed, strength=0.8)
+        close(found, expected, 1e-4)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert (mixed is None) == (found_mixed is None)
+        assert mixed is None or found_mixed is None or mixed.lam == found_mixed.lam
+
+
+@pytest.mark.parametrize("preset", ["none", "light", "standard", "strong"])
+def test_compiled_it_draws_and_makes_the_same(preset: Any) -> None:
+    torch._dynamo.reset()
+    both(AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0, mix_prob=0.7), "aot_eager", range(6))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", ["standard", "strong"])
+def test_compiled_by_inductor_it_draws_and_makes_the_same(preset: Any) -> None:
+    both(AugmentConfig(preset=preset, cutmix_alpha=1.0), "inductor", range(6))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"preset": "randaugment"}, r"augment\.preset must be one of .* with augment\.compile, got 'randaugment'"),
+        ({"ops": [{"op": "RandomInvert"}]}, r"augment\.ops must be empty with augment\.compile"),
+        ({"module": "torch.nn:Identity"}, r"augment\.module must be empty with augment\.compile"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AugmentConfig(compile=True, **config)

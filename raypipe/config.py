@@ -235,7 +235,8 @@ class TransformConfig(_Section, prefix="transform."):
     """What the CPU actors do with each sample; docs/transforms.md has the presets, docs/targets.md the targets.
 
     Attributes:
-        train: preset; `module:function`; a list of Albumentations transforms; or a file of one (*.yaml, *.json).
+        train: preset; `module:function`; a list of Albumentations transforms; a file of one (*.yaml, *.json); or
+            several views, `{NAME: {transform: …, count: …, size: …}, …}` (docs/views.md).
         val: the same, for validation.
         size: side of the images that the presets make, pixels; or from epoch → side, {0: 128, 10: 160, 20: 224}
             (docs/plans.md).
@@ -254,8 +255,8 @@ class TransformConfig(_Section, prefix="transform."):
         time_limit_s: seconds for a micro-batch, or for one sample, which then counts as bad; 0 = no limit.
     """
 
-    train: str | list[dict[str, Any]] = "light"
-    val: str | list[dict[str, Any]] = "center"
+    train: str | list[dict[str, Any]] | dict[str, Any] = "light"
+    val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: int | dict[int, int] = 224
     decode: Literal["cpu", "gpu"] = "cpu"
     decode_min_side: int = 0

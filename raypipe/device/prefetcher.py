@@ -10,7 +10,7 @@ On CUDA the first and the last go through the pinned ring of `raypipe.device.rin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -40,7 +40,8 @@ class Batch:
     Attributes:
         at: its place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
-        image: uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory.
+        image: uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory. Of views the
+            first crop of the first one, in the same memory.
         target: int64 (B,), classes; or what the target's column holds, (B, …).
         weight: float32 (B,); 0 for padding and for samples that do not count.
         label: the target, on the host.
@@ -59,6 +60,8 @@ class Batch:
             the host: tensors of any length, text, bytes, or what JSON holds (docs/columns.md).
         boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
             if the stream has no boxes.
+        views: by name, uint8 or floating point (B, 3, H, W), or (B, n, 3, H, W) of n crops; empty if the stream's
+            transform makes one image.
     """
 
     at: MicroBatchId
@@ -79,6 +82,13 @@ class Batch:
     boxes: torch.Tensor | None = None
     source: np.ndarray | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def first_image(views: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The first crop of the first view (B, 3, H, W), which is a batch's `image`."""
+    first = next(iter(views.values()))
+    return first if first.ndim == 4 else first[:, 0]
 
 
 def on_device(
@@ -104,16 +114,20 @@ def on_device(
     """
 
     def arrays(host: HostBatch) -> list[np.ndarray]:
-        there = (host.image, host.label, host.weight, host.mask, host.boxes)
+        images = host.views.values() or [host.image]
+        there = (*images, host.label, host.weight, host.mask, host.boxes)
         return [array for array in there if array is not None] + list(_tensors_of(host).values())
 
     def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        image, target, weight, *others = tensors
+        # NHWC in memory is channels_last as it stands.
+        images = [image.movedim(-1, -3) for image in tensors[: len(host.views) or 1]]
+        views = dict(zip(host.views, images, strict=False))
+        target, weight, *others = tensors[len(images) :]
         names = [name for name in ("mask", "boxes") if getattr(host, name) is not None]
         targets = dict(zip([*names, *_tensors_of(host)], others, strict=True))
-        there = {name: targets.pop(name) for name in names}
-        # NHWC in memory is channels_last as it stands.
-        there |= {"image": image.permute(0, 3, 1, 2), "target": target, "weight": weight}
+        there: dict[str, Any] = {name: targets.pop(name) for name in names}
+        image = first_image(views) if views else images[0]
+        there |= {"image": image, "target": target, "weight": weight, "views": views}
         return _batch(host, seed_of, targets, **there)
 
     through = Ring(batches, arrays, device, depth, keep, on_copied)

@@ -43,7 +43,7 @@ _CHUNK = 16
 
 
 def batch_digest(batch: HostBatch) -> bytes:
-    """16 bytes over place, index, label, weight, pixels, masks, boxes and columns of one micro-batch."""
+    """16 bytes over place, index, label, weight, pixels, masks, boxes, columns and views of one micro-batch."""
     digest = hashlib.blake2b(f"{batch.at} {batch.image.shape}".encode(), digest_size=16)
     arrays: list[Any] = [batch.index, batch.label, batch.weight, batch.image]
     if batch.encoded is not None:
@@ -55,6 +55,9 @@ def batch_digest(batch: HostBatch) -> bytes:
         digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
         arrays += [array for array in (values, offsets) if array is not None]
     for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    for name, array in batch.views.items():
+        digest.update(f" {name} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
 

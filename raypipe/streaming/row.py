@@ -5,7 +5,8 @@ from the source   split int8, epoch int64; step, micro int64, lists of k: their 
 from a reader     the same; encoded, mask, boxes, label, and of streams that have them columns (of each sample in
                   one value), lists of k·B; null in a split left to the actors
 from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
-                  decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end; of
+                  decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end;
+                  or, of each view, view.NAME uint8 (1, k, B, H, W, 3), of n crops (1, k, B, n, H, W, 3); of
                   streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5), and columns as
                   columns.NAME.array (1, k, B, …), or columns.NAME.KIND (1, n, …), all end to end, and
                   columns.NAME.offsets int64 (1, k, B + 1), see `PackedColumn`; label int64 (1, k, B), or as the
@@ -31,7 +32,7 @@ from raypipe.streaming.blocks import Block
 from raypipe.streaming.values import pack_values, unpack_values
 from raypipe.transform.batch import HostBatch, MicroBatchResult, Read, Room
 from raypipe.transform.columns import PackedColumn
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.sample_transform import VIEW, EncodedSample
 from raypipe.transform.targets import as_bytes
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def _host_batch(at: MicroBatchId, arrays: Mapping[str, Any], num_bad: int) -> Ho
         mask=arrays.get("mask"),
         boxes=arrays.get("boxes"),
         columns=arrays["columns"],
+        views={name.removeprefix(VIEW): each for name, each in arrays.items() if name.startswith(VIEW)},
     )
 
 

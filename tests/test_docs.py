@@ -259,6 +259,26 @@ def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: py
     assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
 
 
+@pytest.mark.timeout(240)
+def test_the_views_of_docs_views_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two would wait for each other longer than they work
+    try:
+        names = program("views.md", monkeypatch, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    assert names["shapes"] == {"global": (64, 2, 3, 16, 16), "local": (64, 8, 3, 8, 8), "whole": (64, 3, 16, 16)}
+    accuracies, by_epoch = names["accuracies"], names["by_epoch"]
+    assert len(accuracies) == 4 and accuracies[-1] > accuracies[0] + 0.03 > 0.5
+    assert by_epoch[-1] < by_epoch[0] - 0.3 and names["largest"] < 0.3
+    assert {name: tuple(view.shape) for name, view in names["patches"].items()} == {
+        "patch": (64, 3, 4, 4),
+        "others": (64, 2, 3, 4, 4),
+    }
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")

@@ -68,8 +68,8 @@ class Images:
         self._targets = config.target_columns
         if self._targets:
             transform = target_pipeline(transform, "boxes" in self._targets)
-        views = isinstance(transform, dict)
-        self._transform = ViewsTransform(transform) if views else SampleTransform(transform)
+        self._transform: SampleTransform | ViewsTransform
+        self._transform = ViewsTransform(transform) if isinstance(transform, dict) else SampleTransform(transform)
         self.draws_globally = self._transform.draws_globally
         self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
         self._config, self._probe, self._store_address = config, probe, store_address

@@ -22,7 +22,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys, mix64
-from raypipe.transform.direct import cut
+from raypipe.transform.direct import Undecoded, cut
 from raypipe.transform.sample_transform import VIEW, Key, SampleTransform
 
 _NAME = re.compile(r"[\w-]+")
@@ -146,13 +146,14 @@ class ViewsTransform:
         self.draws_globally = any(each.draws_globally for crops in self._crops.values() for each in crops)
 
     def with_targets(
-        self, image: np.ndarray, targets: Mapping[str, Any], key: Key, out: np.ndarray | None = None
+        self, image: np.ndarray | Undecoded, targets: Mapping[str, Any], key: Key, out: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """All views of an image uint8 (H, W, 3), by VIEW and their names.
 
         Raises:
             ConfigError: a transform returns anything but an image, or crops of one view differ in size.
         """
+        assert isinstance(image, np.ndarray), "there is no crop_target"
         keys = iter(mix64(self._parts ^ np.array(key, np.uint64)).tolist())
 
         def box(place: Any) -> np.ndarray:

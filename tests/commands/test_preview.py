@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from raypipe.commands.cli import main
-from raypipe.commands.preview import Preview, Tile, draw, preview
+from raypipe.commands.picture import Tile, draw
+from raypipe.commands.preview import Preview, preview
 from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError

@@ -128,7 +128,7 @@ class Preview:
         views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in made.views.items()}
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         fed = self._augment_only.of_views(views, seed=self.plan.micro_batch_seed(at), strength=strength)
-        crops = {}
+        crops: dict[str, np.ndarray] = {}
         for name, view in fed.items():
             several = [view] if view.ndim == 4 else view.unbind(1)
             crops |= {

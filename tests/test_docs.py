@@ -439,6 +439,7 @@ def test_what_docs_targets_trains_learns(
     losses, targets = names["losses"], names["targets"]
     assert len(losses) == 64 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
     assert len(targets) == 16 and {tuple(each["boxes"].shape) for each in targets} <= {(0, 4), (1, 4)}
+    assert names["in_sight"].shape == (16, 2) and 0 < names["in_sight"].sum() < 32
     verify, *others = commands(ROOT / "docs" / "targets.md")
     cli.main(verify[1:])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

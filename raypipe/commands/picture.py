@@ -31,6 +31,7 @@ class Tile:
         reason: why there is no image.
         mask: uint8 (H, W), classes, drawn over it: 0 as it is, 255 dark, others tinted.
         boxes: float (K, 5), `[x0, y0, x1, y1, label]`, drawn over it; those of label -1 are left out.
+        keypoints: float (K, 3), `[x, y, label]`, likewise; those of negative labels are left out.
     """
 
     image: np.ndarray | None
@@ -38,6 +39,7 @@ class Tile:
     reason: str = ""
     mask: np.ndarray | None = None
     boxes: np.ndarray | None = None
+    keypoints: np.ndarray | None = None
 
 
 def draw(rows: list[list[Tile]], titles: list[str], headers: list[str], columns: tuple[str, ...] = STAGES) -> Any:
@@ -83,6 +85,10 @@ def _draw_tile(axes: Any, tile: Tile) -> None:
             axes.add_patch(
                 Rectangle(*place, fill=False, edgecolor=_COLOURS[1 + int(label) % 254, :3], linewidth=2)
             )
+    for x, y, label in () if tile.keypoints is None else tile.keypoints:
+        if label >= 0:
+            colour = _COLOURS[1 + int(label) % 254, :3]
+            axes.plot(x, y, "o", markersize=5, color=colour, markeredgecolor="white", scalex=False, scaley=False)
     axes.set_adjustable("datalim")  # captions stay in their row, whatever the image's shape
 
 

@@ -60,6 +60,8 @@ class Batch:
             the host: tensors of any length, text, bytes, or what JSON holds (docs/columns.md).
         boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
             if the stream has no boxes.
+        keypoints: float32 (B, K, 3), each `[x, y, label]` in pixels, with label -1 where there is none, and
+            -2 - label where it lies outside of the image; None if the stream has no keypoints.
         views: by name, uint8 or floating point (B, 3, H, W), or (B, n, 3, H, W) of n crops; empty if the stream's
             transform makes one image.
     """
@@ -80,6 +82,7 @@ class Batch:
     failed: dict[int, str] = field(default_factory=dict)
     mask: torch.Tensor | None = None
     boxes: torch.Tensor | None = None
+    keypoints: torch.Tensor | None = None
     source: np.ndarray | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     views: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -115,7 +118,7 @@ def on_device(
 
     def arrays(host: HostBatch) -> list[np.ndarray]:
         images = host.views.values() or [host.image]
-        there = (*images, host.label, host.weight, host.mask, host.boxes)
+        there = (*images, host.label, host.weight, host.mask, host.boxes, host.keypoints)
         return [array for array in there if array is not None] + list(_tensors_of(host).values())
 
     def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
@@ -123,7 +126,7 @@ def on_device(
         images = [image.movedim(-1, -3) for image in tensors[: len(host.views) or 1]]
         views = dict(zip(host.views, images, strict=False))
         target, weight, *others = tensors[len(images) :]
-        names = [name for name in ("mask", "boxes") if getattr(host, name) is not None]
+        names = [name for name in ("mask", "boxes", "keypoints") if getattr(host, name) is not None]
         targets = dict(zip([*names, *_tensors_of(host)], others, strict=True))
         there: dict[str, Any] = {name: targets.pop(name) for name in names}
         image = first_image(views) if views else images[0]

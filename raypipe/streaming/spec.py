@@ -321,14 +321,14 @@ def check_transforms(
             _check_views(config, split)
         check_columns(store, config.target_columns)
         if config.target_columns:
-            target_pipeline(build_transform(transform, config.final_size), bool(config.boxes_column))
+            target_pipeline(build_transform(transform, config.final_size), set(config.target_columns))
 
 
 def _check_views(config: TransformConfig, split: Split) -> None:
     """Raise ConfigError where something does not go with a split's views."""
     reason = ""
     if config.target_columns:
-        reason = "transform.mask_column and transform.boxes_column are of one image: leave them out"
+        reason = "transform.mask_column, boxes_column and keypoints_column are of one image: leave them out"
     elif config.crop_decode == "scaled":
         reason = (
             "transform.crop_decode='scaled' decodes each crop by itself, where views share one decoding: leave it "

@@ -362,8 +362,9 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     """
     if run.transform.target_columns:
         raise ConfigError(
-            "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
-            "leave them out, or write a loop of your own around raypipe.loader, as docs/targets.md does"
+            "a run trains a classifier, which has no use for transform.mask_column, boxes_column and "
+            "keypoints_column: leave them out, or write a loop of your own around raypipe.loader, as "
+            "docs/targets.md does"
         )
     for split, transform in spec.transforms.items():
         if makes_views(transform):

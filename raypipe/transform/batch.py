@@ -95,6 +95,7 @@ class HostBatch:
     encoded: dict[str, np.ndarray] | None = None
     mask: np.ndarray | None = None
     boxes: np.ndarray | None = None
+    keypoints: np.ndarray | None = None
     columns: dict[str, PackedColumn] = field(default_factory=dict)
     views: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -137,8 +138,8 @@ def read_encoded(
         label = ()
     found = store.read(indices, tuple(dict.fromkeys(("image", *label, *targets.values(), *columns.stored))))
     nothing = [None] * len(indices)
-    masks, boxes = (found[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
-    samples = [EncodedSample(*values) for values in zip(found["image"], masks, boxes, strict=True)]
+    of_image = (found[targets[name]] if name in targets else nothing for name in ("mask", "boxes", "keypoints"))
+    samples = [EncodedSample(*values) for values in zip(found["image"], *of_image, strict=True)]
     if columns:
         rows = zip(*(found[name] for name in columns.stored), strict=True)
         samples = [sample._replace(columns=row) for sample, row in zip(samples, rows, strict=True)]

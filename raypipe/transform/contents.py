@@ -3,11 +3,12 @@
     Content            one sample                                  the arrays of B samples
     Images             its image, mask and boxes                   image uint8 (B, H, W, 3); of streams that have
                                                                    them, mask uint8 (B, H, W), boxes float32
-                                                                   (B, max_boxes, 5); or, of views, view.NAME
+                                                                   (B, max_boxes, 5), keypoints float32
+                                                                   (B, max_keypoints, 3); or, of views, view.NAME
                                                                    uint8 (B, H, W, 3) or (B, n, H, W, 3)
     EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, for `DeviceDecoder`
 
-Rows that are left out are black, without a class (IGNORE) and without boxes (label NO_BOX).
+Rows that are left out are black, without a class (IGNORE), and without boxes and keypoints (label NO_BOX).
 
 Of an image for the device only the header is read, so that nearly all of its cost is left to the GPU. A sample is
 bad when its header cannot be read, or a JPEG is cut short; what is damaged further in shows on the device. The
@@ -41,7 +42,7 @@ from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
 from raypipe.transform.sizes import Sides, Size, sides_of
-from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, target_pipeline
+from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, marked, target_pipeline
 from raypipe.transform.views import View, ViewsTransform
 
 
@@ -67,7 +68,7 @@ class Images:
     ) -> None:
         self._targets = config.target_columns
         if self._targets:
-            transform = target_pipeline(transform, "boxes" in self._targets)
+            transform = target_pipeline(transform, set(self._targets))
         self._transform: SampleTransform | ViewsTransform
         self._transform = ViewsTransform(transform) if isinstance(transform, dict) else SampleTransform(transform)
         self.draws_globally = self._transform.draws_globally
@@ -80,8 +81,8 @@ class Images:
         """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3).
 
         Returns:
-            `image`, uint8 (H, W, 3); of streams that have them, `mask`, uint8 (H, W), and `boxes`, float32 (K, 5).
-            Or views.
+            `image`, uint8 (H, W, 3); of streams that have them, `mask`, uint8 (H, W), `boxes`, float32 (K, 5), and
+            `keypoints`, float32 (K, 3). Or views.
 
         Raises:
             SampleError: any part of it cannot be decoded or does not fit its image, or the transform raised on it.
@@ -133,6 +134,18 @@ class Images:
                     "leave the sample out"
                 )
             result["boxes"] = np.asarray(made["bboxes"], np.float32).reshape(-1, 5)
+        if "keypoints" in targets:
+            num_keypoints = len(targets["keypoints"])
+            if num_keypoints > self._config.max_keypoints:
+                raise ConfigError(
+                    f"it has {num_keypoints} keypoints, and transform.max_keypoints is "
+                    f"{self._config.max_keypoints}: raise it, or leave the sample out"
+                )
+            result["keypoints"] = marked(made["keypoints"], shapes["image"])
+            if len(result["keypoints"]) != num_keypoints:
+                raise ConfigError(
+                    f"the transform left {len(result['keypoints'])} of {num_keypoints} keypoints: it must keep all"
+                )
         return result
 
     def _opened(self, sample: EncodedSample | Decoded) -> np.ndarray | Undecoded:
@@ -183,6 +196,9 @@ class Images:
         if "boxes" in self._targets:
             arrays["boxes"] = np.zeros((*shape, self._config.max_boxes, 5), np.float32)
             arrays["boxes"][..., 4] = NO_BOX
+        if "keypoints" in self._targets:
+            arrays["keypoints"] = np.zeros((*shape, self._config.max_keypoints, 3), np.float32)
+            arrays["keypoints"][..., 2] = NO_BOX
         return arrays
 
 

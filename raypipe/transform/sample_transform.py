@@ -43,6 +43,7 @@ class EncodedSample(NamedTuple):
     image: bytes | None
     mask: Any = None
     boxes: Any = None
+    keypoints: Any = None
     columns: tuple[Any, ...] = ()
 
 
@@ -124,7 +125,7 @@ class SampleTransform:
         Args:
             image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it. Or one that is not
                 decoded, where there is a `crop_target`: the result is the same.
-            targets: `mask` and `bboxes`, as Albumentations takes them.
+            targets: `mask`, `bboxes` and `keypoints`, as Albumentations takes them.
             key: decides everything random.
             out: uint8 (h, w, 3), where the image may be put.
 
@@ -316,7 +317,7 @@ def _find_crop_first(
     albumentations, v2 = sys.modules.get("albumentations"), sys.modules.get("torchvision.transforms.v2")
     if albumentations and kind is albumentations.Compose and type(first) is albumentations.RandomResizedCrop:
         special = first.deterministic or first.replay_mode or pipeline.save_applied_params
-        special = special or set(pipeline.processors) - {"bboxes"} or not pipeline.p == first.p == 1
+        special = special or set(pipeline.processors) - {"bboxes", "keypoints"} or not pipeline.p == first.p == 1
         return None if special else _AlbumentationsCropFirst(pipeline, generators)
     if v2 and kind is v2.Compose and type(first) is v2.RandomResizedCrop and hasattr(first, "make_params"):
         hooks = [*vars(pipeline).items(), *vars(first).items()]

@@ -65,7 +65,7 @@ class Preview:
         self._augment_only = DeviceAugment(unmixed, device, targets=targets)
         views = makes_views(self.config.train)
         self._augment_and_mix = DeviceAugment(augment, device, targets=targets, views=views)
-        self.columns = STAGES
+        self.columns: tuple[str, ...] = STAGES
 
     def tiles(self, indices: list[int], epochs: list[int]) -> list[list[Tile]]:
         """One row per sample: decoded, then transformed, augmented and mixed for each epoch; or the crops of

@@ -249,7 +249,7 @@ def preview(
     shown = indices or _first_of(made.plan, min(samples, len(store)))
     per_epoch = len(STAGES)
     if makes_views(made.config.train):
-        per_epoch = sum(view.count for view in find_views(made.config.train, made.config.size).values())
+        per_epoch = sum(view.count for view in find_views(made.config.train, made.config.final_size).values())
     if not 0 < (num_tiles := len(shown) * (1 + per_epoch * epochs)) <= MAX_TILES:
         raise ConfigError(
             f"{len(shown)} samples over {epochs} epochs make {num_tiles} tiles, not 1 to {MAX_TILES}"

@@ -107,7 +107,7 @@ class Images:
         shapes = {name: part.shape for name, part in result.items()}
         if self._sides and shapes.get("image", ())[:2] != self._sides:
             raise ConfigError(
-                f"the transform made {_sizes(shapes)}, and by transform.size"
+                f"the transform made an image of {shapes.get('image', ())[:2]}, and by transform.size"
                 f" it must be {self._sides}, (height, width): end it with a crop or resize to the size that a"
                 " module:function is called with"
             )

@@ -235,7 +235,8 @@ class TransformConfig(_Section, prefix="transform."):
     """What the CPU actors do with each sample; docs/transforms.md has the presets, docs/targets.md the targets.
 
     Attributes:
-        train: preset; `module:function`; a list of Albumentations transforms; or a file of one (*.yaml, *.json).
+        train: preset; `module:function`; a list of Albumentations transforms; a file of one (*.yaml, *.json); or
+            several views, `{NAME: {transform: …, count: …, size: …}, …}` (docs/views.md).
         val: the same, for validation.
         size: side of the images that the presets make, pixels; or from epoch → side, {0: 128, 10: 160, 20: 224}
             (docs/plans.md).
@@ -246,6 +247,8 @@ class TransformConfig(_Section, prefix="transform."):
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
         boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, likewise; empty = none.
         max_boxes: room for boxes in a row; a sample with more ends the run.
+        keypoints_column: column of keypoints per sample, `[x, y, label]` in pixels, likewise; empty = none.
+        max_keypoints: room for keypoints in a row; a sample with more ends the run.
         make_columns: `module:function` that makes a sample's columns of those of store.columns, such as tokens of
             a caption; empty = they are taken as they are.
         on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
@@ -254,8 +257,8 @@ class TransformConfig(_Section, prefix="transform."):
         time_limit_s: seconds for a micro-batch, or for one sample, which then counts as bad; 0 = no limit.
     """
 
-    train: str | list[dict[str, Any]] = "light"
-    val: str | list[dict[str, Any]] = "center"
+    train: str | list[dict[str, Any]] | dict[str, Any] = "light"
+    val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: int | dict[int, int] = 224
     decode: Literal["cpu", "gpu"] = "cpu"
     decode_min_side: int = 0
@@ -264,6 +267,8 @@ class TransformConfig(_Section, prefix="transform."):
     mask_column: str = ""
     boxes_column: str = ""
     max_boxes: AtLeast1 = 100
+    keypoints_column: str = ""
+    max_keypoints: AtLeast1 = 100
     make_columns: str = ""
     on_bad_sample: Literal["substitute", "raise"] = "substitute"
     max_bad_fraction: Share = 0.01
@@ -281,7 +286,7 @@ class TransformConfig(_Section, prefix="transform."):
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
         if self.target_columns:  # which are in pixels of the image as it is stored
             only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
-            self._only(only, "transform.mask_column or transform.boxes_column")
+            self._only(only, "transform.mask_column, transform.boxes_column or transform.keypoints_column")
 
     def _only(self, values: dict[str, Any], with_what: str) -> None:
         for name, value in values.items():
@@ -309,8 +314,8 @@ class TransformConfig(_Section, prefix="transform."):
 
     @property
     def target_columns(self) -> dict[str, str]:
-        """Store columns of the image's targets, by "mask" and "boxes"; mostly empty."""
-        named = {"mask": self.mask_column, "boxes": self.boxes_column}
+        """Store columns of the image's targets, by "mask", "boxes" and "keypoints"; mostly empty."""
+        named = {"mask": self.mask_column, "boxes": self.boxes_column, "keypoints": self.keypoints_column}
         return {name: column for name, column in named.items() if column}
 
 

@@ -259,6 +259,26 @@ def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: py
     assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
 
 
+@pytest.mark.timeout(240)
+def test_the_views_of_docs_views_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two would wait for each other longer than they work
+    try:
+        names = program("views.md", monkeypatch, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    assert names["shapes"] == {"global": (64, 2, 3, 16, 16), "local": (64, 8, 3, 8, 8), "whole": (64, 3, 16, 16)}
+    accuracies, by_epoch = names["accuracies"], names["by_epoch"]
+    assert len(accuracies) == 4 and accuracies[-1] > accuracies[0] + 0.03 > 0.5
+    assert by_epoch[-1] < by_epoch[0] - 0.3 and names["largest"] < 0.3
+    assert {name: tuple(view.shape) for name, view in names["patches"].items()} == {
+        "patch": (64, 3, 4, 4),
+        "others": (64, 2, 3, 4, 4),
+    }
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
@@ -419,6 +439,7 @@ def test_what_docs_targets_trains_learns(
     losses, targets = names["losses"], names["targets"]
     assert len(losses) == 64 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
     assert len(targets) == 16 and {tuple(each["boxes"].shape) for each in targets} <= {(0, 4), (1, 4)}
+    assert names["in_sight"].shape == (16, 2) and 0 < names["in_sight"].sum() < 32
     verify, *others = commands(ROOT / "docs" / "targets.md")
     cli.main(verify[1:])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -229,6 +229,15 @@ def test_docs_transforms_draws_steps_and_hashes_a_file_of_them(capsys: pytest.Ca
     assert Path("grid.png").stat().st_size > 1000
 
 
+@runs(("views.md", "preview"), ("views.md", "digest"))
+@pytest.mark.usefixtures("folder")
+def test_docs_views_draws_crops_and_hashes_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    write_atomically("train.lmdb", samples(64), CLASSES)
+    (preview,), (digest,) = of("views.md", "preview"), of("views.md", "digest")
+    assert run(preview, capsys)["samples"] == 2
+    assert run([*digest, "--pool.engine=inline"], capsys)["samples"] == 64
+
+
 # What others wrote
 
 

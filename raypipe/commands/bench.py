@@ -184,7 +184,7 @@ def stream_once(
         arrivals.append(time.perf_counter())
         segments.append((batch.at.split, batch.at.epoch))
         sizes.append(int((batch.weight > 0).sum()))
-        num_bytes = batch.image.nbytes
+        num_bytes = batch.image.nbytes + sum(view.nbytes for view in batch.views.values())
     ray.shutdown()
     # The first batches come while actors still start, and a buffer fills: leave out a sixth.
     first = max(1, len(arrivals) // 6)

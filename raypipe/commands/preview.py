@@ -1,6 +1,7 @@
 """A picture of what becomes of a few samples over several epochs. Starts no Ray.
 
     decoded | epoch 0: transformed  augmented  mixed | epoch 1: …        one row per sample
+    decoded | epoch 0: each crop of each view, augmented | epoch 1: …    the same of views
 
 The plan, a run's transform worker and the device's augmentation are called as a run calls them, on the whole
 micro-batch in which the sample stands in that epoch: a tile is what a run of the same settings feeds the model.
@@ -8,23 +9,20 @@ micro-batch in which the sample stands in that epoch: a tile is what a run of th
 
 from __future__ import annotations
 
-import colorsys
-import itertools
-import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from raypipe.commands.picture import STAGES, Tile, draw
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed, check_mixable
 from raypipe.errors import ConfigError, SampleError
-from raypipe.logs import printable
-from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store, is_class
 from raypipe.streaming.maker import MicroBatchMaker
@@ -34,36 +32,12 @@ from raypipe.transform.columns import LABEL
 from raypipe.transform.decode import decode
 from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
+from raypipe.transform.views import find_views, makes_views
 
 # Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
 _EXAMPLE: dict[str, Any] = {"preset": "standard", "mixup_alpha": 0.8, "cutmix_alpha": 1.0}
 MAX_TILES = 1000  # about 40 megapixels
 Stages = tuple[HostBatch, np.ndarray, np.ndarray, Mixed | None]
-_DPI = 100
-_FONT: Any = {"family": "monospace", "size": 7.2, "parse_math": False, "va": "top"}  # 10 pixels
-_TILE, _ROW, _GUTTER, _MARGIN = 160, 212, 8, 24  # pixels
-# Of labels, RGBA. Neighbouring labels are far apart in hue: each is a golden angle from the one before.
-_COLOURS = np.array([(*colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1), 0.43) for label in range(256)])
-_COLOURS[0], _COLOURS[255] = (0, 0, 0, 0), (0, 0, 0, 0.43)  # the background, and what is ignored
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One image of the picture.
-
-    Attributes:
-        image: uint8 (H, W, 3); None where there is none.
-        lines: the caption, three lines at most.
-        reason: why there is no image.
-        mask: uint8 (H, W), classes, drawn over it: 0 as it is, 255 dark, others tinted.
-        boxes: float (K, 5), `[x0, y0, x1, y1, label]`, drawn over it; those of label -1 are left out.
-    """
-
-    image: np.ndarray | None
-    lines: tuple[str, ...] = ()
-    reason: str = ""
-    mask: np.ndarray | None = None
-    boxes: np.ndarray | None = None
 
 
 class Preview:
@@ -89,36 +63,40 @@ class Preview:
         # The mixing draws from a generator of its own, so the operations draw the same without it.
         unmixed = replace(augment, mixup_alpha=0, cutmix_alpha=0)
         self._augment_only = DeviceAugment(unmixed, device, targets=targets)
-        self._augment_and_mix = DeviceAugment(augment, device, targets=targets)
+        views = makes_views(self.config.train)
+        self._augment_and_mix = DeviceAugment(augment, device, targets=targets, views=views)
+        self.columns: tuple[str, ...] = STAGES
 
     def tiles(self, indices: list[int], epochs: list[int]) -> list[list[Tile]]:
-        """One row per sample: decoded, then transformed, augmented and mixed for each epoch."""
+        """One row per sample: decoded, then transformed, augmented and mixed for each epoch; or the crops of
+        views, by which `columns` are then called."""
         rows = [[self._decoded(index)] for index in indices]
         for epoch in epochs:
             places = [self.plan.find(epoch, index) for index in indices]
             # Each micro-batch once, and one at a time.
             for at in dict.fromkeys(at for at, _ in places if at is not None):
-                stages = self.stages(at)
+                host = self._maker.batch(at)
+                shown = self._views(host) if host.views else partial(self._three, stages=self.stages(host))
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
-                        row += self._three(at, position, stages)
+                        row += shown(position)
             reason = "not in this epoch: its draws are others"
             if self.plan.layout.order is not None:
                 left_out = len(self.store) % self.plan.global_batch_size
                 reason = f"not in this epoch: its last {left_out} samples make no whole step"
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:
-                    row += [Tile(None, (), reason), Tile(None), Tile(None)]
+                    row += [Tile(None, (), reason), *[Tile(None)] * (len(self.columns) - 1)]
         return rows
 
-    def stages(self, at: MicroBatchId) -> Stages:
+    def stages(self, made: HostBatch) -> Stages:
         """All of one micro-batch on its way to the model, bad samples substituted.
 
         Returns:
             The micro-batch; uint8 (B, h, w, 3), what the device's operations make of it; the same, mixed: what the
             model gets, normalisation undone; and the other half of the targets, None = not mixed.
         """
-        made = self._maker.batch(at)
+        at = made.at
         image = torch.from_numpy(made.image).permute(0, 3, 1, 2)
         target, counts = torch.from_numpy(made.label), made.index >= 0
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
@@ -144,9 +122,30 @@ class Preview:
             return Tile(None, lines, str(error))
         return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)
 
-    def _three(self, at: MicroBatchId, row: int, stages: Stages) -> list[Tile]:
-        made, augmented, fed, mixed = stages
-        wanted, own = int(self.plan.indices(at)[row]), self._class(made.label[row])
+    def _views(self, made: HostBatch) -> Callable[[int], list[Tile]]:
+        """Makes the tiles of a row: the crops of its views, as the model gets them."""
+        at = made.at
+        views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in made.views.items()}
+        strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
+        fed = self._augment_only.of_views(views, seed=self.plan.micro_batch_seed(at), strength=strength)
+        crops: dict[str, np.ndarray] = {}
+        for name, view in fed.items():
+            several = [view] if view.ndim == 4 else view.unbind(1)
+            crops |= {
+                f"{name} {i}" if view.ndim == 5 else name: self._shown(crop) for i, crop in enumerate(several)
+            }
+        self.columns = tuple(crops)
+
+        def tiles(row: int) -> list[Tile]:
+            lines, reason = self._place(made, row)
+            pixels = [None if reason else crop[row].copy() for crop in crops.values()]
+            return [Tile(pixels[0], tuple(lines), reason), *(Tile(each) for each in pixels[1:])]
+
+        return tiles
+
+    def _place(self, made: HostBatch, row: int) -> tuple[list[str], str]:
+        """Lines that say where a row stands, and why it has no image."""
+        at, wanted = made.at, int(self.plan.indices(made.at)[row])
         lines, reason = [f"step {at.step}, row {row}"], ""
         if self.plan.config.per_step > 1:
             lines = [f"step {at.step}, micro-batch {at.micro}", f"row {row}"]
@@ -157,6 +156,11 @@ class Preview:
         if shown := [f"{name} {_short(column.unpacked()[row])}" for name, column in made.columns.items()]:
             bad = lines[-1:] if lines[-1].startswith("bad") else []
             lines = [lines[0], *bad, ", ".join(shown)]  # three at most
+        return lines, reason
+
+    def _three(self, row: int, stages: Stages) -> list[Tile]:
+        made, augmented, fed, mixed = stages
+        own, (lines, reason) = self._class(made.label[row]), self._place(made, row)
         if mixed is None:
             label: tuple[str, ...] = ("not mixed", own)
         else:
@@ -229,7 +233,9 @@ def preview(
     if outside:
         raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")
     nothing = (augment.preset, augment.ops, augment.module, augment.mixup_alpha, augment.cutmix_alpha)
-    is_example = nothing == ("none", [], "", 0, 0) and not transform.target_columns  # it moves pixels
+    # It moves pixels, and mixes them.
+    may_be_example = not (transform.target_columns or makes_views(transform.train))
+    is_example = nothing == ("none", [], "", 0, 0) and may_be_example
     size = min(plan.micro_batch_size, max(1, len(store) // plan.per_step))
     if is_example:
         augment = replace(augment, **(_EXAMPLE if is_class(store) else {"preset": _EXAMPLE["preset"]}))
@@ -241,7 +247,10 @@ def preview(
         columns,
     )
     shown = indices or _first_of(made.plan, min(samples, len(store)))
-    if not 0 < (num_tiles := len(shown) * (1 + 3 * epochs)) <= MAX_TILES:
+    per_epoch = len(STAGES)
+    if makes_views(made.config.train):
+        per_epoch = sum(view.count for view in find_views(made.config.train, made.config.final_size).values())
+    if not 0 < (num_tiles := len(shown) * (1 + per_epoch * epochs)) <= MAX_TILES:
         raise ConfigError(
             f"{len(shown)} samples over {epochs} epochs make {num_tiles} tiles, not 1 to {MAX_TILES}"
         )
@@ -249,7 +258,7 @@ def preview(
     titles = [f"{store.address.rstrip('/').rpartition('/')[2]}: {len(store):,} samples", _note(made, is_example)]
     strengths = (augment.strength.at(made.plan.progress(epoch, 0)) for epoch in numbers)
     headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
-    figure = draw(made.tiles(shown, numbers), titles, headers)
+    figure = draw(made.tiles(shown, numbers), titles, headers, made.columns)
     try:
         figure.savefig(target, metadata={"Software": None}, pil_kwargs={"optimize": True})
     except OSError as error:
@@ -273,60 +282,3 @@ def _note(made: Preview, is_example: bool) -> str:
         f"Micro-batches of {plan.micro_batch_size}, {plan.per_step} to a step."
         f"{' No augmentation was set: this one is an example.' if is_example else ''}"
     )
-
-
-def draw(rows: list[list[Tile]], titles: list[str], headers: list[str]) -> Any:
-    """Rows of 1 + 3·E tiles as one picture, a matplotlib Figure, under titles and E headers."""
-    from matplotlib.figure import Figure
-
-    names = ["decoded", *("transformed", "augmented", "mixed") * len(headers)]
-    inside = len(names) * (_TILE + _GUTTER) - _GUTTER
-    title = [line for text in titles for line in wrapped(text, inside, 8)]
-    above = _MARGIN + 15 * len(title) + 52
-    width, height = inside + 2 * _MARGIN, above + len(rows) * _ROW
-    figure = Figure((width / _DPI, height / _DPI), dpi=_DPI)
-    figure.text(_MARGIN / width, 1 - _MARGIN / height, "\n".join(title), **_FONT)
-    sides = {"left": _MARGIN / width, "right": 1 - _MARGIN / width, "top": 1 - above / height}
-    sides |= {"bottom": (_ROW - _TILE) / height, "wspace": _GUTTER / _TILE, "hspace": _ROW / _TILE - 1}
-    places = figure.subplots(len(rows), len(names), squeeze=False, gridspec_kw=sides)
-    for axes, tile in zip(places.flat, itertools.chain(*rows), strict=True):
-        _draw_tile(axes, tile)
-    for axes, name in zip(places[0], names, strict=True):
-        _write(axes, (0, 1), 18, wrapped(name, _TILE, 1))
-    for axes, header in zip(places[0, 1::3], headers, strict=True):
-        _write(axes, (0, 1), 38, wrapped(header, 3 * _TILE, 1))
-    return figure
-
-
-def _draw_tile(axes: Any, tile: Tile) -> None:
-    from matplotlib.patches import Rectangle
-
-    axes.set(xticks=[], yticks=[], facecolor="#dcdcdc")
-    axes.spines[:].set_visible(False)
-    _write(axes, (0, 0), -4, [line for text in tile.lines for line in wrapped(text, _TILE, 1)])
-    _write(axes, (0, 1), -8, wrapped(tile.reason, _TILE, 8))
-    if tile.image is None:
-        return
-    # Enlarged pixels stay pixels.
-    axes.imshow(tile.image, interpolation="nearest" if max(tile.image.shape) <= _TILE else "auto")
-    if tile.mask is not None:
-        axes.imshow(_COLOURS[tile.mask], interpolation="nearest")
-    for x0, y0, x1, y1, label in () if tile.boxes is None else tile.boxes:
-        if label >= 0:
-            # Coordinates of pixels are those of their centres here.
-            place = (x0 - 0.5, y0 - 0.5), x1 - x0, y1 - y0
-            axes.add_patch(
-                Rectangle(*place, fill=False, edgecolor=_COLOURS[1 + int(label) % 254, :3], linewidth=2)
-            )
-    axes.set_adjustable("datalim")  # captions stay in their row, whatever the image's shape
-
-
-def _write(axes: Any, corner: tuple[int, int], up: int, lines: list[str]) -> None:
-    axes.annotate("\n".join(lines), corner, (0, up), "axes fraction", "offset pixels", **_FONT)
-
-
-def wrapped(text: str, width: int, most: int) -> list[str]:
-    """Text in lines no wider than `width` pixels, in letters that the font has; an ellipsis where it was cut."""
-    written = printable(text).encode("latin-1", "backslashreplace").decode("latin-1")
-    # Six pixels for each letter of DejaVu Sans Mono.
-    return textwrap.wrap(written, width // 6, max_lines=most, placeholder="…")

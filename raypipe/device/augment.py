@@ -2,6 +2,8 @@
 
     uint8 (B, 3, H, W) → the preset → [0, 1] → Kornia operations → the user's module → normalise → MixUp / CutMix
 
+Of views each crop goes through it by itself, up to the mixing, with a seed of its own.
+
 All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
 configuration, the seed and the strength alone, and nothing waits for the device. Where there is neither operation
 nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused`, but
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
+from raypipe.transform.views import view_key
 
 Operation = Callable[[torch.Tensor, float], torch.Tensor]
 """(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
@@ -64,6 +67,8 @@ _CHANGES_SIZE |= {"LongestMaxSize", "PadTo", "Resize", "SmallestMaxSize"}
 class Normalize:
     """uint8 or [0, 1] floats (B, 3, H, W) → standardised per channel, channels_last, in one kernel.
 
+    So are n crops (B, n, 3, H, W).
+
     The arithmetic is float32, whatever the `dtype` of the result.
     """
 
@@ -75,6 +80,8 @@ class Normalize:
         self._uint8_scale = self._scale / 255
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        if image.ndim == 5:
+            return self(image.flatten(0, 1)).unflatten(0, image.shape[:2])
         scale = self._scale if image.is_floating_point() else self._uint8_scale
         if torch.compiler.is_compiling():  # which would forget the order of what is given as `out`
             made = torch.addcmul(self._shift, image, scale)
@@ -91,11 +98,12 @@ class DeviceAugment:
         device: where batches are.
         dtype: of the images that come out.
         targets: whether the batches have masks or boxes, which stay as they are: nothing may move pixels.
+        views: whether training batches have views: nothing may mix.
         backend: of torch.compile, where the configuration asks for it.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
-            erases or mixes pixels. (Of a user's module that cannot be told.)
+            erases or mixes pixels, or mixes views. (Of a user's module that cannot be told.)
     """
 
     def __init__(
@@ -104,11 +112,14 @@ class DeviceAugment:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         targets: bool = False,
+        views: bool = False,
         backend: str = "inductor",
     ) -> None:
-        mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
-        if targets and mixing:
-            raise ConfigError(f"augment.{mixing[0]} mixes images, and neither masks nor boxes: set it to 0")
+        self._mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
+        if targets and self._mixing:
+            raise ConfigError(f"augment.{self._mixing[0]} mixes images, and neither masks nor boxes: set it to 0")
+        if views:
+            self._check_views()
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
         self._fused, others = fuse(PRESETS[config.preset])
@@ -140,6 +151,33 @@ class DeviceAugment:
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         plan = draw_mix(self.config, rng, image.shape[2], image.shape[3], strength)
         return (image, None) if plan is None else mix(image, target, counts, plan)
+
+    def of_views(
+        self, views: Mapping[str, torch.Tensor], *, seed: int, strength: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """The views of one micro-batch of a training segment, each crop as an image without mixing.
+
+        Args:
+            views: uint8 (B, 3, H, W) or (B, n, 3, H, W) by name; left as they are.
+            seed: the micro-batch's; that of a crop is hashed of it, the view's name and the crop's number.
+
+        Raises:
+            ConfigError: mixing is on.
+        """
+        self._check_views()
+        if not (self._fused or self._operations):
+            return {name: self.normalize(view) for name, view in views.items()}
+        made = {}
+        for name, view in views.items():
+            crops = [view] if view.ndim == 4 else view.unbind(1)
+            seeds = (int(view_key(name, i, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1 for i in range(len(crops)))
+            done = [self._augmented(crop, of_crop, strength) for crop, of_crop in zip(crops, seeds, strict=True)]
+            made[name] = done[0] if view.ndim == 4 else torch.stack(done, 1)
+        return made
+
+    def _check_views(self) -> None:
+        if self._mixing:
+            raise ConfigError(f"augment.{self._mixing[0]} mixes images, and no views: set it to 0")
 
     def _augmented(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
         """All but the mixing."""

@@ -10,7 +10,7 @@ On CUDA the first and the last go through the pinned ring of `raypipe.device.rin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,8 @@ class Batch:
     Attributes:
         at: its place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
-        image: uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory.
+        image: uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory. Of views the
+            first crop of the first one, in the same memory.
         target: int64 (B,), classes; or what the target's column holds, (B, …).
         weight: float32 (B,); 0 for padding and for samples that do not count.
         label: the target, on the host.
@@ -59,6 +60,10 @@ class Batch:
             the host: tensors of any length, text, bytes, or what JSON holds (docs/columns.md).
         boxes: float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels, with label -1 where there is none; None
             if the stream has no boxes.
+        keypoints: float32 (B, K, 3), each `[x, y, label]` in pixels, with label -1 where there is none, and
+            -2 - label where it lies outside of the image; None if the stream has no keypoints.
+        views: by name, uint8 or floating point (B, 3, H, W), or (B, n, 3, H, W) of n crops; empty if the stream's
+            transform makes one image.
     """
 
     at: MicroBatchId
@@ -77,8 +82,16 @@ class Batch:
     failed: dict[int, str] = field(default_factory=dict)
     mask: torch.Tensor | None = None
     boxes: torch.Tensor | None = None
+    keypoints: torch.Tensor | None = None
     source: np.ndarray | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def first_image(views: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The first crop of the first view (B, 3, H, W), which is a batch's `image`."""
+    first = next(iter(views.values()))
+    return first if first.ndim == 4 else first[:, 0]
 
 
 def on_device(
@@ -104,15 +117,19 @@ def on_device(
     """
 
     def arrays(host: HostBatch) -> list[np.ndarray]:
-        return [*_leaves(host).values(), *_tensors_of(host).values()]
+        return [*_leaves(host).values()]
 
     def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        fields = _leaves(host)
-        there = dict(zip(fields, tensors, strict=False))
-        columns = dict(zip(_tensors_of(host), tensors[len(fields) :], strict=True))
+        there: dict[str, Any] = {"views": {}, "columns": {}}
+        for (kind, name), tensor in zip(_leaves(host), tensors, strict=True):
+            if name:
+                there[kind][name] = tensor
+            else:
+                there[kind] = tensor
         # NHWC in memory is channels_last as it stands.
-        image, target = there.pop("image").permute(0, 3, 1, 2), there.pop("label")
-        return _batch(host, seed_of, columns, image=image, target=target, **there)
+        views = there["views"] = {name: each.movedim(-1, -3) for name, each in there["views"].items()}
+        there["image"] = first_image(views) if views else there["image"].permute(0, 3, 1, 2)
+        return _batch(host, seed_of, there.pop("columns"), target=there.pop("label"), **there)
 
     through = Ring(batches, arrays, device, depth, keep, on_copied, _without_leaves)
     if through.device.type == "cuda" or ring:
@@ -120,10 +137,12 @@ def on_device(
     return (batch(host, [*map(view, arrays(host))]) for host in batches)
 
 
-def _leaves(host: HostBatch) -> dict[str, np.ndarray]:
-    """The arrays of a micro-batch that are to be on the device, by its fields; without its columns."""
-    names = ("image", "label", "weight", "mask", "boxes")
-    return {name: array for name in names if (array := getattr(host, name)) is not None}
+def _leaves(host: HostBatch) -> dict[tuple[str, str], np.ndarray]:
+    """The arrays of a micro-batch that are to be on the device, by its fields, and by their names within these."""
+    fields = ("label", "weight", "mask", "boxes", "keypoints", *(() if host.views else ("image",)))
+    found = {(field, ""): array for field in fields if (array := getattr(host, field)) is not None}
+    found |= {("views", name): array for name, array in host.views.items()}
+    return found | {("columns", name): array for name, array in _tensors_of(host).items()}
 
 
 _ELSEWHERE = np.empty(0, np.uint8)
@@ -131,7 +150,7 @@ _ELSEWHERE = np.empty(0, np.uint8)
 
 def _without_leaves(host: HostBatch) -> HostBatch:
     """What the host still needs of a micro-batch: no view of the block that it came in."""
-    leaves: dict[str, Any] = dict.fromkeys(_leaves(host), _ELSEWHERE)
+    leaves: dict[str, Any] = {field: _ELSEWHERE for field, name in _leaves(host) if not name}
     columns = {
         name: column._replace(values=_ELSEWHERE)
         if column.offsets is None
@@ -139,7 +158,7 @@ def _without_leaves(host: HostBatch) -> HostBatch:
         for name, column in host.columns.items()
     }
     of_host = {"label": host.label.copy(), "index": host.index.copy(), "columns": columns}
-    return replace(host, **leaves | of_host)
+    return replace(host, **leaves | of_host, views=dict.fromkeys(host.views, _ELSEWHERE))
 
 
 def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Iterator[Used]:

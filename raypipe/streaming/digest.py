@@ -43,18 +43,24 @@ _CHUNK = 16
 
 
 def batch_digest(batch: HostBatch) -> bytes:
-    """16 bytes over place, index, label, weight, pixels, masks, boxes and columns of one micro-batch."""
+    """16 bytes over place, index, label, weight, pixels, targets, columns and views of one micro-batch."""
     digest = hashlib.blake2b(f"{batch.at} {batch.image.shape}".encode(), digest_size=16)
     arrays: list[Any] = [batch.index, batch.label, batch.weight, batch.image]
     if batch.encoded is not None:
         arrays += batch.encoded.values()
     arrays += [array for array in (batch.mask, batch.boxes) if array is not None]
+    if batch.keypoints is not None:
+        digest.update(f"keypoints\0{batch.keypoints.shape}".encode())
+        arrays.append(batch.keypoints)
     if batch.label.dtype != np.int64 or batch.label.ndim != 1:  # no classes
         digest.update(f"label\0{batch.label.dtype}\0{batch.label.shape}".encode())
     for name, (kind, values, offsets) in sorted(batch.columns.items()):
         digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
         arrays += [array for array in (values, offsets) if array is not None]
     for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    for name, array in batch.views.items():
+        digest.update(f" {name} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
 

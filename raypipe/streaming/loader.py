@@ -22,7 +22,7 @@ from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import check_mixable
-from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
+from raypipe.device.prefetcher import Batch, decoded_on_device, first_image, on_device
 from raypipe.errors import CursorError, RaypipeError, SampleError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
@@ -40,6 +40,7 @@ from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.sizes import Size, size_in
+from raypipe.transform.views import makes_views
 
 Source = tuple[Iterator[HostBatch], Any]
 """A rank's micro-batches in host memory, and the supervisor's handle, or None."""
@@ -95,10 +96,10 @@ class Loader:
         self.exported = TrainerMetrics(spec.run, rank)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
-        targets = bool(spec.transform.target_columns)
+        targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
         if augment and (target := spec.columns.target):
             check_mixable(augment, target.dtype, target.shape)
-        self.augment = DeviceAugment(augment, self.device, dtype, targets) if augment else None
+        self.augment = DeviceAugment(augment, self.device, dtype, targets, views) if augment else None
         self.rank, self.world_size = rank, world_size
         self.num_bad = self.num_fallback = 0
         self._spec, self._open_at, self._depth, self.keep = spec, open_at, depth, keep
@@ -330,6 +331,13 @@ class Loader:
         self._budget.spend(bad, len(batch.index))
 
     def _augmented(self, batch: Batch, augment: DeviceAugment) -> Batch:
+        if batch.views:
+            if batch.at.split == "train":
+                strength = self.strength(batch.at.epoch, batch.at.step)
+                views = augment.of_views(batch.views, seed=batch.seed, strength=strength)
+            else:
+                views = {name: augment.normalize(view) for name, view in batch.views.items()}
+            return replace(batch, image=first_image(views), views=views)
         if batch.at.split != "train":
             return replace(batch, image=augment.normalize(batch.image))
         counts = batch.index >= 0

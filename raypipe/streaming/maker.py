@@ -50,6 +50,11 @@ from raypipe.transform.sizes import Sides, Size, has_sizes, sides_of, size_in, s
 
 logger = logging.getLogger(__name__)
 
+NO_VIEWS = (
+    "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of your "
+    "own around raypipe.loader, as docs/views.md does"
+)
+
 # Where a record has failed, this process tries none again: an object store that is gone says so after minutes, and
 # a run should not wait for it at every bad sample.
 _without_records: set[str] = set()
@@ -279,6 +284,8 @@ def try_samples(
                 made = content.one(sample, (k0, k1))
                 while others:  # each size once
                     others.pop().one(sample, (k0, k1))
+                if isinstance(made, dict) and "image" not in made:
+                    raise ConfigError(f"transform.{split} {NO_VIEWS}")
                 if isinstance(made, dict) and not several:
                     sizes[split] = made["image"].shape[:2]
             except SampleError as error:

@@ -27,7 +27,7 @@ from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
-from raypipe.transform.presets import is_preset
+from raypipe.transform.presets import is_preset, num_pixels
 from raypipe.transform.sizes import has_sizes, most_pixels
 
 if TYPE_CHECKING:
@@ -83,10 +83,11 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
     Args:
         num_streams: number of such streams that run at the same time.
     """
-    if spec.pool.engine == "inline" or not all(map(is_preset, spec.transforms.values())):
+    batch_bytes = _micro_batch_bytes(spec)
+    if spec.pool.engine == "inline" or not batch_bytes:
         return
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
-    block_bytes = block * _micro_batch_bytes(spec)
+    block_bytes = block * batch_bytes
     num = num_streams * blocks_in_flight(spec.pool, max_actors, world_size)
     capacity, needed = _object_store_bytes(), num * block_bytes
     if needed > capacity:
@@ -98,9 +99,16 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
 
 
 def _micro_batch_bytes(spec: StreamSpec) -> int:
-    """Of the pixels, and masks, of the largest micro-batch that presets make."""
+    """Of the pixels, and masks, of the largest micro-batch that presets make; 0 = a transform is none."""
+    largest = most_pixels(spec.transform)
+    pixels = [
+        largest if is_preset(each) else num_pixels(each, spec.transform.final_size) or 0
+        for each in spec.transforms.values()
+    ]
+    if not all(pixels):
+        return 0
     channels = 4 if spec.transform.mask_column else 3
-    return spec.plan.config.micro_batch_size * most_pixels(spec.transform) * channels
+    return spec.plan.config.micro_batch_size * max(pixels) * channels
 
 
 def _object_store_bytes() -> float:

@@ -13,8 +13,8 @@ from raypipe.plan.places import Split
 from raypipe.streaming.loader import Epoch, Loader, Pass
 
 Form = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
-"""What a plain loader yields: `{"image", "target", "weight"}` and columns by their names, `(image, target)`, the
-Batch, or what a function makes of it."""
+"""What a plain loader yields: `{"image", "target", "weight"}`, `"views"` where there are any, and columns by their
+names; `(image, target)`; the Batch; or what a function makes of it."""
 
 NOT_COUNTED = -100
 """The target of rows that do not count: padding, and samples that cannot be used. `cross_entropy` of torch leaves
@@ -53,7 +53,7 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
             f"targets are {columns.target}, of which none says that its row does not count, and 'tuple' has no "
             "room for weights: use form='dict', or give a function"
         )
-    if form == "dict" and (clash := {"image", "target", "weight"} & columns.types.keys()):
+    if form == "dict" and (clash := {"image", "target", "weight", "views"} & columns.types.keys()):
         raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")
     turns = _Turns(loader)
     return PlainLoader(turns, "train", form), PlainLoader(turns, "val", form)
@@ -137,5 +137,11 @@ class PlainLoader:
         if self._form == "batch":
             return batch
         if self._form == "tuple":
+            if batch.views:
+                raise ConfigError(
+                    "the transform makes views, and 'tuple' has room for one image: give 'dict', 'batch', or a "
+                    "function of the batch"
+                )
             return batch.image, counted_target(batch)
-        return {"image": batch.image, "target": counted_target(batch), "weight": batch.weight, **batch.columns}
+        made: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
+        return made | ({"views": batch.views} if batch.views else {}) | batch.columns

@@ -2,15 +2,17 @@
 
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, which is all that an actor
                   needs that reads
-from a reader     the same; encoded, mask, boxes, label, and of streams that have them columns (of each sample in
-                  one value), lists of k·B; null in a split left to the actors
+from a reader     the same; encoded, mask, boxes, label, and of streams that have them keypoints, and columns (of
+                  each sample in one value), lists of k·B; null in a split left to the actors
 from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
-                  decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end; of
-                  streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5), and columns as
-                  columns.NAME.array (1, k, B, …), or columns.NAME.KIND (1, n, …), all end to end, and
-                  columns.NAME.offsets int64 (1, k, B + 1), see `PackedColumn`; label int64 (1, k, B), or as the
-                  target is; index int64 (1, k, B), weight float32 (1, k, B); num_bad int64 (1, k); read_s,
-                  work_s float64 (1, k): seconds that the actor spent on each micro-batch, reading, and in all
+                  decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end;
+                  or, of each view, view.NAME uint8 (1, k, B, H, W, 3), of n crops (1, k, B, n, H, W, 3); of
+                  streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5), keypoints
+                  float32 (1, k, B, K, 3), and columns as columns.NAME.array (1, k, B, …), or columns.NAME.KIND
+                  (1, n, …), all end to end, and columns.NAME.offsets int64 (1, k, B + 1), see `PackedColumn`;
+                  label int64 (1, k, B), or as the target is; index int64 (1, k, B), weight float32 (1, k, B);
+                  num_bad int64 (1, k); read_s, work_s float64 (1, k): seconds that the actor spent on each
+                  micro-batch, reading, and in all
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from raypipe.streaming.blocks import Block
 from raypipe.streaming.values import pack_values, unpack_values
 from raypipe.transform.batch import HostBatch, MicroBatchResult, Read, Room
 from raypipe.transform.columns import PackedColumn
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.sample_transform import VIEW, EncodedSample
 from raypipe.transform.targets import as_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", 
 _READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": _NUMBERS}
 READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
 READ_COLUMNS_SCHEMA = READ_SCHEMA.append(pa.field("columns", _BINARIES))
+READ_KEYPOINTS_SCHEMA = READ_SCHEMA.append(pa.field("keypoints", _BINARIES))
+READ_ALL_SCHEMA = READ_KEYPOINTS_SCHEMA.append(pa.field("columns", _BINARIES))
 
 _RAY_DATA_THREAD = "iter_threaded"
 _THREAD_S = 5.0  # for a call to Ray that it is in
@@ -92,10 +96,14 @@ def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) ->
     if reads is None:
         row += [None] * (len(schema) - len(row))
     else:
-        images, *targets, columns = zip(*chain.from_iterable(samples for samples, _ in reads), strict=True)
-        row += [images, *([as_bytes(value) for value in column] for column in targets)]
+        images, masks, boxes, keypoints, columns = zip(
+            *chain.from_iterable(samples for samples, _ in reads), strict=True
+        )
+        row += [images, *([as_bytes(value) for value in column] for column in (masks, boxes))]
         row.append(np.concatenate([labels for _, labels in reads]))
-        if len(schema) > len(row):
+        if "keypoints" in schema.names:
+            row.append([as_bytes(value) for value in keypoints])
+        if "columns" in schema.names:
             row.append(list(map(pack_values, columns)))
     arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
@@ -106,6 +114,8 @@ def reads_of(table: pa.Table) -> list[Read] | None:
     if "encoded" not in table.column_names or not table["encoded"][0].is_valid:
         return None
     columns = [table[name][0].as_py() for name in ("encoded", "mask", "boxes")]
+    has_keypoints = "keypoints" in table.column_names
+    columns.append(table["keypoints"][0].as_py() if has_keypoints else [None] * len(columns[0]))
     if "columns" in table.column_names:
         columns.append(map(unpack_values, table["columns"][0].as_py()))
     samples = [EncodedSample(*sample) for sample in zip(*columns, strict=True)]
@@ -205,7 +215,9 @@ def _host_batch(at: MicroBatchId, arrays: Mapping[str, Any], num_bad: int) -> Ho
         work_s=float(arrays["work_s"]),
         mask=arrays.get("mask"),
         boxes=arrays.get("boxes"),
+        keypoints=arrays.get("keypoints"),
         columns=arrays["columns"],
+        views={name.removeprefix(VIEW): each for name, each in arrays.items() if name.startswith(VIEW)},
     )
 
 

@@ -30,7 +30,14 @@ from raypipe.plan.schedule import WHOLE, Plan, Share
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
-from raypipe.streaming.row import PLACE_SCHEMA, READ_COLUMNS_SCHEMA, READ_SCHEMA, source_row
+from raypipe.streaming.row import (
+    PLACE_SCHEMA,
+    READ_ALL_SCHEMA,
+    READ_COLUMNS_SCHEMA,
+    READ_KEYPOINTS_SCHEMA,
+    READ_SCHEMA,
+    source_row,
+)
 from raypipe.transform.batch import Read, read_encoded, read_samples
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 
@@ -78,6 +85,8 @@ class MicroBatchSource(Datasource):
         self._schema = PLACE_SCHEMA
         if readers:
             self._schema = READ_COLUMNS_SCHEMA if columns else READ_SCHEMA
+            if "keypoints" in (targets or {}):
+                self._schema = READ_ALL_SCHEMA if columns else READ_KEYPOINTS_SCHEMA
         self._tasks = tasks(plan.num_micro_batches(cursor, share), ranks)
 
     @property

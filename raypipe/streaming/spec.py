@@ -28,10 +28,11 @@ from raypipe.transform.sample_cache import check_cache
 from raypipe.transform.sizes import has_sizes
 from raypipe.transform.targets import check_columns, target_pipeline
 from raypipe.transform.transform_steps import Steps, brief, config_without_files, without_files
+from raypipe.transform.views import makes_views
 
-Transform = Callable[..., Any] | str | Steps | None
+Transform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
 """A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, None, or what `transform.train`
-may be."""
+may be; or views of several, `{NAME: (transform, count), …}`."""
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
@@ -316,15 +317,32 @@ def check_transforms(
         if config.decode == "gpu":
             EncodedTransform(transform, config)
         check_transform(transform, config.final_size)
+        if makes_views(transform):
+            _check_views(config, split)
         check_columns(store, config.target_columns)
         if config.target_columns:
-            target_pipeline(build_transform(transform, config.final_size), bool(config.boxes_column))
+            target_pipeline(build_transform(transform, config.final_size), set(config.target_columns))
+
+
+def _check_views(config: TransformConfig, split: Split) -> None:
+    """Raise ConfigError where something does not go with a split's views."""
+    reason = ""
+    if config.target_columns:
+        reason = "transform.mask_column, boxes_column and keypoints_column are of one image: leave them out"
+    elif config.crop_decode == "scaled":
+        reason = (
+            "transform.crop_decode='scaled' decodes each crop by itself, where views share one decoding: leave it "
+            "out, or set transform.decode_min_side"
+        )
+    if reason:
+        raise ConfigError(f"transform.{split} makes views, and {reason}")
 
 
 def check_sizes(config: TransformConfig, split: Split, transform: Any) -> None:
     """Raise ConfigError where a split's images have several sizes, and its transform can make but one."""
     if has_sizes(config, split) and not takes_size(transform):
-        what = brief(transform) if isinstance(transform, str | list) else f"a {type(transform).__name__}"
+        known = isinstance(transform, str | list) or makes_views(transform)
+        what = brief(transform) if known else f"a {type(transform).__name__}"
         raise ConfigError(
             f"transform.{split} is {what}, which is made once, and transform.size has several "
             "sizes: use a preset, or module:function, which is called with each size and returns a transform"

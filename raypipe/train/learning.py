@@ -27,10 +27,11 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain, derive_keys
-from raypipe.streaming.maker import check_labels
+from raypipe.streaming.maker import NO_VIEWS, check_labels
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 from raypipe.transform.columns import ColumnType
+from raypipe.transform.views import makes_views
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs (B, num_classes), targets int64 (B,), or (B, …) as their column holds them → losses (B,)."""
@@ -256,6 +257,8 @@ class Learner:
 
     def backward(self, batch: Batch, last: bool) -> torch.Tensor:
         """Accumulate the gradient of one micro-batch, maybe the last of a step; returns its detached loss."""
+        if batch.views:  # of a function, which does not say so before
+            raise ConfigError(f"transform.train {NO_VIEWS}")
         # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.
         if self.has_classes:
             check_labels(batch.label, self._num_classes, lambda row: f"sample {batch.index[row]}")
@@ -359,9 +362,13 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     """
     if run.transform.target_columns:
         raise ConfigError(
-            "a run trains a classifier, which has no use for transform.mask_column and transform.boxes_column: "
-            "leave them out, or write a loop of your own around raypipe.loader, as docs/targets.md does"
+            "a run trains a classifier, which has no use for transform.mask_column, boxes_column and "
+            "keypoints_column: leave them out, or write a loop of your own around raypipe.loader, as "
+            "docs/targets.md does"
         )
+    for split, transform in spec.transforms.items():
+        if makes_views(transform):
+            raise ConfigError(f"transform.{split} {NO_VIEWS}")
     if target := spec.columns.target:
         return _num_outputs(run, target)
     store = spec.stores["train"]

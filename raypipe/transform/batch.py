@@ -77,10 +77,11 @@ class HostBatch:
     """One micro-batch in host memory, possibly read-only; the device's `Batch` has what is not described here.
 
     Attributes:
-        image: uint8 (B, H, W, 3); empty where the device is to decode.
+        image: uint8 (B, H, W, 3); empty where the device is to decode, or there are views.
         label: see `MicroBatchResult`.
         encoded: what the device is to decode.
         columns: by name.
+        views: by name, uint8 (B, H, W, 3), or (B, n, H, W, 3) of n crops.
     """
 
     at: MicroBatchId
@@ -94,7 +95,9 @@ class HostBatch:
     encoded: dict[str, np.ndarray] | None = None
     mask: np.ndarray | None = None
     boxes: np.ndarray | None = None
+    keypoints: np.ndarray | None = None
     columns: dict[str, PackedColumn] = field(default_factory=dict)
+    views: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def read_samples(
@@ -135,8 +138,8 @@ def read_encoded(
         label = ()
     found = store.read(indices, tuple(dict.fromkeys(("image", *label, *targets.values(), *columns.stored))))
     nothing = [None] * len(indices)
-    masks, boxes = (found[targets[name]] if name in targets else nothing for name in ("mask", "boxes"))
-    samples = [EncodedSample(*values) for values in zip(found["image"], masks, boxes, strict=True)]
+    of_image = (found[targets[name]] if name in targets else nothing for name in ("mask", "boxes", "keypoints"))
+    samples = [EncodedSample(*values) for values in zip(found["image"], *of_image, strict=True)]
     if columns:
         rows = zip(*(found[name] for name in columns.stored), strict=True)
         samples = [sample._replace(columns=row) for sample, row in zip(samples, rows, strict=True)]
@@ -204,6 +207,13 @@ def reused_memory(shape: tuple[int, ...]) -> np.ndarray:
     array = np.frombuffer(memory, np.uint8)
     weakref.finalize(array, _spare.append, memory).atexit = False
     return array.reshape(shape)
+
+
+def reused_arrays(shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
+    """Empty arrays uint8 of these shapes, in one piece of `reused_memory`."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
+    pieces = np.split(reused_memory((ends[-1],)), ends[:-1])
+    return {name: piece.reshape(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}
 
 
 @dataclass(frozen=True)

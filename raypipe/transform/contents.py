@@ -3,10 +3,12 @@
     Content            one sample                                  the arrays of B samples
     Images             its image, mask and boxes                   image uint8 (B, H, W, 3); of streams that have
                                                                    them, mask uint8 (B, H, W), boxes float32
-                                                                   (B, max_boxes, 5)
+                                                                   (B, max_boxes, 5), keypoints float32
+                                                                   (B, max_keypoints, 3); or, of views, view.NAME
+                                                                   uint8 (B, H, W, 3) or (B, n, H, W, 3)
     EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, for `DeviceDecoder`
 
-Rows that are left out are black, without a class (IGNORE) and without boxes (label NO_BOX).
+Rows that are left out are black, without a class (IGNORE), and without boxes and keypoints (label NO_BOX).
 
 Of an image for the device only the header is read, so that nearly all of its cost is left to the GPU. A sample is
 bad when its header cannot be read, or a JPEG is cut short; what is damaged further in shows on the device. The
@@ -34,20 +36,21 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.batch import Arrays, Make, Take, reused_memory
+from raypipe.transform.batch import Arrays, Make, Take, reused_arrays
 from raypipe.transform.decode import decode, image_size
 from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
 from raypipe.transform.sizes import Sides, Size, sides_of
-from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, target_pipeline
+from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, marked, target_pipeline
+from raypipe.transform.views import View, ViewsTransform
 
 
 class Images:
-    """Decodes and transforms samples to images of one size, with their masks and boxes.
+    """Decodes and transforms samples to images of one size, with their masks and boxes, or to views.
 
     Args:
-        transform: for `SampleTransform`; with targets, for `target_pipeline`.
+        transform: from `build_transform`; with targets, for `target_pipeline`.
         config: how they are decoded, which targets there are, and places for boxes in a row.
         probe: samples to learn the size of the results by, should a micro-batch of nothing but padding come
             first; else the first result decides it.
@@ -57,7 +60,7 @@ class Images:
 
     def __init__(
         self,
-        transform: Callable[..., Any] | None,
+        transform: Callable[..., Any] | dict[str, View] | None,
         config: TransformConfig,
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
         store_address: str = "",
@@ -65,19 +68,21 @@ class Images:
     ) -> None:
         self._targets = config.target_columns
         if self._targets:
-            transform = target_pipeline(transform, "boxes" in self._targets)
-        self._transform = SampleTransform(transform)
+            transform = target_pipeline(transform, set(self._targets))
+        self._transform: SampleTransform | ViewsTransform
+        self._transform = ViewsTransform(transform) if isinstance(transform, dict) else SampleTransform(transform)
         self.draws_globally = self._transform.draws_globally
         self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
         self._config, self._probe, self._store_address = config, probe, store_address
-        self._size: tuple[int, int] | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._sides = sides
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Arrays:
         """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3).
 
         Returns:
-            `image`, uint8 (H, W, 3); of streams that have them, `mask`, uint8 (H, W), and `boxes`, float32 (K, 5).
+            `image`, uint8 (H, W, 3); of streams that have them, `mask`, uint8 (H, W), `boxes`, float32 (K, 5), and
+            `keypoints`, float32 (K, 3). Or views.
 
         Raises:
             SampleError: any part of it cannot be decoded or does not fit its image, or the transform raised on it.
@@ -98,22 +103,22 @@ class Images:
             raise
         except Exception as error:
             raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
-        if self._sides and made["image"].shape[:2] != self._sides:
+        result = {"image": made["image"]} if "image" in made else made
+        shapes = {name: part.shape for name, part in result.items()}
+        if self._sides and shapes.get("image", ())[:2] != self._sides:
             raise ConfigError(
-                f"the transform made an image of {made['image'].shape[:2]}, and by transform.size"
+                f"the transform made an image of {shapes.get('image', ())[:2]}, and by transform.size"
                 f" it must be {self._sides}, (height, width): end it with a crop or resize to the size that a"
                 " module:function is called with"
             )
-        height, width = made["image"].shape[:2]
-        self._size = self._size or (height, width)
-        if self._size != (height, width):
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
             raise ConfigError(
-                f"the transform made an image of {height}x{width} (height x width), where"
-                f" {self._size[0]}x{self._size[1]} is expected as for the others: end the transform with a crop"
-                " or resize to a fixed size"
+                f"the transform made {_sizes(shapes)} (height x width), where {_sizes(self._shapes)} is expected"
+                " as for the others: end the transform with a crop or resize to a fixed size"
             )
-        result = {"image": made["image"]}
         if "mask" in targets:
+            height, width = shapes["image"][:2]
             mask = result["mask"] = made["mask"]
             if mask.dtype != np.uint8 or mask.shape != (height, width):
                 raise ConfigError(
@@ -129,6 +134,18 @@ class Images:
                     "leave the sample out"
                 )
             result["boxes"] = np.asarray(made["bboxes"], np.float32).reshape(-1, 5)
+        if "keypoints" in targets:
+            num_keypoints = len(targets["keypoints"])
+            if num_keypoints > self._config.max_keypoints:
+                raise ConfigError(
+                    f"it has {num_keypoints} keypoints, and transform.max_keypoints is "
+                    f"{self._config.max_keypoints}: raise it, or leave the sample out"
+                )
+            result["keypoints"] = marked(made["keypoints"], shapes["image"])
+            if len(result["keypoints"]) != num_keypoints:
+                raise ConfigError(
+                    f"the transform left {len(result['keypoints'])} of {num_keypoints} keypoints: it must keep all"
+                )
         return result
 
     def _opened(self, sample: EncodedSample | Decoded) -> np.ndarray | Undecoded:
@@ -144,10 +161,10 @@ class Images:
     def pack(self, make: Make, num_samples: int, take: Take) -> Arrays:
         """The arrays of a micro-batch."""
         make_arrays = partial(self._arrays, num_samples)
-        arrays = take(make_arrays) if self._size else {}
+        arrays = take(make_arrays) if self._shapes else {}
         missing = []
         for position in range(num_samples):
-            out = arrays["image"][position] if arrays else None
+            out = arrays["image"][position] if "image" in arrays else None
             sample: Arrays | None = make(position, out)
             if sample is None:
                 missing.append(position)
@@ -157,28 +174,38 @@ class Images:
                 if part is not out:
                     arrays[name][position, : len(part)] = part
         arrays = arrays or take(make_arrays)
-        arrays["image"][missing] = 0
+        for name in self._shapes:
+            arrays[name][missing] = 0
         return arrays
 
     def _arrays(self, num_samples: int, count: int) -> Arrays:
         """Room for so many samples of so many micro-batches, without mask and boxes."""
-        for sample in () if self._size else self._probe():
+        for sample in () if self._shapes else self._probe():
             with contextlib.suppress(SampleError):
                 self.one(sample, (0, 0))
                 break
-        if self._size is None:
+        if not self._shapes:
             raise ConfigError(
                 f"{self._store_address or 'the store'} has no readable sample among its first: "
                 "the size of its images cannot be told"
             )
         shape = (count, num_samples)
-        arrays = {"image": reused_memory((*shape, *self._size, 3))}
+        arrays = reused_arrays({name: (*shape, *each) for name, each in self._shapes.items()})
         if "mask" in self._targets:
-            arrays["mask"] = np.full((*shape, *self._size), IGNORE, np.uint8)
+            arrays["mask"] = np.full(arrays["image"].shape[:-1], IGNORE, np.uint8)
         if "boxes" in self._targets:
             arrays["boxes"] = np.zeros((*shape, self._config.max_boxes, 5), np.float32)
             arrays["boxes"][..., 4] = NO_BOX
+        if "keypoints" in self._targets:
+            arrays["keypoints"] = np.zeros((*shape, self._config.max_keypoints, 3), np.float32)
+            arrays["keypoints"][..., 2] = NO_BOX
         return arrays
+
+
+def _sizes(shapes: dict[str, tuple[int, ...]]) -> str:
+    """What was made, for an error."""
+    sides = {name: "x".join(map(str, shape[:-1])) for name, shape in shapes.items()}
+    return f"an image of {sides['image']}" if "image" in sides else f"views of {sides}"
 
 
 Cut = tuple[bytes, Box, bool]

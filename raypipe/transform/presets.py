@@ -6,6 +6,7 @@
                     _TORCHVISION; they import torch and torchvision into each process
     steps           a list of Albumentations transforms, or a file of one
     module:name     a function of the size that makes a transform, or a transform
+    simclr, dino    several views of an image, see `raypipe.transform.views`; so is a mapping of their names
 
 The named ones end at size × size, except "none"; where a size is (height, width), random crops have ratios about
 that of the size, as they are about 1 for squares.
@@ -13,20 +14,23 @@ that of the size, as they are about 1 for squares.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
-from raypipe.transform.transform_steps import Steps, albumentations, build_steps, choices, is_file, without_files
+from raypipe.transform.transform_steps import albumentations, build_steps, choices, is_file, without_files
+from raypipe.transform.views import VIEW_PRESETS, View, find_views, makes_views
 
 Transform = Callable[..., Any]
 
 
-def build_transform(transform: Transform | str | Steps | None, size: Size) -> Transform | None:
+def build_transform(transform: Any, size: Size) -> Any:
     """Build a CPU transform, for `raypipe.transform.sample_transform.SampleTransform`.
 
     Args:
@@ -35,7 +39,7 @@ def build_transform(transform: Transform | str | Steps | None, size: Size) -> Tr
         size: side of the images that come out of what has a name, pixels; or (height, width).
 
     Returns:
-        A callable on a uint8 RGB image (H, W, 3); None for "none".
+        A callable on a uint8 RGB image (H, W, 3); None for "none"; of views, `View` by name, with callables.
 
     Raises:
         ConfigError: no such preset, file, module or name; steps that are wrong; or what was found there makes no
@@ -44,6 +48,10 @@ def build_transform(transform: Transform | str | Steps | None, size: Size) -> Tr
     if min(sides_of(size)) < 1:
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
     found = without_files(transform)
+    if makes_views(found):
+        if not isinstance(size, int):
+            raise ConfigError("views have sizes of their own, and none by buckets: use one image, or no buckets")
+        return {name: _with_built(name, view) for name, view in find_views(found, size).items()}
     if isinstance(found, list):
         return build_steps(found)
     if not isinstance(found, str):
@@ -59,9 +67,29 @@ def build_transform(transform: Transform | str | Steps | None, size: Size) -> Tr
     return library.Compose(_ALBUMENTATIONS[found](library, size))
 
 
+def _with_built(name: str, view: View) -> View:
+    """The same with callables for its transforms."""
+    with _of_view(name):
+        return replace(view, transforms=tuple(build_transform(each, view.size) for each in view.transforms))
+
+
+@contextlib.contextmanager
+def _of_view(name: str) -> Iterator[None]:
+    """Errors within say which view they are of."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"view {name!r}: {error}") from error
+
+
 def check_transform(transform: object, size: Size) -> None:
     """Raise ConfigError where `build_transform` would, as far as that is known without the user's own code."""
-    if isinstance(transform, list):
+    if makes_views(transform) and isinstance(size, int):
+        for name, view in find_views(transform, size).items():
+            for each in view.transforms:
+                with _of_view(name):
+                    check_transform(each, view.size)
+    elif isinstance(transform, list):
         build_transform(transform, size)
     elif isinstance(transform, str) and not is_file(transform):
         _check_name(transform)
@@ -72,13 +100,24 @@ def _check_name(name: str) -> None:
         raise ConfigError(
             f"transform {name!r} is no list of steps: expected is [{{NAME: {{argument: value}}}}, …]"
         )
-    known = ["none", *PRESETS]
+    known = ["none", *PRESETS, *VIEW_PRESETS]
     if name in known or ":" in name:
         return
     raise ConfigError(
         f"there is no transform preset {name!r}{choices(name, known)}; module:name, a list of steps, and a file of"
         " them (*.yaml, *.json) will do as well"
     )
+
+
+def num_pixels(transform: object, size: int) -> int | None:
+    """Pixels of all that a sample becomes, where it is known by a preset's name; else None."""
+    if is_preset(transform):
+        return size**2
+    if not makes_views(transform):
+        return None
+    views = find_views(transform, size).values()
+    known = isinstance(transform, str) or all(is_preset(each) for view in views for each in view.transforms)
+    return sum(view.count * view.size**2 for view in views) if known else None
 
 
 def is_preset(transform: object) -> bool:

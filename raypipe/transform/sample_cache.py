@@ -151,7 +151,7 @@ def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
     if transform.decode == "gpu":
         reason = "with transform.decode='gpu' the training device decodes"
     elif transform.target_columns:
-        reason = "transform.mask_column and transform.boxes_column name what it does not keep"
+        reason = "transform.mask_column, boxes_column and keypoints_column name what it does not keep"
     elif transform.crop_decode == "scaled":
         reason = "with transform.crop_decode='scaled' each crop is decoded at a scale of its own"
     if reason and pool.cache != "off":

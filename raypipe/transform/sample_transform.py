@@ -9,7 +9,8 @@ Albumentations is imported for a user who has none of it:
     plain, rng=      uint8 HWC and rng=numpy Generator       the one that it is handed
     plain            uint8 HWC                               random's, numpy's and torch's global ones
 
-A plain callable that keeps a generator of its own escapes this: let it take `rng`.
+A plain one may return several images by name, see `raypipe.transform.views`. One that keeps a generator of its own
+escapes this: let it take `rng`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import copy
 import inspect
 import random
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import cv2
@@ -31,6 +33,9 @@ Key = tuple[int, int]
 
 Kind = Literal["none", "albumentations", "torchvision", "plain"]
 
+VIEW = "view."
+"""With a view's name, what its array is called until it is in a batch's `views`."""
+
 
 class EncodedSample(NamedTuple):
     """What a store holds of one sample; a target that is not asked for is None, and so are columns empty."""
@@ -38,6 +43,7 @@ class EncodedSample(NamedTuple):
     image: bytes | None
     mask: Any = None
     boxes: Any = None
+    keypoints: Any = None
     columns: tuple[Any, ...] = ()
 
 
@@ -119,13 +125,13 @@ class SampleTransform:
         Args:
             image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it. Or one that is not
                 decoded, where there is a `crop_target`: the result is the same.
-            targets: `mask` and `bboxes`, as Albumentations takes them.
+            targets: `mask`, `bboxes` and `keypoints`, as Albumentations takes them.
             key: decides everything random.
             out: uint8 (h, w, 3), where the image may be put.
 
         Returns:
             `image`, uint8 of shape (h, w, 3), the same as without targets: maybe `out`, a view, or what was given.
-            And the targets.
+            And the targets. Or, where a function made views, these: uint8 (h, w, 3) or (n, h, w, 3).
 
         Raises:
             ConfigError: the transform returns anything else; or what it, or the decoding of the crop, raises.
@@ -154,6 +160,9 @@ class SampleTransform:
             made = self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
         else:
             made = self.transform(image, **self._rng)
+        # Of `image` alone it is one who takes Albumentations' result for the image.
+        if self.kind == "plain" and isinstance(made, Mapping) and [*made] != ["image"]:
+            return _checked_views(made)
         if self.kind != "albumentations":
             return {"image": _checked(made, self.kind)}
         _checked(made["image"], self.kind)
@@ -214,6 +223,26 @@ def _checked(result: Any, kind: Kind) -> np.ndarray:
         f"the transform returned {came}; expected is uint8 {layout} with 3 channels (normalisation and the"
         " conversion to floating point happen on the GPU: leave them out of the CPU transform)"
     )
+
+
+def _checked_views(made: Mapping[Any, Any]) -> dict[str, np.ndarray]:
+    """Views that a function returned, by VIEW and their names: each uint8 (h, w, 3) or (n, h, w, 3)."""
+    views = {}
+    for name, value in made.items():
+        shapes = {getattr(crop, "shape", None) for crop in value} if isinstance(value, list | tuple) else set()
+        array = np.stack(value) if len(shapes) == 1 and None not in shapes else value
+        ok = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.size
+        if not (isinstance(name, str) and ok and array.ndim in (3, 4) and array.shape[-1] == 3):
+            is_array = isinstance(array, np.ndarray)
+            came = f"{array.dtype} of shape {array.shape}" if is_array else f"a {type(array).__name__}"
+            raise ConfigError(
+                f"the transform returned {came} for view {name!r}: expected is uint8 (H, W, 3), (n, H, W, 3), or"
+                " a list of n of one size, by a name"
+            )
+        views[VIEW + name] = array
+    if not views:
+        raise ConfigError("the transform returned a mapping without views")
+    return views
 
 
 class _AlbumentationsCropFirst:
@@ -288,7 +317,7 @@ def _find_crop_first(
     albumentations, v2 = sys.modules.get("albumentations"), sys.modules.get("torchvision.transforms.v2")
     if albumentations and kind is albumentations.Compose and type(first) is albumentations.RandomResizedCrop:
         special = first.deterministic or first.replay_mode or pipeline.save_applied_params
-        special = special or set(pipeline.processors) - {"bboxes"} or not pipeline.p == first.p == 1
+        special = special or set(pipeline.processors) - {"bboxes", "keypoints"} or not pipeline.p == first.p == 1
         return None if special else _AlbumentationsCropFirst(pipeline, generators)
     if v2 and kind is v2.Compose and type(first) is v2.RandomResizedCrop and hasattr(first, "make_params"):
         hooks = [*vars(pipeline).items(), *vars(first).items()]

@@ -1,10 +1,11 @@
-"""Masks and boxes: what stores hold of them, and how they go with the image: one pipeline, one key, one judgement.
+"""Masks, boxes, keypoints: what stores hold of them, and how they go with the image: one pipeline, one key.
 
     column   holds                                                             one sample
     mask     one PNG of one channel, a class index per pixel                   uint8 (H, W)
     boxes    K boxes [x0, y0, x1, y1, label], pixels of the image, as 5·K      float32 (K, 5)
              little-endian float32 bytes, as JSON, or as numbers, flat or
              five to a box
+    keypoints  K keypoints [x, y, label], likewise, three to a keypoint            float32 (K, 3)
 
 x1 and y1 lie behind the last pixel, so that x1 - x0 is a width. What is malformed makes a bad sample.
 """
@@ -16,7 +17,7 @@ import io
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ from raypipe.transform.image_header import damage_in, image_kind
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
 NO_BOX = -1
-"""The label of a row of `boxes` that holds no box."""
+"""The label of a row of `boxes` that holds no box, or of `keypoints` that holds none."""
+_OUTSIDE = -2
+"""The label of a keypoint outside of the image is this minus its own."""
 
 
 def check_columns(store: Store, targets: Mapping[str, str], setting: str = "transform.{}_column") -> None:
-    """Raise ConfigError unless a store has the columns of masks and boxes, by "mask" and "boxes", that are named.
+    """Raise ConfigError unless a store has the columns of masks, boxes and keypoints that are named.
 
     Args:
         targets: see `TransformConfig.target_columns`.
@@ -103,7 +106,7 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
     Raises:
         SampleError: they are malformed, or a box reaches out of the image by more than a pixel, or lies outside.
     """
-    boxes = _numbers(value)
+    boxes = _numbers(value, "boxes", "x0, y0, x1, y1, label")
     corners, labels = boxes[:, :4], boxes[:, 4]
     limits = np.array(size[::-1] * 2, np.float64)
     cut = np.clip(corners, 0, limits)
@@ -121,18 +124,53 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
     return np.hstack([cut, labels[:, None]]).astype(np.float32)
 
 
+def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
+    """Decode the keypoints of a sample, in their order; they may lie outside of the image.
+
+    Args:
+        value: see the module's table.
+        size: (height, width) of the image, pixels.
+
+    Returns:
+        float32 (K, 3): x, y and a label.
+
+    Raises:
+        SampleError: they are malformed.
+    """
+    keypoints = _numbers(value, "keypoints", "x, y, label")
+    labels = keypoints[:, 2]
+    wrong = {
+        "is not finite": ~np.isfinite(keypoints).all(1),
+        "has a label that is no whole number from 0 on": (labels < 0) | (labels != np.floor(labels)),
+    }
+    for why, which in wrong.items():
+        for number in np.flatnonzero(which)[:1]:
+            raise SampleError(f"keypoint {number} of {len(keypoints)}, {keypoints[number].tolist()}, {why}")
+    return keypoints.astype(np.float32)
+
+
+def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Transformed keypoints, float32 (K, 3), of an image of this (height, width, …): those outside have the label
+    -2 - label."""
+    made = np.asarray(keypoints, np.float32).reshape(-1, 3)
+    x, y, labels = made.T
+    outside = ~((x >= 0) & (y >= 0) & (x < shape[1]) & (y < shape[0]))
+    return np.column_stack([x, y, np.where(outside, _OUTSIDE - labels, labels)])
+
+
 def decode_targets(
     values: Mapping[str, Any], targets: Iterable[str], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-    """Decode what a sample has by "mask" and "boxes", of an image of this (height, width)."""
-    decoders = {"mask": decode_mask, "boxes": decode_boxes}
+    """Decode what a sample has by "mask", "boxes" and "keypoints", of an image of this (height, width)."""
+    decoders = {"mask": decode_mask, "boxes": decode_boxes, "keypoints": decode_keypoints}
     return {name: decoders[name](values[name], size) for name in targets}
 
 
-def _numbers(value: Any) -> np.ndarray:
-    """float64 (K, 5), as they are stored."""
+def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
+    """float64 (K, n), as they are stored: n fields of each."""
+    width = fields.count(",") + 1
     if value is None:
-        raise SampleError("the boxes have no value")
+        raise SampleError(f"the {what} have no value")
     try:
         # No label ends with the byte of a bracket, or of a space: it would be 1e17, or a fraction.
         if isinstance(value, str) or (isinstance(value, bytes) and value.rstrip().endswith(b"]")):
@@ -141,23 +179,24 @@ def _numbers(value: Any) -> np.ndarray:
             value = np.frombuffer(value, "<f4") if value else []
         numbers = np.asarray(value, np.float64)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise SampleError(f"the boxes are not numbers: {error}") from error
+        raise SampleError(f"the {what} are not numbers: {error}") from error
     if not numbers.size:
-        return np.empty((0, 5))
-    if numbers.ndim not in (1, 2) or (numbers.ndim == 2 and numbers.shape[1] != 5) or numbers.size % 5:
-        raise SampleError(
-            f"the boxes are numbers of shape {numbers.shape}: expected are five to a box, [x0, y0, x1, y1, label]"
-        )
-    return numbers.reshape(-1, 5)
+        return np.empty((0, width))
+    wrong = numbers.ndim == 2 and numbers.shape[1] != width
+    if wrong or numbers.ndim not in (1, 2) or numbers.size % width:
+        each = {5: "five to a box", 3: "three to a keypoint"}[width]
+        raise SampleError(f"the {what} are numbers of shape {numbers.shape}: expected are {each}, [{fields}]")
+    return numbers.reshape(-1, width)
 
 
-def target_pipeline(transform: Any, boxes: bool) -> Any:
-    """A copy of an Albumentations Compose that takes mask and boxes along, and draws the same for the image.
+def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
+    """A copy of an Albumentations Compose that takes targets along, and draws the same for the image.
 
     Args:
         transform: from `build_transform`; None, which changes nothing, stays None.
-        boxes: whether there are boxes. Of parameters for them that the pipeline has, its limits are kept; where it
-            has none, boxes of which less than a pixel of width or height is left are dropped.
+        targets: names of those that there are. Of parameters for boxes that the pipeline has, its limits are kept;
+            where it has none, boxes of which less than a pixel of width or height is left are dropped. Keypoints
+            are all kept.
 
     Raises:
         ConfigError: it is nothing of the kind.
@@ -167,12 +206,12 @@ def target_pipeline(transform: Any, boxes: bool) -> Any:
     library = sys.modules.get("albumentations")
     if library is None or type(transform) is not library.Compose:
         raise ConfigError(
-            f"masks and boxes are transformed by an albumentations.Compose, and the transform is a "
+            f"masks, boxes and keypoints are transformed by an albumentations.Compose, and the transform is a "
             f"{type(transform).__name__}: name a preset, wrap it in albumentations.Compose([…]), or leave "
-            "transform.mask_column and transform.boxes_column out"
+            "transform.mask_column, transform.boxes_column and transform.keypoints_column out"
         )
     given = transform.processors.get("bboxes")
-    params = None
+    params, boxes = None, "boxes" in targets
     if boxes and given is None:
         params = library.BboxParams("pascal_voc", min_width=1, min_height=1)
     elif boxes:
@@ -188,6 +227,9 @@ def target_pipeline(transform: Any, boxes: bool) -> Any:
         return library.Compose(
             copy.deepcopy(transform.transforms),  # what is made of them is put into them
             bbox_params=params,
+            keypoint_params=library.KeypointParams("xy", remove_invisible=False)
+            if "keypoints" in targets
+            else None,
             p=transform.p,
             is_check_shapes=False,
             save_applied_params=transform.save_applied_params,

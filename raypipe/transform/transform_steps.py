@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,12 @@ def is_file(transform: object) -> bool:
 
 
 def without_files(transform: Any) -> Any:
-    """A transform, with the steps in place of the address of a file that holds them; see `read_steps`."""
+    """A transform, or views of several, with the steps in place of the address of a file that holds them; see
+    `read_steps`."""
+    if isinstance(transform, Mapping):
+        return {name: without_files(part) for name, part in transform.items()}
+    if isinstance(transform, list | tuple) and any(map(is_file, transform)):  # of a view
+        return type(transform)(map(without_files, transform))
     return read_steps(transform) if is_file(transform) else transform
 
 
@@ -58,8 +64,10 @@ def config_without_files(config: TransformConfig) -> TransformConfig:
     return replace(config, train=without_files(config.train), val=without_files(config.val))
 
 
-def brief(transform: str | Steps) -> str:
-    """A transform in a few words."""
+def brief(transform: Any) -> str:
+    """A transform that a configuration names in a few words."""
+    if isinstance(transform, Mapping):
+        return f"views {', '.join(transform)}"
     return transform if isinstance(transform, str) else "+".join(str(name) for step in transform for name in step)
 
 

@@ -186,6 +186,16 @@ def test_a_transform_may_be_a_list_of_steps_in_the_file_or_on_the_command_line(t
     assert parse(f"--config={file}", "--transform.train=[{Blur: {p: 1}}]").transform.train == [{"Blur": {"p": 1}}]
 
 
+def test_a_transform_may_be_a_mapping_of_views(tmp_path: Path) -> None:
+    views = {"near": {"transform": "light", "count": 2}, "far": {"transform": STEPS, "size": 96}}
+    for text in (yaml.safe_dump(views), json.dumps(views), yaml.safe_dump(views, default_flow_style=True)):
+        assert parse(f"--transform.train={text}").transform.train == views
+        file = tmp_path / "my.yaml"
+        file.write_text(json.dumps({"transform": {"train": yaml.safe_load(text)}}))
+        assert parse(f"--config={file}").transform.train == views
+        assert parse(f"--config={file}", "--transform.train=light").transform.train == "light"
+
+
 @pytest.mark.parametrize(
     "name", ["light", "none", "my.module:fn", "policy.yaml", "s3://b/policy.json", "[light]", "12"]
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from raypipe.commands.preview import Tile, draw
+from raypipe.commands.picture import Tile, draw
 
 LEFT, SIZE, ROW = 24, 160, 212  # of the first tile, and of a row with its captions, pixels
 

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from raypipe.commands.cli import main
-from raypipe.commands.preview import Preview, Tile, draw, preview
+from raypipe.commands.picture import Tile, draw
+from raypipe.commands.preview import Preview, preview
 from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
@@ -134,7 +135,7 @@ def test_the_caption_of_a_mixed_tile_is_its_target(alphas: tuple[float, float], 
     for index, row in zip(first_of(shown), shown.tiles(first_of(shown), [0]), strict=True):
         at, place = shown.plan.find(0, index)
         assert at is not None
-        *_, mixed = shown.stages(at)
+        *_, mixed = shown.stages(shown._maker.batch(at))
         assert mixed is not None
         partner = int(shown.plan.indices(at)[(place + 1) % B])
         own, other = CLASSES[index % 5], CLASSES[partner % 5]
@@ -270,7 +271,7 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
             assert tile.image is not None and tile.mask is not None and tile.boxes is not None
             assert ((tile.image[:, :, 0] > 100) == (tile.mask == 1)).mean() > 0.95
             assert tile.boxes[:, 4].tolist() == [3, -1]
-    with pytest.raises(ConfigError, match="RandomHorizontalFlip moves or erases"):
+    with pytest.raises(ConfigError, match="RandomHorizontalFlip of the preset light moves or erases"):
         made(scenes(), FLIP, settings)
 
 
@@ -319,9 +320,9 @@ def test_an_error_of_the_command_is_one_line(
 def test_what_sets_nothing_shows_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
 
-    def drawn(rows: list[list[Tile]], titles: list[str], headers: list[str]) -> Figure:
+    def drawn(rows: list[list[Tile]], titles: list[str], *others: Any) -> Figure:
         notes.append(titles[1])
-        return draw(rows, titles, headers)
+        return draw(rows, titles, *others)
 
     monkeypatch.setattr("raypipe.commands.preview.draw", drawn)
     run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)
@@ -354,3 +355,37 @@ def test_captions_show_columns_and_targets_of_any_numbers(labels: Any, tmp_path:
     else:
         (row,) = Preview(store, plan, TRANSFORM, mixing).tiles([index], [0])
         assert row[3].lines[0].startswith("MixUp: ") and "target" in row[3].lines[0]
+
+
+# Views
+
+
+VIEWS = {"global": {"transform": "light", "count": 2}, "local": {"transform": "light", "count": 3, "size": 12}}
+
+
+def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
+    shown = made(memory(), transform=replace(TRANSFORM, train=VIEWS))
+    indices = first_of(shown)
+    rows = shown.tiles(indices, [0, 1])
+    assert shown.columns == ("global 0", "global 1", "local 0", "local 1", "local 2")
+    device = DeviceAugment(FLIP, torch.device("cpu"))
+    at, place = shown.plan.find(0, indices[0])
+    assert at is not None
+    host = shown._maker.batch(at)
+    views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in host.views.items()}
+    fed = device.of_views(views, seed=shown.plan.micro_batch_seed(at))
+    for number, tile in enumerate(rows[0][1:6]):
+        name, crop = ("global", number) if number < 2 else ("local", number - 2)
+        assert np.array_equal(tile.image, shown._shown(fed[name][:, crop])[place])
+    assert [len(row) for row in rows] == [1 + 2 * 5] * 4
+
+
+def test_a_picture_of_views_has_no_mixing_and_counts_its_tiles(tmp_path: Path) -> None:
+    transform = replace(TRANSFORM, train=VIEWS)
+    run(memory(), tmp_path / "a.png", augment=AugmentConfig(), transform=transform)
+    width, _ = Image.open(tmp_path / "a.png").size
+    assert width == 2 * 24 + 11 * 168 - 8
+    with pytest.raises(ConfigError, match="500 samples over 2 epochs make 5500 tiles"):
+        run(memory(), tmp_path / "a.png", transform=transform, indices=[0] * 500)
+    with pytest.raises(ConfigError, match="mixes images, and no views"):
+        run(memory(), tmp_path / "a.png", transform=transform, augment=replace(FLIP, mixup_alpha=0.4))

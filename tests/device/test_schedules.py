@@ -495,26 +495,26 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
     ),
     "what is decoded is not handed over": (
         "prefetcher",
-        "hand_over(ready, (batch.image, batch.target, batch.weight), device)",
+        "hand_over(ready, (batch.image, batch.target, batch.weight, *columns), device)",
         "pass",
         decoding,
     ),
     "the image is not handed over": (
         "prefetcher",
-        "(batch.image, batch.target, batch.weight), device",
-        "(batch.target, batch.weight), device",
+        "(batch.image, batch.target, batch.weight, *columns), device",
+        "(batch.target, batch.weight, *columns), device",
         decoding,
     ),
     "the target is not handed over": (
         "prefetcher",
-        "(batch.image, batch.target, batch.weight), device",
-        "(batch.image, batch.weight), device",
+        "(batch.image, batch.target, batch.weight, *columns), device",
+        "(batch.image, batch.weight, *columns), device",
         decoding,
     ),
     "the weight is not handed over": (
         "prefetcher",
-        "(batch.image, batch.target, batch.weight), device",
-        "(batch.image, batch.target), device",
+        "(batch.image, batch.target, batch.weight, *columns), device",
+        "(batch.image, batch.target, *columns), device",
         decoding,
     ),
     "targets on the thread's own stream": (

@@ -21,7 +21,14 @@ from raypipe.stores.base import MemoryStore
 from raypipe.transform.batch import read_encoded
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import EncodedSample
-from raypipe.transform.targets import as_bytes, decode_boxes, decode_mask, target_pipeline
+from raypipe.transform.targets import (
+    as_bytes,
+    decode_boxes,
+    decode_keypoints,
+    decode_mask,
+    marked,
+    target_pipeline,
+)
 
 CLASSES = np.random.default_rng(0).integers(0, 4, (20, 30), dtype=np.uint8)
 SIZE = (20, 30)
@@ -215,7 +222,7 @@ def test_targets_are_read_with_their_images_and_labels_may_be_missing() -> None:
 
 def test_a_pipeline_takes_boxes_along_and_the_users_is_left_alone() -> None:
     pipeline = A.Compose([A.HorizontalFlip(p=1)])
-    made = target_pipeline(pipeline, True)
+    made = target_pipeline(pipeline, ["boxes"])
     assert not pipeline.processors and not pipeline.transforms[0].processors
     boxes = np.array([[0, 0, 10, 5, 7]], np.float32)
     result = made(image=np.zeros((20, 30, 3), np.uint8), bboxes=boxes)
@@ -226,13 +233,13 @@ def test_the_limits_of_the_users_own_parameters_hold() -> None:
     params = A.BboxParams("pascal_voc", label_fields=["labels"], min_visibility=0.6)
     pipeline = A.Compose([A.Crop(0, 0, 10, 10)], bbox_params=params)
     image, boxes = np.zeros((20, 30, 3), np.uint8), np.array([[5, 0, 15, 5, 1], [4, 0, 11, 5, 2]], np.float32)
-    assert target_pipeline(pipeline, True)(image=image, bboxes=boxes)["bboxes"][:, 4].tolist() == [2]
+    assert target_pipeline(pipeline, ["boxes"])(image=image, bboxes=boxes)["bboxes"][:, 4].tolist() == [2]
     assert params.label_fields == ["labels"]
-    assert set(target_pipeline(pipeline, False)(image=image, mask=image[:, :, 0])) == {"image", "mask"}
+    assert set(target_pipeline(pipeline, [])(image=image, mask=image[:, :, 0])) == {"image", "mask"}
 
 
 def test_a_box_of_which_less_than_a_pixel_is_left_is_dropped() -> None:
-    made = target_pipeline(A.Compose([A.Crop(0, 0, 10, 10), A.SafeRotate((45, 45), p=1)]), True)
+    made = target_pipeline(A.Compose([A.Crop(0, 0, 10, 10), A.SafeRotate((45, 45), p=1)]), ["boxes"])
     boxes = np.array([[9.5, 0, 20, 5, 1], [20, 0, 30, 5, 2]], np.float32)
     assert len(made(image=np.zeros((20, 30, 3), np.uint8), bboxes=boxes)["bboxes"]) == 0
 
@@ -244,19 +251,62 @@ def test_a_box_of_which_less_than_a_pixel_is_left_is_dropped() -> None:
 )
 def test_what_is_no_compose_is_refused_with_what_to_do(transform: Any) -> None:
     with pytest.raises(ConfigError, match=r"an albumentations.Compose, and the transform is a .*: name a preset"):
-        target_pipeline(transform, False)
+        target_pipeline(transform, [])
 
 
 def test_another_format_of_boxes_is_refused() -> None:
     pipeline = A.Compose([A.HorizontalFlip()], bbox_params=A.BboxParams("coco"))
     with pytest.raises(ConfigError, match=r"format='coco'.* set format='pascal_voc'"):
-        target_pipeline(pipeline, True)
+        target_pipeline(pipeline, ["boxes"])
 
 
 @pytest.mark.parametrize("name", ["light", "heavy", "center", "resize", "flip-crop", "small"])
 def test_every_preset_will_do(name: str) -> None:
-    assert "bboxes" in target_pipeline(build_transform(name, 8), True).processors
+    assert "bboxes" in target_pipeline(build_transform(name, 8), ["boxes"]).processors
 
 
 def test_none_stays_none() -> None:
-    assert target_pipeline(None, True) is None
+    assert target_pipeline(None, ["boxes"]) is None
+
+
+# Keypoints
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([[1, 2, 0], [-5, 60.5, 3]], "<f4").tobytes(),
+        "[[1, 2, 0], [-5, 60.5, 3]]",
+        b"[1, 2, 0, -5, 60.5, 3]",
+        [[1, 2, 0], [-5, 60.5, 3]],
+        np.array([1, 2, 0, -5, 60.5, 3]),
+    ],
+)
+def test_keypoints_have_the_forms_of_boxes_and_may_lie_outside_of_the_image(value: Any) -> None:
+    found = decode_keypoints(value, (40, 48))
+    assert found.dtype == np.float32 and found.tolist() == [[1, 2, 0], [-5, 60.5, 3]]
+    assert decode_keypoints(as_bytes(value), (40, 48)).tolist() == found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "the keypoints have no value"),
+        ([1, 2, 3, 4], r"numbers of shape \(4,\): expected are three to a keypoint, \[x, y, label\]"),
+        ([[1, 2, 0, 0]] * 3, "three to a keypoint"),
+        ([1, float("nan"), 0], "keypoint 0 of 1, .*, is not finite"),
+        ([0, 0, 0, 1, 1, -1], "keypoint 1 of 2, .*, has a label that is no whole number from 0 on"),
+        ([0, 0, 0.5], "has a label"),
+    ],
+)
+def test_malformed_keypoints_make_a_bad_sample(value: Any, message: str) -> None:
+    with pytest.raises(SampleError, match=message):
+        decode_keypoints(value, (40, 48))
+
+
+def test_keypoints_outside_of_the_image_are_marked_and_keep_their_label_and_place() -> None:
+    corners = [[0, 0, 0], [7.9, 5.9, 1], [8, 1, 0], [1, 6, 4], [-0.1, 1, 2]]
+    found = marked(corners, (6, 8, 3))
+    assert found[:, 2].tolist() == [0, 1, -2, -6, -4]
+    assert np.allclose(found[:, :2], np.array(corners)[:, :2])
+    assert marked([], (6, 8)).shape == (0, 3)

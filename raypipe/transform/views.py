@@ -1,0 +1,185 @@
+"""Several views of one image, for contrastive training and the like: what their settings say, and what makes them.
+
+    {global: {transform: light, count: 2, size: 224}, local: {transform: light, count: 8, size: 96}}
+
+    count   a sample's view        key of its crop i
+    1       uint8 (H, W, 3)        hash of the sample's key, the view's name, 0
+    n       uint8 (n, H, W, 3)     hash of the sample's key, the view's name, i
+
+The image is decoded once. In Python a view may also be `(transform, count)`, or a transform alone. A view whose
+crops differ has `transforms`, one for each. And a function of an image may return `{name: array}` by itself; it
+has the sample's key, and draws all of its views from one generator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import ConfigError
+from raypipe.plan.order import Domain, derive_keys, mix64
+from raypipe.transform.direct import Undecoded, cut
+from raypipe.transform.sample_transform import VIEW, Key, SampleTransform
+
+_NAME = re.compile(r"[\w-]+")
+_KNOWN = ("transform", "transforms", "count", "size")
+
+
+@dataclass(frozen=True)
+class View:
+    """One view.
+
+    Attributes:
+        transforms: one for all crops, or one for each.
+        count: crops.
+        size: side of the crops that presets make, pixels.
+    """
+
+    transforms: tuple[Any, ...]
+    count: int
+    size: int
+
+
+def _crop(size: int, scale: list[float]) -> dict[str, Any]:
+    cubic = 2  # OpenCV's number of it, as DINO's code has it
+    return {"RandomResizedCrop": {"size": [size, size], "scale": scale, "interpolation": cubic}}
+
+
+def _colours(brightness: float, contrast: float, saturation: float, hue: float) -> list[dict[str, Any]]:
+    """A flip, and the distortion of colours: jitter in 8 of 10, grey in 2 of 10."""
+    jitter = {"brightness": brightness, "contrast": contrast, "saturation": saturation, "hue": hue, "p": 0.8}
+    return [{"HorizontalFlip": {"p": 0.5}}, {"ColorJitter": jitter}, {"ToGray": {"p": 0.2}}]
+
+
+def _blur(p: float) -> dict[str, Any]:
+    return {"GaussianBlur": {"sigma_limit": [0.1, 2.0], "p": p}}
+
+
+def _simclr(size: int) -> dict[str, Any]:
+    """Chen et al. 2020, arXiv:2002.05709, appendix A, with colours of strength 1."""
+    steps = [_crop(size, [0.08, 1.0]), *_colours(0.8, 0.8, 0.8, 0.2), _blur(0.5)]
+    return {"pair": {"transform": steps, "count": 2, "size": size}}
+
+
+def _dino(size: int) -> dict[str, Any]:
+    """Caron et al. 2021, arXiv:2104.14294, with the numbers of its code: 8 local crops of 96 beside 2 of 224."""
+    small, colours = max(1, round(size * 96 / 224)), _colours(0.4, 0.4, 0.2, 0.1)
+    first = [_crop(size, [0.4, 1.0]), *colours, _blur(1.0)]
+    second = [_crop(size, [0.4, 1.0]), *colours, _blur(0.1), {"Solarize": {"p": 0.2}}]
+    local = [_crop(small, [0.05, 0.4]), *colours, _blur(0.5)]
+    return {
+        "global": {"transforms": [first, second], "size": size},
+        "local": {"transform": local, "count": 8, "size": small},
+    }
+
+
+VIEW_PRESETS: dict[str, Callable[[int], dict[str, Any]]] = {"simclr": _simclr, "dino": _dino}
+
+
+def makes_views(transform: object) -> bool:
+    """Whether a transform is a mapping or a preset of views; of a function, it only shows in what it returns."""
+    return isinstance(transform, Mapping) or (isinstance(transform, str) and transform in VIEW_PRESETS)
+
+
+def find_views(transform: Any, size: int) -> dict[str, View]:
+    """The views that `transform.train` or `transform.val` describes, by name; see `makes_views`.
+
+    Args:
+        size: of views that have none of their own.
+
+    Raises:
+        ConfigError: a name, a count or a key is wrong.
+    """
+    given = VIEW_PRESETS[transform](size) if isinstance(transform, str) else transform
+    if not given:
+        raise ConfigError("transform is a mapping without views: expected is {NAME: {transform: …, count: …}, …}")
+    return {name: _view(name, entry, size) for name, entry in given.items()}
+
+
+def _view(name: object, entry: Any, size: int) -> View:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"transform: {name!r} is no name of a view: use letters, digits, _ and -")
+    where = f"transform, view {name!r}"
+    if isinstance(entry, tuple) and len(entry) == 2:
+        entry = {"transform": entry[0], "count": entry[1]}
+    if not isinstance(entry, Mapping):
+        entry = {"transform": entry}
+    if unknown := [key for key in entry if key not in _KNOWN]:
+        raise ConfigError(
+            f"{where}: there is no {unknown[0]!r}; known are {', '.join(_KNOWN)}. (Steps of a pipeline "
+            "are a list, [{NAME: {argument: value}}, …].)"
+        )
+    count, size = entry.get("count", 1), entry.get("size", size)
+    if ("transform" in entry) == ("transforms" in entry) or ("transforms" in entry and "count" in entry):
+        raise ConfigError(f"{where}: it needs a transform, with a count or without, or else transforms")
+    for key, value in (("count", count), ("size", size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{where}: {key} must be a whole number of at least 1, got {value!r}")
+    transforms = entry.get("transforms", [entry.get("transform")])
+    if not isinstance(transforms, list | tuple) or not transforms:
+        raise ConfigError(f"{where}: transforms must be a list of them, one for each crop, got {transforms!r}")
+    if any(map(makes_views, transforms)):
+        raise ConfigError(f"{where}: its transform makes views itself, and a view is one image")
+    return View(tuple(transforms), max(count, len(transforms)), size)
+
+
+class ViewsTransform:
+    """Makes the views of one image; used as a `SampleTransform` is, without targets.
+
+    Args:
+        views: with transforms that `SampleTransform` takes.
+    """
+
+    crop_target = None
+    """The image is decoded whole."""
+
+    def __init__(self, views: Mapping[str, View]) -> None:
+        self._crops: dict[str, list[SampleTransform]] = {}
+        for name, view in views.items():
+            transforms = [*map(SampleTransform, view.transforms)]
+            self._crops[VIEW + name] = transforms if len(transforms) == view.count else transforms * view.count
+        self._parts = np.array([view_key(name, i) for name, view in views.items() for i in range(view.count)])
+        self.draws_globally = any(each.draws_globally for crops in self._crops.values() for each in crops)
+
+    def with_targets(
+        self, image: np.ndarray | Undecoded, targets: Mapping[str, Any], key: Key, out: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """All views of an image uint8 (H, W, 3), by VIEW and their names.
+
+        Raises:
+            ConfigError: a transform returns anything but an image, or crops of one view differ in size.
+        """
+        assert isinstance(image, np.ndarray), "there is no crop_target"
+        keys = iter(mix64(self._parts ^ np.array(key, np.uint64)).tolist())
+
+        def box(place: Any) -> np.ndarray:
+            return cut(image, place).copy()
+
+        made = {}
+        for column, transforms in self._crops.items():
+            crops = []
+            for transform in transforms:
+                # A transform may write into what it is given, and all are given the same image.
+                given = (image.shape[:2], box) if transform.crop_target else image.copy()
+                found = transform.with_targets(given, {}, next(keys))
+                if "image" not in found:
+                    raise ConfigError(f"a transform of {column} made several images, and a view is one")
+                crops.append(found["image"])
+            if len({crop.shape for crop in crops}) > 1:
+                sizes = ", ".join(sorted({f"{crop.shape[0]}x{crop.shape[1]}" for crop in crops}))
+                raise ConfigError(
+                    f"the crops of {column} differ in size, {sizes} (height x width): end their transforms with a "
+                    "crop or resize to a fixed size"
+                )
+            made[column] = np.stack(crops) if len(crops) > 1 else crops[0]
+        return made
+
+
+def view_key(name: str, number: int, domain: Domain = Domain.VIEW, *more: int) -> np.ndarray:
+    """Two words, uint64 (2,), that no other crop of a view has; with more parts, of those as well."""
+    text = name.encode()
+    return derive_keys(2, domain, len(text), int.from_bytes(text, "little"), number, *more)

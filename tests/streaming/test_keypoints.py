@@ -1,0 +1,156 @@
+"""Keypoints go where their pixels go, and reach the batch by any way with the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import without_ray
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A  # noqa: N812
+
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.device.prefetcher import on_device
+from raypipe.errors import ConfigError
+from raypipe.stores.base import MemoryStore
+from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.handover import loader
+from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.row import READ_KEYPOINTS_SCHEMA, batches_of, made_row, reads_of, source_row
+from raypipe.streaming.source import MicroBatchSource
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.batch import Room, read_samples
+from raypipe.transform.contents import Images
+from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_transform import EncodedSample
+
+SIZE = (192, 256)
+KEYS = np.random.SeedSequence(3).generate_state(24, np.uint64).reshape(12, 2).tolist()
+
+
+def scene(index: int) -> tuple[bytes, list[list[float]]]:
+    """A bright disc for each of three keypoints, one colour each, on black; their labels are 2, 0 and 1."""
+    rng = np.random.default_rng(index)
+    image, points = np.zeros((*SIZE, 3), np.uint8), []
+    rows, columns = np.mgrid[: SIZE[0], : SIZE[1]]
+    for channel, label in enumerate((2, 0, 1)):
+        x, y = rng.integers(15, [SIZE[1] - 15, SIZE[0] - 15]).tolist()
+        image[:, :, channel] = np.where((rows - y) ** 2 + (columns - x) ** 2 <= 100, 255, 0)
+        points.append([x, y, label])
+    return encode_jpeg(image, 100), points
+
+
+SCENES = [scene(index) for index in range(12)]
+
+
+def store() -> MemoryStore:
+    images, points = zip(*SCENES, strict=True)
+    packed = [np.array(each, "<f4").tobytes() for each in points]
+    return MemoryStore(list(images), np.zeros(12, np.int64), columns={"joints": packed})
+
+
+def content(transform: Any, **config: Any) -> Images:
+    return Images(build_transform(transform, 128), TransformConfig(size=128, keypoints_column="joints", **config))
+
+
+PIPELINES: dict[str, Any] = {
+    **{name: name for name in ("light", "heavy", "center", "resize", "small")},
+    "turned": A.Compose([A.Resize(128, 128), A.RandomRotate90(p=1), A.Transpose(p=0.5)]),
+    "perspective": A.Compose([A.Perspective(p=1), A.Resize(128, 128)]),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_keypoint_is_where_its_disc_is_and_the_image_is_the_same_without_it(name: str) -> None:
+    made, num_seen, num_marked = content(PIPELINES[name]), 0, 0
+    alone = Images(build_transform(PIPELINES[name], 128), TransformConfig(size=128))
+    for (image, points), key in zip(SCENES, KEYS, strict=True):
+        found = made.one(EncodedSample(image, keypoints=points), tuple(key))
+        pixels = found["image"]
+        assert np.array_equal(pixels, alone.one(EncodedSample(image), tuple(key))["image"])
+        assert found["keypoints"].shape == (3, 3) and found["keypoints"].dtype == np.float32
+        for channel, (x, y, label) in enumerate(found["keypoints"].tolist()):
+            inside = 0 <= x < 128 and 0 <= y < 128
+            assert label == (points[channel][2] if inside else -2 - points[channel][2])
+            num_marked += not inside
+            if not (30 <= x < 98 and 30 <= y < 98):  # else the disc may be cut
+                continue
+            num_seen += 1
+            rows, columns = np.nonzero(
+                pixels[:, :, channel] > 127 if name != "heavy" else pixels[:, :, channel] > 90
+            )
+            if name != "heavy":  # whose colours may change places
+                assert abs(columns.mean() - x) < 2 and abs(rows.mean() - y) < 2
+    assert num_seen > 3 and (num_marked or name not in ("light", "heavy"))
+
+
+def test_a_crop_that_is_decoded_alone_has_the_same_keypoints() -> None:
+    exact, whole = content("light", crop_decode="exact"), content("light", crop_decode="off")
+    for (image, points), key in zip(SCENES, KEYS, strict=True):
+        sample = EncodedSample(image, keypoints=points)
+        one, other = exact.one(sample, tuple(key)), whole.one(sample, tuple(key))
+        assert np.array_equal(one["keypoints"], other["keypoints"]) and np.array_equal(
+            one["image"], other["image"]
+        )
+
+
+def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
+    return StreamSpec(
+        store(),
+        plan=PlanConfig(epochs=2, micro_batch_size=4),
+        transform=TransformConfig(size=32, **{"keypoints_column": "joints", "max_keypoints": 5, **config}),
+        train_transform=transform,
+        pool=PoolConfig(engine="inline"),
+    )
+
+
+def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -> None:
+    spec = spec_of()
+    hosts = list(without_ray.host_batches(spec))
+    assert hosts[0].keypoints is not None and hosts[0].keypoints.shape == (4, 5, 3)
+    assert (hosts[0].keypoints[:, 3:] == [0, 0, -1]).all() and (hosts[0].keypoints[:, :3, 2] != -1).all()
+    ring = list(on_device(iter(hosts), torch.device("cpu"), lambda at: 0, keep=20, ring=True))
+    fed = list(without_ray.every_batch(loader(spec)))
+    for host, one, other in zip(hosts, ring, fed, strict=True):
+        assert np.array_equal(one.keypoints, host.keypoints) and np.array_equal(other.keypoints, host.keypoints)
+    maker, room = MicroBatchMaker(*spec.recipe), Room(2)
+    block = [batch.at for batch in hosts[:2]]
+    reads = [
+        read_samples(spec.stores["train"], spec.plan.indices(at), spec.transform.target_columns) for at in block
+    ]
+    unpacked = reads_of(source_row(block, reads, READ_KEYPOINTS_SCHEMA))
+    assert unpacked is not None
+    row = made_row([maker.make(at, read, room=room) for at, read in zip(block, unpacked, strict=True)], room)
+    assert [batch_digest(batch) for batch in batches_of(row)] == [batch_digest(batch) for batch in hosts[:2]]
+    moved = dataclasses.replace(hosts[0], keypoints=hosts[0].keypoints + 1)
+    assert batch_digest(moved) != batch_digest(hosts[0])
+
+
+def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:
+    for config, names in (({}, ["keypoints"]), ({"keypoints_column": ""}, [])):
+        spec = spec_of(**config)
+        targets = spec.transform.target_columns
+        source = MicroBatchSource(spec.plan, spec.plan.start(), dict(spec.stores), targets=targets)
+        (task, *_) = source.get_read_tasks(1)
+        assert [name for name in task.schema.names if name == "keypoints"] == names
+
+
+def test_what_does_not_go_with_keypoints_ends_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"it has 3 keypoints, and transform\.max_keypoints is 2"):
+        next(without_ray.host_batches(spec_of(max_keypoints=2)))
+    with pytest.raises(
+        ConfigError, match=r"masks, boxes and keypoints are transformed by an albumentations.Compose"
+    ):
+        spec_of(lambda image: image)
+    with pytest.raises(ConfigError, match=r"no column 'elbows' for transform\.keypoints_column"):
+        spec_of(keypoints_column="elbows")
+    with pytest.raises(ConfigError, match=r"decode_min_side must be 0 with .*transform.keypoints_column"):
+        spec_of(decode_min_side=16)
+    with pytest.raises(ConfigError, match="mixes images, and neither masks nor boxes"):
+        loader(spec_of(), augment=AugmentConfig(mixup_alpha=0.2))

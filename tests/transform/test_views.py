@@ -1,0 +1,224 @@
+"""Several views of one image: which transform makes each crop, under which key, from one decoding."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import picture
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A  # noqa: N812
+from torchvision.transforms import v2
+
+from raypipe.config import TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.order import Domain, mix64
+from raypipe.streaming.maker import micro_batch_transform
+from raypipe.transform import contents
+from raypipe.transform.contents import Images
+from raypipe.transform.decode import decode
+from raypipe.transform.presets import build_transform, check_transform, num_pixels
+from raypipe.transform.sample_transform import Decoded, EncodedSample, SampleTransform
+from raypipe.transform.transform_steps import brief, without_files
+from raypipe.transform.views import VIEW_PRESETS, find_views, view_key
+
+CROP = A.Compose([A.RandomResizedCrop((16, 16)), A.HorizontalFlip(p=0.5), A.GaussNoise(p=1)])
+KEY = (5, 2**64 - 1)
+IMAGE = decode(picture(3))
+
+
+def rotate(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """It writes into what it is given."""
+    image[:] = 255 - image
+    return np.rot90(image, int(rng.integers(4)))[:24, :24]
+
+
+PIPELINES: dict[str, Any] = {
+    "albumentations, crop first": CROP,
+    "albumentations, by steps": [{"HorizontalFlip": {"p": 0.5}}, {"RandomCrop": {"height": 16, "width": 16}}],
+    "torchvision": v2.Compose([v2.RandomResizedCrop(16), v2.ColorJitter(0.5)]),
+    "a function": rotate,
+    "a preset": "heavy",
+}
+
+
+def views(transform: Any, key: tuple[int, int] = KEY, size: int = 16) -> dict[str, np.ndarray]:
+    return Images(build_transform(transform, size), TransformConfig(size=size)).one(EncodedSample(picture(3)), key)
+
+
+def key_of(name: str, number: int) -> tuple[int, int]:
+    k0, k1 = mix64(view_key(name, number) ^ np.array(KEY, np.uint64)).tolist()
+    return k0, k1
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_each_crop_is_what_its_transform_makes_of_the_whole_image_under_a_key_of_its_own(name: str) -> None:
+    made = views({"near": (PIPELINES[name], 3), "far": PIPELINES[name]})
+    alone = SampleTransform(build_transform(PIPELINES[name], 16))
+    for number in range(3):
+        assert np.array_equal(made["view.near"][number], alone(IMAGE.copy(), key_of("near", number)))
+    assert np.array_equal(made["view.far"], alone(IMAGE.copy(), key_of("far", 0)))
+    assert [*made] == ["view.near", "view.far"] and made["view.far"].ndim == 3
+    assert len({crop.tobytes() for crop in made["view.near"]}) > 1
+
+
+def test_the_keys_never_change_and_no_two_are_alike() -> None:
+    assert view_key("local", 3).tolist() == [12154066742170009729, 9942966765103378721]
+    names = ["a", "b", "ab", "ba", "é", "abcd", "abcdefgh", "a\0"]
+    keys = {tuple(view_key(name, number).tolist()) for name in names for number in range(50)}
+    assert len(keys) == 50 * len(names)
+    assert len({word for key in keys for word in key}) == 100 * len(names)
+    assert (
+        view_key("a", 0, Domain.VIEW_ON_DEVICE, 7).tolist() != view_key("a", 0, Domain.VIEW_ON_DEVICE, 8).tolist()
+    )
+
+
+def test_domains_of_keys_are_all_different() -> None:
+    assert len(Domain) == len(Domain.__members__)
+
+
+def test_a_crop_does_not_depend_on_how_many_there_are_nor_on_other_views() -> None:
+    few, many = views({"a": (CROP, 2)}), views({"z": "light", "a": (CROP, 5)})
+    assert np.array_equal(few["view.a"], many["view.a"][:2])
+    assert np.array_equal(few["view.a"], views({"a": {"transforms": [CROP, CROP]}})["view.a"])
+    assert not np.array_equal(few["view.a"], views({"b": (CROP, 2)})["view.b"])
+    assert not np.array_equal(few["view.a"], views({"a": (CROP, 2)}, (6, 0))["view.a"])
+
+
+def test_the_image_is_decoded_once_and_a_cached_one_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(contents, "decode", lambda *args, **kw: calls.append(args) or decode(*args, **kw))
+    content = Images(build_transform("dino", 28), TransformConfig())
+    encoded = content.one(EncodedSample(picture(3)), KEY)
+    assert len(calls) == 1
+    kept = IMAGE.copy()
+    kept.flags.writeable = False
+    cached = content.one(Decoded(kept, 0), KEY)
+    assert len(calls) == 1 and all(np.array_equal(cached[name], encoded[name]) for name in encoded)
+
+
+def test_presets_have_the_crops_of_their_papers() -> None:
+    dino, pair = views("dino", size=224), views("simclr", size=32)
+    assert {name: made.shape for name, made in {**dino, **pair}.items()} == {
+        "view.global": (2, 224, 224, 3),
+        "view.local": (8, 96, 96, 3),
+        "view.pair": (2, 32, 32, 3),
+    }
+    built = build_transform("dino", 224)
+    scales = {name: [each.transforms[0].scale for each in view.transforms] for name, view in built.items()}
+    assert scales == {"global": [(0.4, 1.0)] * 2, "local": [(0.05, 0.4)]}
+    names = [[type(step).__name__ for step in each.transforms] for each in built["global"].transforms]
+    assert names[1] == [*names[0], "Solarize"] and names[0][-1] == "GaussianBlur"
+    assert [each.transforms[4].p for each in built["global"].transforms] == [1.0, 0.1]
+    for preset in VIEW_PRESETS:
+        check_transform(preset, 64)
+
+
+def test_settings_say_the_same_in_yaml_and_in_python() -> None:
+    yaml = {"a": {"transform": "light", "count": 2, "size": 24}, "b": {"transform": "center"}}
+    python = {"a": {"transforms": ("light", "light"), "size": 24}, "b": "center"}
+    one, other = views(yaml), views(python)
+    assert all(np.array_equal(one[name], other[name]) for name in ("view.a", "view.b"))
+    assert one["view.a"].shape == (2, 24, 24, 3) and one["view.b"].shape == (16, 16, 3)
+    assert (num_pixels(yaml, 16), num_pixels("light", 16)) == (2 * 24**2 + 16**2, 256)
+    assert num_pixels("dino", 224) == 2 * 224**2 + 8 * 96**2 and num_pixels({"a": CROP}, 16) is None
+    assert brief(yaml) == "views a, b"
+
+
+def test_files_of_steps_are_read_in_views_too(tmp_path: Any) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text('[{"Blur": {"p": 1}}]')
+    steps = [{"Blur": {"p": 1}}]
+    assert without_files({"a": {"transform": str(file), "count": 2}, "b": (str(file), 3)}) == {
+        "a": {"transform": steps, "count": 2},
+        "b": (steps, 3),
+    }
+    assert without_files({"a": {"transforms": [str(file), "light"]}}) == {"a": {"transforms": [steps, "light"]}}
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        ({}, "a mapping without views"),
+        ({"a b": "light"}, "'a b' is no name of a view"),
+        (
+            {"HorizontalFlip": {"p": 0.5}},
+            "view 'HorizontalFlip': there is no 'p'; known are transform.*are a list",
+        ),
+        ({"a": {"count": 2}}, "view 'a': it needs a transform"),
+        ({"a": {"transforms": ["light"], "count": 1}}, "view 'a': it needs a transform"),
+        ({"a": {"transforms": []}}, "view 'a': transforms must be a list"),
+        ({"a": ("light", 0)}, "view 'a': count must be a whole number of at least 1, got 0"),
+        ({"a": {"transform": "light", "size": 1.5}}, "view 'a': size must be"),
+        ({"a": ("dino", 2)}, "view 'a': its transform makes views itself"),
+        ({"a": "hevy"}, "view 'a': there is no transform preset 'hevy'; did you mean heavy"),
+        ({"a": [{"Blurr": {}}]}, "view 'a': transform step 1: Albumentations has no transform 'Blurr'"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused_before_anything_starts(transform: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_transform(transform, 16)
+
+
+def pair(image: np.ndarray, rng: np.random.Generator) -> dict[str, Any]:
+    tops = rng.integers(0, 20, 3).tolist()
+    return {"whole": image[:40, :40], "parts": [image[top : top + 8, :8] for top in tops]}
+
+
+def test_a_function_may_return_its_views_by_name() -> None:
+    made = views(pair)
+    assert {name: part.shape for name, part in made.items()} == {
+        "view.whole": (40, 40, 3),
+        "view.parts": (3, 8, 8, 3),
+    }
+    assert np.array_equal(made["view.parts"], views(pair)["view.parts"])
+    assert not np.array_equal(made["view.parts"], views(pair, (1, 2))["view.parts"])
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({}, "a mapping without views"),
+        ({"image": IMAGE}, "returned a dict; expected is uint8 HWC"),
+        ({"a": IMAGE / 255}, "returned float64 of shape .* for view 'a'"),
+        ({"a": [IMAGE[:8], IMAGE[:9]]}, "returned a list for view 'a'"),
+        ({1: IMAGE}, "for view 1: expected is"),
+    ],
+)
+def test_a_function_that_returns_anything_else_is_refused(made: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        views(lambda image: made)
+
+
+def test_crops_of_unlike_sizes_and_views_in_views_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"crops of view.a differ in size, 12x12, 16x16"):
+        views({"a": {"transforms": [CROP, [{"RandomCrop": {"height": 12, "width": 12}}]]}})
+    with pytest.raises(ConfigError, match=r"a transform of view.a made several images"):
+        views({"a": pair})
+    sizes = iter([8, 9])
+    content = Images(build_transform({"a": lambda image: image[: next(sizes)]}, 16), TransformConfig())
+    content.one(EncodedSample(picture(3)), KEY)
+    with pytest.raises(ConfigError, match=r"made views of .*9x48.*8x48.* is expected as for the others"):
+        content.one(EncodedSample(picture(3)), KEY)
+
+
+def test_find_views_takes_the_size_of_the_settings_where_a_view_has_none() -> None:
+    found = find_views({"a": "light", "b": {"transform": "light", "size": 9}}, 33)
+    assert [(view.size, view.count) for view in found.values()] == [(33, 1), (9, 1)]
+
+
+def test_a_micro_batch_has_black_views_where_there_is_no_sample() -> None:
+    transform = micro_batch_transform({"a": (CROP, 2), "b": "center"}, TransformConfig(size=8), exact=True)
+    images = [EncodedSample(picture(0)), EncodedSample(b"damaged"), EncodedSample(None), EncodedSample(picture(1))]
+    columns = {"image": images, "label": [1, 2, 0, 3], "index": [10, 11, -1, 12]}
+    result = transform.run(columns, np.arange(8, dtype=np.uint64).reshape(4, 2))
+    assert {name: array.shape for name, array in result.arrays.items()} == {
+        "view.a": (4, 2, 16, 16, 3),
+        "view.b": (4, 8, 8, 3),
+    }
+    assert result.weight.tolist() == [1, 0, 0, 1] and [bad["index"] for bad in result.bad] == [11]
+    for array in result.arrays.values():
+        assert array.dtype == np.uint8 and not array[1:3].any() and array[0].any() and array[3].any()

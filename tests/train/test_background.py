@@ -233,8 +233,10 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return whole[-1]
 
     monkeypatch.setattr(loop, "write_checkpoint", write)
+    before = set(threading.enumerate())  # of other tests' runs, which follow a stream a while longer
     yield whole
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("raypipe-")]
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("raypipe-")]
 
 
 def flat(state: Any) -> Any:

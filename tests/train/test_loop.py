@@ -252,7 +252,7 @@ def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_e
 def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypipe.train.launch.try_samples", lambda *_: {})  # it is not among the first few
+    monkeypatch.setattr("raypipe.train.launch.try_samples", lambda *_, **__: {})  # it is not among the first few
     settings = dataclasses.replace(run.train, num_classes=3, max_failures=2)
     inline = PoolConfig(engine="inline")
     with pytest.raises(ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"):

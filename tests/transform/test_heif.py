@@ -67,8 +67,8 @@ def turned(heic: bytes, quarters: int) -> bytes:
     def insert(after: bytes, distance: int, box: bytes, *around: bytes) -> None:
         made[(at := made.index(after) + distance) : at] = box
         for name in around:
-            start = made.index(name) - 4
-            made[start : start + 4] = (int.from_bytes(made[start : start + 4], "big") + len(box)).to_bytes(4, "big")
+            size = slice(made.index(name) - 4, made.index(name))
+            made[size] = (int.from_bytes(made[size], "big") + len(box)).to_bytes(4, "big")
 
     properties = made[(count := made.index(b"ipma") + 14)]  # of the one item
     insert(b"ipma", 15 + properties, bytes([0x80 | properties + 1]), b"ipma", b"iprp", b"meta")

@@ -251,6 +251,7 @@ def test_the_mixture_of_docs_plans_has_its_weights(tmp_path: Path, monkeypatch: 
     assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
 
 
+@pytest.mark.timeout(240)
 def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,9 +267,9 @@ def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
     assert names["sizes"][0] == 150 and names["sizes"][-1] == 3
     sizes, (uniform, balanced) = torch.tensor(names["sizes"]), names["results"].values()
     for drawn, _ in uniform:  # 4,096 draws of 420 samples
-        assert drawn.sum() == 4096 and (9 * sizes <= drawn).all() and (drawn <= 10 * sizes).all()
+        assert drawn.sum() == 4096 and (drawn >= 9 * sizes).all() and (drawn <= 10 * sizes).all()
     for drawn, _ in balanced:  # in each of 8 epochs 51 or 52
-        assert drawn.sum() == 4096 and (8 * 51 <= drawn).all() and (drawn <= 8 * 52).all()
+        assert drawn.sum() == 4096 and (drawn >= 8 * 51).all() and (drawn <= 8 * 52).all()
     ours, theirs = (torch.stack([each for _, each in runs]) for runs in (balanced, uniform))
     assert ours.mean() > theirs.mean() and ours[:, 5:].mean() > theirs[:, 5:].mean() + 0.03
 

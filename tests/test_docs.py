@@ -251,6 +251,29 @@ def test_the_mixture_of_docs_plans_has_its_weights(tmp_path: Path, monkeypatch: 
     assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
 
 
+@pytest.mark.timeout(240)
+def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        names = program("sampling.md", monkeypatch, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    assert names["shares"] == {(35, 15): 5 * 28} and names["accuracies"][-1] > 0.9
+    assert names["sizes"][0] == 150 and names["sizes"][-1] == 3
+    sizes, (uniform, balanced) = torch.tensor(names["sizes"]), names["results"].values()
+    for drawn, _ in uniform:  # 4,096 draws of 420 samples
+        assert drawn.sum() == 4096 and (drawn >= 9 * sizes).all() and (drawn <= 10 * sizes).all()
+    for drawn, _ in balanced:  # in each of 8 epochs 51 or 52
+        assert drawn.sum() == 4096 and (drawn >= 8 * 51).all() and (drawn <= 8 * 52).all()
+    ours, theirs = (torch.stack([each for _, each in runs]) for runs in (balanced, uniform))
+    assert ours.mean() > theirs.mean() and ours[:, 5:].mean() > theirs[:, 5:].mean() + 0.03
+
+
 def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = program("columns.md", monkeypatch, tmp_path)
     assert len(names["found"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12

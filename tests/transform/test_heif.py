@@ -52,11 +52,43 @@ def test_pixels_are_those_of_the_library_and_close_to_what_was_encoded(kind: str
 
 @KINDS
 def test_orientation(kind: str) -> None:
+    """That of EXIF; of HEIC it is ignored, since its container has the word."""
     data = encoded(kind, orientation=6)
     stored, upright = decode(data), decode(data, exif=True)
     assert image_size(data) == stored.shape[:2] == (40, 60)
     assert image_size(data, exif=True) == upright.shape[:2]
     assert np.array_equal(upright, np.rot90(stored, -1) if kind == "AVIF" else stored)
+
+
+def turned(heic: bytes, quarters: int) -> bytes:
+    """A HEIC of `encoded`, to which the container says: show it turned anticlockwise by so many right angles."""
+    made = bytearray(heic)
+
+    def insert(after: bytes, distance: int, box: bytes, *around: bytes) -> None:
+        made[(at := made.index(after) + distance) : at] = box
+        for name in around:
+            size = slice(made.index(name) - 4, made.index(name))
+            made[size] = (int.from_bytes(made[size], "big") + len(box)).to_bytes(4, "big")
+
+    properties = made[(count := made.index(b"ipma") + 14)]  # of the one item
+    insert(b"ipma", 15 + properties, bytes([0x80 | properties + 1]), b"ipma", b"iprp", b"meta")
+    made[count] += 1
+    insert(b"ipma", -4, b"\0\0\0\x09irot" + bytes([quarters]), b"ipco", b"iprp", b"meta")
+    start = made.index(b"iloc") + 16  # where the item's bytes are
+    made[start : start + 4] = (int.from_bytes(made[start : start + 4], "big") + 10).to_bytes(4, "big")
+    return bytes(made)
+
+
+def test_heic_comes_as_its_container_turns_it() -> None:
+    out = io.BytesIO()
+    pillow_heif.from_pillow(Image.fromarray(picture())).save(out, exif=None)
+    data = out.getvalue()
+    stored = decode(data)
+    for quarters in range(4):
+        shown = np.rot90(stored, quarters)
+        for exif in (False, True):
+            assert np.array_equal(decode(turned(data, quarters), exif=exif), shown), (quarters, exif)
+            assert image_size(turned(data, quarters), exif=exif) == shown.shape[:2]
 
 
 @KINDS

@@ -241,6 +241,8 @@ class TransformConfig(_Section, prefix="transform."):
         size: side of the images that the presets make, pixels; or from epoch → side, {0: 128, 10: 160, 20: 224}
             (docs/plans.md).
         decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
+        decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and their channels
+            (docs/arrays.md).
         decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
         crop_decode: "exact": decode a JPEG's crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
         apply_exif: turn images by their EXIF orientation; if off, use pixels as stored, as torchvision does.
@@ -261,6 +263,7 @@ class TransformConfig(_Section, prefix="transform."):
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: int | dict[int, int] = 224
     decode: Literal["cpu", "gpu"] = "cpu"
+    decode_as: Literal["rgb", "array"] = "rgb"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
     apply_exif: bool = False
@@ -284,6 +287,10 @@ class TransformConfig(_Section, prefix="transform."):
         self._require(ok, "size", self.size, "at least 1, or {EPOCH: SIZE, …} from epoch 0 on")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
+        if self.decode_as == "array":  # of which nothing is a JPEG that could be decoded in part
+            self._only({"decode": "cpu", "decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
+            ok = self.crop_decode != "scaled"
+            self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
         if self.target_columns:  # which are in pixels of the image as it is stored
             only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
             self._only(only, "transform.mask_column, transform.boxes_column or transform.keypoints_column")
@@ -424,7 +431,7 @@ class AugmentConfig(_Section, prefix="augment."):
     """What happens to whole micro-batches on the training device. Validation batches are only normalised.
 
     Attributes:
-        mean: normalisation, per RGB channel, of pixels scaled to [0, 1]; ImageNet's by default.
+        mean: normalisation, per channel, of pixels scaled to [0, 1], or of floats as they are; ImageNet's by default.
         std: the same.
         preset: of operations: none, light, standard, strong, randaugment or trivialaugment.
         ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
@@ -438,8 +445,8 @@ class AugmentConfig(_Section, prefix="augment."):
         strength: scales the probability of every operation and of mixing over the run.
     """
 
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
     preset: Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)
     module: str = ""
@@ -451,7 +458,9 @@ class AugmentConfig(_Section, prefix="augment."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(min(self.std) > 0, "std", self.std, "positive")
+        self._require(min(self.std, default=0) > 0, "std", self.std, "positive")
+        num = f"as many numbers as augment.std, {len(self.std)}, one for each channel"
+        self._require(len(self.mean) == len(self.std), "mean", self.mean, num)
         for entry in self.ops:
             ok = isinstance(entry, dict) and isinstance(entry.get("op"), str)
             self._require(ok, "ops", entry, "a list of {op: NAME, parameter: value, …}")

@@ -18,16 +18,20 @@ from raypipe.storage.files import check_place
 from raypipe.stores.base import Store
 from raypipe.stores.scan import SIZE_COLUMNS, sizes_address, write_sizes
 from raypipe.transform.decode import image_size
+from raypipe.transform.decode_array import array_size
 
 NO_SIZE = {"width": -1, "height": -1}
 
 
 def size_of(image: bytes | None, exif: bool = False) -> dict[str, int]:
-    """`width` and `height`, in pixels, that `decode` gives, by the header; `NO_SIZE` where it does not tell."""
+    """`width` and `height`, in pixels, that `decode`, or else `decode_array`, gives, by the header; `NO_SIZE` where it does not tell."""
     try:
         height, width = image_size(image, exif=exif)
     except SampleError:
-        return NO_SIZE
+        try:
+            height, width = array_size(image)
+        except SampleError:
+            return NO_SIZE
     return {"width": width, "height": height}
 
 

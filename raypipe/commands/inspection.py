@@ -29,7 +29,8 @@ from raypipe.stores.base import Store, name_of
 from raypipe.stores.record import write_bad_list
 from raypipe.transform.column_types import type_of
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode import decode
+from raypipe.transform.decode import NPY
+from raypipe.transform.decode_array import decode_any
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.targets import decode_targets
 
@@ -110,7 +111,7 @@ def check_samples(
                 try:
                     if maker:
                         maker.one([of_sample[f"column {name}"] for name in of_run.stored], (index, 0))
-                    height, width, _ = decode(of_sample["image"]).shape
+                    height, width, _ = decode_any(of_sample["image"]).shape
                     decode_targets(of_sample, targets, (height, width))
                 except SampleError as error:
                     reason = str(error)
@@ -208,12 +209,18 @@ def describe(
         "groups": None if store.groups is None else len(store.groups) - 1,
         "fingerprint": store.fingerprint,
         "sampled": len(samples),
-        "formats": dict(Counter((sample.image and image_kind(sample.image)) or "unknown" for sample in samples)),
+        "formats": dict(Counter(_format(sample.image) for sample in samples)),
         "image_bytes": _range(sizes),
         "height_px": _range([sample.height for sample in good]),
         "width_px": _range([sample.width for sample in good]),
         "bad": len(samples) - len(good),
     }
+
+
+def _format(image: bytes | None) -> str:
+    if image and image.startswith(NPY):
+        return "npy"
+    return (image and image_kind(image)) or "unknown"
 
 
 def types_of(store: Store) -> dict[str, str]:

@@ -30,6 +30,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch, read_encoded
 from raypipe.transform.columns import LABEL
 from raypipe.transform.decode import decode
+from raypipe.transform.decode_array import as_rgb, decode_array
 from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import find_views, makes_views
@@ -106,21 +107,27 @@ class Preview:
         return made, self._shown(augmented), self._shown(fed), mixed
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
-        """Normalised floats (B, 3, H, W) → uint8 (B, H, W, 3)."""
-        mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (self.augment.mean, self.augment.std))
+        """Normalised floats (B, 3, H, W) → uint8 (B, H, W, 3), of the first three channels, or of one."""
+        mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (self.augment.mean, self.augment.std))
         pixels = (image * std + mean).clamp(0, 1) * 255
+        pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1].expand(-1, 3, -1, -1)
         return np.ascontiguousarray(pixels.round().byte().permute(0, 2, 3, 1).numpy())
 
     def _decoded(self, index: int) -> Tile:
         (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets, self._columns)
         lines = ("" if LABEL in self._columns.types else self._class(label), f"sample {index}")
         try:
-            image = decode(sample.image, exif=self.config.apply_exif)
+            image = self._pixels(sample.image)
             height, width = image.shape[:2]
             drawn: dict[str, Any] = decode_targets(sample._asdict(), self._targets, (height, width))
         except SampleError as error:
             return Tile(None, lines, str(error))
         return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)
+
+    def _pixels(self, image: bytes | None) -> np.ndarray:
+        if self.config.decode_as == "array":
+            return as_rgb(decode_array(image))
+        return decode(image, exif=self.config.apply_exif)
 
     def _views(self, made: HostBatch) -> Callable[[int], list[Tile]]:
         """Makes the tiles of a row: the crops of its views, as the model gets them."""
@@ -170,7 +177,7 @@ class Preview:
         # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
         drawn = {name: array[row].copy() for name, array in vars(made).items() if name in self._targets}
         return [
-            Tile(None if reason else made.image[row].copy(), tuple(lines), reason, **drawn),
+            Tile(None if reason else as_rgb(made.image[row]).copy(), tuple(lines), reason, **drawn),
             Tile(augmented[row].copy(), (own,), **drawn),
             Tile(fed[row].copy(), label, **drawn),
         ]

@@ -22,7 +22,8 @@ from raypipe.plan.schedule import Plan
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import as_uri
 from raypipe.stores.base import Store
-from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
+from raypipe.transform.decode import encode_jpeg, resize_short_side
+from raypipe.transform.decode_array import as_rgb, decode_any
 
 _NUM_LABELS, _NUM_SHOWN = 20_000, 24
 _NUM_MICRO_BATCHES = 64  # whose mixing is looked at
@@ -92,7 +93,7 @@ def _picture(sample: CheckedSample, store: Store) -> tuple[str, str]:
     """Address and caption of a thumbnail; no address where it cannot be decoded."""
     if sample.error:
         return "", f"sample {sample.index}: {sample.error}"
-    thumbnail = resize_short_side(decode(sample.image, min_side=_THUMBNAIL), _THUMBNAIL)
+    thumbnail = resize_short_side(as_rgb(decode_any(sample.image, min_side=_THUMBNAIL)), _THUMBNAIL)
     name = "no label" if sample.label is None else _class_name(sample.label, store.classes)
     encoded = base64.b64encode(encode_jpeg(thumbnail, 85)).decode()
     return f"data:image/jpeg;base64,{encoded}", f"{sample.index:,}: {name}"

@@ -2,6 +2,9 @@
 
     uint8 (B, 3, H, W) → the preset → [0, 1] → Kornia operations → the user's module → normalise → MixUp / CutMix
 
+Arrays (`transform.decode_as: array`) have any dtype and channels C: whole numbers are scaled to [0, 1] by the largest
+of their dtype, floats are as they are. Operations of colour need three channels.
+
 Of views each crop goes through it by itself, up to the mixing, with a seed of its own.
 
 All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
@@ -64,17 +67,24 @@ _CHANGES_SIZE = {"CenterCrop", "RandomCrop", "RandomResizedCrop"}
 _CHANGES_SIZE |= {"LongestMaxSize", "PadTo", "Resize", "SmallestMaxSize"}
 
 
-class Normalize:
-    """uint8 or [0, 1] floats (B, 3, H, W) → standardised per channel, channels_last, in one kernel.
+def scaled(image: torch.Tensor) -> torch.Tensor:
+    """Whole numbers as float32, 1 = the largest of their dtype; floats as they are, in float32."""
+    if image.is_floating_point():
+        return image.float()
+    return image.float().mul_(1 / torch.iinfo(image.dtype).max)
 
-    So are n crops (B, n, 3, H, W).
+
+class Normalize:
+    """uint8 or [0, 1] floats (B, C, H, W) → standardised per channel, channels_last, in one kernel.
+
+    So are n crops (B, n, C, H, W). Whole numbers of another dtype take a second kernel, since few know them.
 
     The arithmetic is float32, whatever the `dtype` of the result.
     """
 
     def __init__(self, config: AugmentConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        mean = torch.tensor(config.mean, device=device).view(1, 3, 1, 1)
-        std = torch.tensor(config.std, device=device).view(1, 3, 1, 1)
+        mean = torch.tensor(config.mean, device=device).view(1, -1, 1, 1)
+        std = torch.tensor(config.std, device=device).view(1, -1, 1, 1)
         # (x - mean) / std as one multiply and one add
         self._scale, self._shift, self._dtype = 1 / std, -mean / std, dtype
         self._uint8_scale = self._scale / 255
@@ -82,6 +92,13 @@ class Normalize:
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         if image.ndim == 5:
             return self(image.flatten(0, 1)).unflatten(0, image.shape[:2])
+        if image.shape[1] != self._scale.shape[1]:
+            raise ConfigError(
+                f"images have {image.shape[1]} channels, and augment.mean and augment.std are of "
+                f"{self._scale.shape[1]}: give a number for each channel"
+            )
+        if image.dtype != torch.uint8:
+            image = scaled(image)
         scale = self._scale if image.is_floating_point() else self._uint8_scale
         if torch.compiler.is_compiling():  # which would forget the order of what is given as `out`
             made = torch.addcmul(self._shift, image, scale)
@@ -123,9 +140,15 @@ class DeviceAugment:
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
         self._fused, others = fuse(PRESETS[config.preset])
+        channels = len(config.mean)
+        if channels != 3 and (others or (self._fused and self._fused.changes_colour)):
+            raise ConfigError(
+                f"augment.preset={config.preset!r} changes colours, which are red, green and blue, and augment.mean is "
+                f"of {channels} channels: use none or light, and augment.ops that take {channels}"
+            )
         if targets and self._fused:
             raise _moves(f"{PRESETS[config.preset][0]['op']} of the preset {config.preset}")
-        self._operations = [build_operation(entry, targets) for entry in (*others, *config.ops)]
+        self._operations = [build_operation(entry, targets, channels) for entry in (*others, *config.ops)]
         if config.module:
             self._operations.append(_user_module(config.module))
         self._compute: Callable[..., torch.Tensor] = self._computed
@@ -138,7 +161,7 @@ class DeviceAugment:
         """One micro-batch of a training segment; validation takes `normalize` alone.
 
         Args:
-            image: uint8 (B, 3, H, W); left as it is.
+            image: uint8 (B, 3, H, W), or an array's (B, C, H, W); left as it is.
             target: (B, …); what can be mixed, see `check_mixable`.
             counts: bool (B,), on the host: rows that have weight, and so may mix.
             seed: the micro-batch's, in [0, 2^63).
@@ -158,7 +181,7 @@ class DeviceAugment:
         """The views of one micro-batch of a training segment, each crop as an image without mixing.
 
         Args:
-            views: uint8 (B, 3, H, W) or (B, n, 3, H, W) by name; left as they are.
+            views: likewise (B, 3, H, W) or (B, n, 3, H, W) by name; left as they are.
             seed: the micro-batch's; that of a crop is hashed of it, the view's name and the crop's number.
 
         Raises:
@@ -182,6 +205,8 @@ class DeviceAugment:
     def _augmented(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
         """All but the mixing."""
         packed = None
+        if image.dtype != torch.uint8 and (self._fused or self._operations):
+            image = scaled(image)
         if self._fused:
             rows, _, height, width = image.shape
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
@@ -191,7 +216,7 @@ class DeviceAugment:
             return self._compute(image, packed)
         image = self._preset(image, packed)
         if not image.is_floating_point():
-            image = image.float().mul_(1 / 255)
+            image = scaled(image)
         with _seeded(seed, self.device):
             for operation in self._operations:
                 image = operation(image, strength)
@@ -243,8 +268,8 @@ def _moves(what: str) -> ConfigError:
     )
 
 
-def build_operation(entry: dict[str, Any], targets: bool = False) -> Operation:
-    """One operation of a configuration; raises ConfigError as `DeviceAugment` does."""
+def build_operation(entry: dict[str, Any], targets: bool = False, channels: int = 3) -> Operation:
+    """One operation of a configuration, on images of so many channels; raises ConfigError as `DeviceAugment` does."""
     import kornia.augmentation
     import kornia.augmentation.auto
     from kornia.augmentation._2d.base import AugmentationBase2D
@@ -261,15 +286,21 @@ def build_operation(entry: dict[str, Any], targets: bool = False) -> Operation:
     # A policy has geometric operations among its own.
     if targets and (not issubclass(found, IntensityAugmentationBase2D) or op == "RandomErasing"):
         raise _moves(op)
+    if channels != 3 and issubclass(found, PolicyAugmentBase):
+        raise ConfigError(
+            f"augment.ops: {op} chooses among operations of colour, which need three channels, and augment.mean is "
+            f"of {channels}: leave it out"
+        )
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
         module: Any = found(**parameters)  # type: ignore[arg-type]
         # What the parameters are worth is seen when they are used.
         with torch.random.fork_rng([]):
-            probe = torch.full((2, 3, 32, 32), 0.5)
+            probe = torch.full((2, channels, 32, 32), 0.5)
             result = module(probe, params=module.forward_parameters(probe.shape))
     except Exception as error:
-        raise ConfigError(f"augment.ops: {entry}: {type(error).__name__}: {error}") from error
+        of = "" if channels == 3 else f" (on {channels} channels, of which augment.mean is)"
+        raise ConfigError(f"augment.ops: {entry}: {type(error).__name__}: {error}{of}") from error
     if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != probe.shape[:2]:
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
     is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE

@@ -210,12 +210,15 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
     """The images as drawn; the input is left as it is.
 
     Args:
-        image: uint8 (B, 3, H, W).
+        image: uint8 (B, 3, H, W), or float32 in [0, 1], which without colours may have any channels.
         packed: float32 (B, COLUMNS), from `pack`, on the same device.
 
     Returns:
-        Of a flip alone uint8, else float32 in [0, 1]; of the same size.
+        Of a flip alone as the input, else float32 in [0, 1]; of the same size.
     """
+    in_255 = not image.is_floating_point()
+    if fused.changes_colour and not in_255:
+        image, in_255 = image * 255, True
     if fused.affine:
         image = _sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
     elif fused.flip:
@@ -224,7 +227,7 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
         image = _blurred(image.float(), packed[:, _BLUR])
     if fused.changes_colour:
         return _coloured(image, packed)
-    return image * (1 / 255) if image.is_floating_point() else image
+    return image * (1 / 255) if in_255 and image.is_floating_point() else image
 
 
 def _sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,8 @@ class Batch:
         at: its place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
         image: uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory. Of views the
-            first crop of the first one, in the same memory.
+            first crop of the first one, in the same memory. With `transform.decode_as: array` (B, C, H, W), in the
+            dtype of the arrays until it is augmented.
         target: int64 (B,), classes; or what the target's column holds, (B, …).
         weight: float32 (B,); 0 for padding and for samples that do not count.
         label: the target, on the host.

@@ -12,7 +12,7 @@ import hashlib
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -26,7 +26,16 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import locked, make_cache_folder, open_regular
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import IMAGE_SUFFIXES, Columns, FileStore, as_text, by_part, join_fingerprints, part_of
+from raypipe.stores.base import (
+    ARRAY_SUFFIX,
+    IMAGE_SUFFIXES,
+    Columns,
+    FileStore,
+    as_text,
+    by_part,
+    join_fingerprints,
+    part_of,
+)
 
 _NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 _NUM_FETCHES = 4  # archives that are fetched and scanned at a time
@@ -220,9 +229,14 @@ def is_visible(name: PurePosixPath) -> bool:
     return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
 
 
-def is_image(name: PurePosixPath) -> bool:
+def is_sample(name: PurePosixPath, suffixes: Collection[str] = IMAGE_SUFFIXES) -> bool:
     """Whether a member may be a sample of class folders."""
-    return name.suffix.lower() in IMAGE_SUFFIXES and is_visible(name)
+    return name.suffix.lower() in suffixes and is_visible(name)
+
+
+def sample_suffixes(names: Iterable[str]) -> Collection[str]:
+    """Those of an archive's samples: of images, or, where it has none, of arrays."""
+    return IMAGE_SUFFIXES if any(is_sample(PurePosixPath(name)) for name in names) else {ARRAY_SUFFIX}
 
 
 def index_class_folders(address: str, scans: Sequence[Scan], num: int, hint: str = "") -> Index:

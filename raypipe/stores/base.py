@@ -29,6 +29,10 @@ IMAGE_SUFFIXES = frozenset(
 )
 """Suffixes, in lower case, of the files that folder and tar stores take for samples."""
 
+ARRAY_SUFFIX = ".npy"
+"""That of arrays of numpy's, which those stores take for samples where they hold no image: beside images they are
+something else, such as features."""
+
 MAX_SAMPLE_BYTES = 1 << 29
 """A file, member or record above this size is no encoded image, and reading it might take all memory: its sample
 has the image None. It is the size of 179 million pixels, the decoder's limit, as RGB uncompressed; what unpacks or

@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import check_regular, open_regular
-from raypipe.stores.base import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
+from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
 
 
 class FolderStore(FileStore["_Scan"]):
@@ -24,7 +24,7 @@ class FolderStore(FileStore["_Scan"]):
     that lacks a class then keeps the labels of the others. Samples are sorted by class, then by path.
     Hidden files and folders do not count, nor do files in the root. Links are followed; a folder that several
     links lead to counts once in a class, by the shortest path, and of these by the first. A file that cannot be
-    read, or is over 512 MiB, is an image None.
+    read, or is over 512 MiB, is an image None. Where no folder has an image, arrays (*.npy) are the samples.
 
     Args:
         address: the root.
@@ -45,14 +45,17 @@ class _Scan:
         try:
             entries = sorted(_visible(root), key=lambda entry: entry.name)
             self.classes = tuple(entry.name for entry in entries if stat.S_ISDIR(_mode(entry)))
-            images = [sorted(_images(root, name)) for name in self.classes]
+            images = [sorted(_images(root, name, IMAGE_SUFFIXES)) for name in self.classes]
+            if not any(images):
+                images = [sorted(_images(root, name, {ARRAY_SUFFIX})) for name in self.classes]
         except OSError as error:
             raise StoreError(f"{root} cannot be scanned: {error}") from error
         self._paths = [path for of_class in images for path in of_class]
         self._labels = np.repeat(np.arange(len(images)), [len(of_class) for of_class in images])
         if not self._paths:
             raise StoreError(
-                f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}): "
+                f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
+                f"arrays ({ARRAY_SUFFIX}): "
                 "the layout is root/class/image.jpg"
             )
 
@@ -89,8 +92,8 @@ def _visible(folder: str) -> Iterator[os.DirEntry[str]]:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
-def _images(root: str, name: str) -> Iterator[str]:
-    """Yield the relative paths of all images of a class, in no order."""
+def _images(root: str, name: str, suffixes: Collection[str]) -> Iterator[str]:
+    """Yield the relative paths of all files of a class with these suffixes, in no order."""
     folders, visited = [name], set[tuple[int, int]]()
     for folder in folders:  # which grow meanwhile
         found = Path(f"{root}/{folder}").stat()
@@ -102,7 +105,7 @@ def _images(root: str, name: str) -> Iterator[str]:
             path, mode = f"{folder}/{entry.name}", _mode(entry)
             if stat.S_ISDIR(mode):
                 within.append(path)
-            elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES:
+            elif Path(entry.name).suffix.lower() in suffixes:
                 try:
                     check_regular(mode)
                 except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ import pyarrow.fs
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, join, open_filesystem
 from raypipe.storage.local_file import progress
-from raypipe.stores.base import IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
+from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
 
 # Requests under way at a time, of a process: an image takes two, of some 20 to 50 ms each.
 _NUM_REQUESTS = 16
@@ -66,10 +66,13 @@ def _listed(address: str) -> Listing:
         folders = (info.base_name for info in found if info.type == pyarrow.fs.FileType.Directory)
         classes = tuple(sorted(name for name in folders if not name.startswith(".")))
         with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-            images = list(pool.map(lambda name: _images(filesystem, root, name), classes))
+            images = list(pool.map(lambda name: _samples(filesystem, root, name), classes))
+    if any(_has_suffix(path, IMAGE_SUFFIXES) for of_class in images for path, _ in of_class):  # else arrays
+        images = [[each for each in of_class if _has_suffix(each[0], IMAGE_SUFFIXES)] for of_class in images]
     if not any(images):
         raise StoreError(
-            f"{address} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}): "
+            f"{address} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
+            f"arrays ({ARRAY_SUFFIX}): "
             "the layout is root/class/image.jpg"
         )
     return _listing(classes, images)
@@ -82,17 +85,22 @@ def _listing(classes: tuple[str, ...], images: Sequence[Sequence[tuple[str, int]
     return Listing(classes, tuple(map(len, images)), zlib.compress(paths.encode()), zlib.compress(sizes.tobytes()))
 
 
-def _images(filesystem: pyarrow.fs.FileSystem, root: str, name: str) -> list[tuple[str, int]]:
-    """The paths from the root, and the sizes, of all images of a class, sorted."""
+def _samples(filesystem: pyarrow.fs.FileSystem, root: str, name: str) -> list[tuple[str, int]]:
+    """The paths from the root, and the sizes, of all images and arrays of a class, sorted."""
     found = filesystem.get_file_info(pyarrow.fs.FileSelector(f"{root}/{name}", recursive=True))
     progress()
     there = (info for info in found if info.type == pyarrow.fs.FileType.File)
     files = ((info.path.removeprefix(f"{root}/"), info.size) for info in there)
-    return sorted((path, size) for path, size in files if _is_image(PurePosixPath(path)))
+    return sorted((path, size) for path, size in files if _is_sample(PurePosixPath(path)))
 
 
-def _is_image(path: PurePosixPath) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES and not any(part.startswith(".") for part in path.parts)
+def _is_sample(path: PurePosixPath) -> bool:
+    is_visible = not any(part.startswith(".") for part in path.parts)
+    return is_visible and path.suffix.lower() in {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
+
+
+def _has_suffix(path: str, suffixes: Collection[str]) -> bool:
+    return PurePosixPath(path).suffix.lower() in suffixes
 
 
 class _Opened:

@@ -18,7 +18,15 @@ from pathlib import Path, PurePosixPath
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
-from raypipe.stores.archive import ArchiveStore, Index, OpenFile, Scan, index_class_folders, is_image
+from raypipe.stores.archive import (
+    ArchiveStore,
+    Index,
+    OpenFile,
+    Scan,
+    index_class_folders,
+    is_sample,
+    sample_suffixes,
+)
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.webdataset import Place, find_samples, index_samples
 
@@ -83,9 +91,10 @@ class TarStore(ArchiveStore):
         if samples is not None:
             return {"samples": samples}
         images: dict[str, Place] = {}
+        suffixes = sample_suffixes(member_name for member_name, place in found if place)
         for member_name, place in found:
             images.pop(member_name, None)  # the last of a name counts, and if it is a link, none
-            if place and is_image(PurePosixPath(member_name)):
+            if place and is_sample(PurePosixPath(member_name), suffixes):
                 images[member_name] = place
         return {"members": images}
 
@@ -156,11 +165,12 @@ class ZipStore(ArchiveStore):
         with _DirectoryReader(io.FileIO(path, opener=open_regular)) as file, zipfile.ZipFile(file) as archive:
             infos, num_bytes = archive.infolist(), os.fstat(file.fileno()).st_size
         images: dict[str, list[int]] = {}
+        suffixes = sample_suffixes(info.filename for info in infos)
         for info in infos:
             key = str(PurePosixPath(info.filename))
             images.pop(key, None)  # the last of a name counts
             is_folder = info.filename.endswith("/")  # `is_dir` stumbles over an empty name
-            if is_folder or stat.S_ISLNK(info.external_attr >> 16) or not is_image(PurePosixPath(key)):
+            if is_folder or stat.S_ISLNK(info.external_attr >> 16) or not is_sample(PurePosixPath(key), suffixes):
                 continue
             if info.flag_bits & _ENCRYPTED or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 how = "encrypted" if info.flag_bits & _ENCRYPTED else f"compressed by method {info.compress_type}"

@@ -4,6 +4,7 @@
     000123.cls    the label, an integer in ASCII; without it, the field `label` of 000123.json, which may also be
                   a float, or a list of numbers
     000123.txt    a column `txt` of strings; so are text, transcript, html, htm, json and jsn
+    000123.npy    the image, as an array, where no sample of the tar has one of another suffix
     000123.npy    a column `npy` of bytes: any other suffix
 
 A suffix is everything after the first dot, in lower case, as in WebDataset. A suffix that all samples have becomes
@@ -27,7 +28,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.archive import Index, Scan, is_visible
-from raypipe.stores.base import IMAGE_SUFFIXES, join_fingerprints
+from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, join_fingerprints
 
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
 _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
@@ -122,6 +123,8 @@ def find_samples(
             members[suffix] = place
         samples.append((key, members))
     images = [_image_of(members, image_column.lower()) for _, members in samples]
+    if not any(images) and image_column == "image":
+        images = [_image_of(members, ARRAY_SUFFIX[1:]) for _, members in samples]
     try:
         labels = [_label(key, members, label_column, descriptor) for key, members in samples]
     except ValueError as error:

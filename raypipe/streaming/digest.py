@@ -48,6 +48,8 @@ def batch_digest(batch: HostBatch) -> bytes:
     arrays: list[Any] = [batch.index, batch.label, batch.weight, batch.image]
     if batch.encoded is not None:
         arrays += batch.encoded.values()
+    if batch.image.dtype != np.uint8:
+        digest.update(f"image\0{batch.image.dtype}".encode())
     arrays += [array for array in (batch.mask, batch.boxes) if array is not None]
     if batch.keypoints is not None:
         digest.update(f"keypoints\0{batch.keypoints.shape}".encode())
@@ -60,7 +62,8 @@ def batch_digest(batch: HostBatch) -> bytes:
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     for name, array in batch.views.items():
-        digest.update(f" {name} {array.shape}".encode())
+        dtype = "" if array.dtype == np.uint8 else f" {array.dtype}"
+        digest.update(f" {name} {array.shape}{dtype}".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
 

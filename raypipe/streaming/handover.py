@@ -50,7 +50,7 @@ def loader(
         cursor: where to start; None = at the latest checkpoint's place, see `Loader.save`, or at the beginning. If
             the checkpoint contains no place, the stream starts at `load_state_dict`.
         augment: what to do with whole micro-batches on the device: training batches are augmented, mixed and
-            normalised, validation batches only normalised. None = batches stay uint8.
+            normalised, validation batches only normalised. None = batches stay uint8, or what arrays are of.
         dtype: type of the images that `augment` makes.
         depth: transfers ahead of the consumer, on CUDA.
         keep: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes the

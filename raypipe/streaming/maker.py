@@ -240,12 +240,14 @@ def try_samples(
     num_classes: int,
     num: int = 8,
     columns: SampleColumns = NO_COLUMNS,
+    channels: int = 3,
 ) -> dict[Split, tuple[int, int]]:
     """Read, decode and transform the first few samples of each split: what is wrong with all is told at once.
 
     Args:
         num_classes: labels are in [0, num_classes), where targets are classes.
         columns: of the stream.
+        channels: that images must have, as augment.mean has them.
 
     Returns:
         Height and width of the images of each split, where there is one size; of those that a device decodes it is
@@ -286,6 +288,11 @@ def try_samples(
                     others.pop().one(sample, (k0, k1))
                 if isinstance(made, dict) and "image" not in made:
                     raise ConfigError(f"transform.{split} {NO_VIEWS}")
+                if isinstance(made, dict) and made["image"].shape[2] != channels:
+                    raise ConfigError(
+                        f"it has {made['image'].shape[2]} channels, and augment.mean and augment.std are of "
+                        f"{channels}: give a number for each channel"
+                    )
                 if isinstance(made, dict) and not several:
                     sizes[split] = made["image"].shape[:2]
             except SampleError as error:

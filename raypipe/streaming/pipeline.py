@@ -7,15 +7,17 @@ raypipe.stream(…)       spec and dataset in one call, if you only want the dat
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray.data
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, ResourceError
+from raypipe.errors import ConfigError, ResourceError, SampleError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
@@ -27,6 +29,8 @@ from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
+from raypipe.transform.column_types import NUM_PROBED
+from raypipe.transform.decode_array import decode_array
 from raypipe.transform.presets import is_preset, num_pixels
 from raypipe.transform.sizes import has_sizes, most_pixels
 
@@ -107,8 +111,23 @@ def _micro_batch_bytes(spec: StreamSpec) -> int:
     ]
     if not all(pixels):
         return 0
-    channels = 4 if spec.transform.mask_column else 3
-    return spec.plan.config.micro_batch_size * max(pixels) * channels
+    pixel_bytes = _pixel_bytes(spec)
+    if pixel_bytes and spec.transform.mask_column:
+        pixel_bytes += 1
+    return spec.plan.config.micro_batch_size * max(pixels) * pixel_bytes
+
+
+def _pixel_bytes(spec: StreamSpec) -> int:
+    """Of all channels of a pixel, which no preset changes; 0 = none of the first arrays of the store can be read."""
+    if spec.transform.decode_as == "rgb":
+        return 3
+    store, kept = spec.stores["train"], spec.plan.kept["train"]
+    first = kept.indices(np.arange(min(NUM_PROBED, len(store) - kept.num_left_out)))
+    for image in store.read(first, ("image",))["image"]:
+        with contextlib.suppress(SampleError):
+            array = decode_array(image)
+            return array.shape[2] * array.itemsize
+    return 0
 
 
 def _object_store_bytes() -> float:

@@ -10,6 +10,7 @@ from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H
                   streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5), keypoints
                   float32 (1, k, B, K, 3), and columns as columns.NAME.array (1, k, B, …), or columns.NAME.KIND
                   (1, n, …), all end to end, and columns.NAME.offsets int64 (1, k, B + 1), see `PackedColumn`;
+                  with transform.decode_as "array", image and views (…, H, W, C) of any dtype;
                   label int64 (1, k, B), or as the target is; index int64 (1, k, B), weight float32 (1, k, B);
                   num_bad int64 (1, k); read_s, work_s float64 (1, k): seconds that the actor spent on each
                   micro-batch, reading, and in all

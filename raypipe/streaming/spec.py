@@ -31,8 +31,8 @@ from raypipe.transform.transform_steps import Steps, brief, config_without_files
 from raypipe.transform.views import makes_views
 
 Transform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
-"""A callable on uint8 RGB (H, W, 3), an Albumentations or torchvision v2 pipeline, None, or what `transform.train`
-may be; or views of several, `{NAME: (transform, count), …}`."""
+"""A callable on uint8 RGB (H, W, 3), or on what `transform.decode_as` gives, an Albumentations or torchvision v2
+pipeline, None, or what `transform.train` may be; or views of several, `{NAME: (transform, count), …}`."""
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
@@ -316,7 +316,7 @@ def check_transforms(
         transform = transforms[split]
         if config.decode == "gpu":
             EncodedTransform(transform, config)
-        check_transform(transform, config.final_size)
+        check_transform(transform, config.final_size, config.decode_as == "array")
         if makes_views(transform):
             _check_views(config, split)
         check_columns(store, config.target_columns)

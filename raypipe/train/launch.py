@@ -79,10 +79,12 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
     check_augment(run.augment)
-    check_code(run.train)
+    check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
         sizes = try_samples(
-            spec.plan, spec.stores, spec.transforms, spec.transform, num_classes, columns=spec.columns
+            *(spec.plan, spec.stores, spec.transforms, spec.transform, num_classes),
+            columns=spec.columns,
+            channels=len(run.augment.mean),
         )
         if len(set(sizes.values())) > 1:
             made = ", ".join(f"transform.{split} makes {h} x {w}" for split, (h, w) in sizes.items())
@@ -177,12 +179,13 @@ def check_augment(config: AugmentConfig) -> None:
         DeviceAugment(config, torch.device("cpu"))
 
 
-def check_code(config: TrainConfig) -> None:
-    """Raise ConfigError where a setting names a model or a function that there is not."""
+def check_code(config: TrainConfig, channels: int) -> None:
+    """Raise ConfigError where a setting names a model, or a function, that there is not, or a model of images of
+    another number of channels."""
     if config.model != "small":
         from raypipe.train.learning import check_model
 
-        check_model(config.model)
+        check_model(config.model, channels)
     for name in ("loss", "optimizer", "schedule"):
         if ":" in (address := getattr(config, name)):
             import_name(address, f"train.{name}")

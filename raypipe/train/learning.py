@@ -40,8 +40,8 @@ Schedule = Callable[[int, int, int, float], float]
 """Step in [0, total), total steps, steps of warm-up, peak → learning rate."""
 
 
-def check_model(name: str) -> None:
-    """Raise ConfigError where there is no such model, before anything is started for it."""
+def check_model(name: str, channels: int = 3) -> None:
+    """Raise ConfigError where there is no such model of images of so many channels, before anything is started for it."""
     if ":" in name:
         import_name(name, "train.model")
         return
@@ -54,18 +54,26 @@ def check_model(name: str) -> None:
             f"train.model={name!r} is neither 'small' nor a torchvision classification model ({near}, …) nor "
             "module:function"
         )
+    if channels != 3 and name != "small":
+        raise ConfigError(
+            f"train.model={name!r} takes three channels, and augment.mean is of {channels}: use 'small' or a "
+            "module:function"
+        )
 
 
-def build_model(name: str, num_classes: int) -> nn.Module:
+def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
     """A classifier with new weights: "small", a torchvision model by name, or what `module:function` makes of
     `num_classes`.
+
+    Args:
+        channels: of the images; torchvision's models take three.
 
     Raises:
         ConfigError: there is no such model.
     """
-    check_model(name)
+    check_model(name, channels)
     if name == "small":
-        return small_model(num_classes)
+        return small_model(num_classes, channels=channels)
     if ":" in name:
         model = import_name(name, "train.model")(num_classes=num_classes)
         if not isinstance(model, nn.Module):
@@ -79,7 +87,7 @@ def build_model(name: str, num_classes: int) -> nn.Module:
     return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **more)
 
 
-def small_model(num_classes: int, width: int = 32) -> nn.Module:
+def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Module:
     """A convolutional net for tiny images, 8 to 64 pixels a side: about 0.3 M parameters at width 32."""
 
     def block(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
@@ -90,7 +98,7 @@ def small_model(num_classes: int, width: int = 32) -> nn.Module:
         )
 
     return nn.Sequential(
-        block(3, width, 1),
+        block(channels, width, 1),
         block(width, 2 * width, 2),
         block(2 * width, 2 * width, 1),
         block(2 * width, 4 * width, 2),
@@ -222,7 +230,7 @@ class Learner:
         self._config, self._device, self.dtype = config, device, amp_dtype(config.amp, device)
         self._per_rank = self._per_step // world_size
         torch.manual_seed(int(derive_keys(1, run.plan.seed, Domain.WEIGHTS)[0]) >> 1)
-        self._model = build_model(config.model, num_classes).to(device)
+        self._model = build_model(config.model, num_classes, len(run.augment.mean)).to(device)
         if on_cuda:
             self._model = self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True

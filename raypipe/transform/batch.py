@@ -77,11 +77,12 @@ class HostBatch:
     """One micro-batch in host memory, possibly read-only; the device's `Batch` has what is not described here.
 
     Attributes:
-        image: uint8 (B, H, W, 3); empty where the device is to decode, or there are views.
+        image: uint8 (B, H, W, 3), or with `transform.decode_as: array` (B, H, W, C) of any dtype; empty where the
+            device is to decode, or there are views.
         label: see `MicroBatchResult`.
         encoded: what the device is to decode.
         columns: by name.
-        views: by name, uint8 (B, H, W, 3), or (B, n, H, W, 3) of n crops.
+        views: by name, likewise, or (B, n, H, W, 3) of n crops.
     """
 
     at: MicroBatchId
@@ -186,6 +187,7 @@ class Room:
 
 # Bytes. Below, malloc has memory at hand.
 _LEAST_REUSED = 1 << 20
+_ALIGNED = 8
 # One that is being filled, and one that is being shipped.
 _spare: deque[mmap.mmap] = deque(maxlen=2)
 
@@ -209,11 +211,20 @@ def reused_memory(shape: tuple[int, ...]) -> np.ndarray:
     return array.reshape(shape)
 
 
-def reused_arrays(shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
-    """Empty arrays uint8 of these shapes, in one piece of `reused_memory`."""
-    ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
-    pieces = np.split(reused_memory((ends[-1],)), ends[:-1])
-    return {name: piece.reshape(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}
+def reused_arrays(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype[Any]] | None = None
+) -> Arrays:
+    """Empty arrays of these shapes, in one piece of `reused_memory`; uint8 where there are no dtypes."""
+    kinds = {name: (dtypes or {}).get(name, np.dtype(np.uint8)) for name in shapes}
+    sizes = [math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()]
+    if any(kind.itemsize > 1 for kind in kinds.values()):
+        sizes = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    memory, arrays, at = reused_memory((sum(sizes),)), {}, 0
+    for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+        used = memory[at : at + math.prod(shape) * kinds[name].itemsize]
+        arrays[name] = used.view(kinds[name]).reshape(shape)
+        at += size
+    return arrays
 
 
 @dataclass(frozen=True)

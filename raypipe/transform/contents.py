@@ -8,6 +8,9 @@
                                                                    uint8 (B, H, W, 3) or (B, n, H, W, 3)
     EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, for `DeviceDecoder`
 
+With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
+them, all alike: (B, H, W, C).
+
 Rows that are left out are black, without a class (IGNORE), and without boxes and keypoints (label NO_BOX).
 
 Of an image for the device only the header is read, so that nearly all of its cost is left to the GPU. A sample is
@@ -38,6 +41,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.batch import Arrays, Make, Take, reused_arrays
 from raypipe.transform.decode import decode, image_size
+from raypipe.transform.decode_array import decode_array
 from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
@@ -70,15 +74,18 @@ class Images:
         if self._targets:
             transform = target_pipeline(transform, set(self._targets))
         self._transform: SampleTransform | ViewsTransform
-        self._transform = ViewsTransform(transform) if isinstance(transform, dict) else SampleTransform(transform)
+        arrays = self._is_array = config.decode_as == "array"
+        make: Any = ViewsTransform if isinstance(transform, dict) else SampleTransform
+        self._transform = make(transform, arrays)
         self.draws_globally = self._transform.draws_globally
         self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
         self._config, self._probe, self._store_address = config, probe, store_address
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, np.dtype[Any]] = {}
         self._sides = sides
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Arrays:
-        """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3).
+        """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3), or as arrays are.
 
         Returns:
             `image`, uint8 (H, W, 3); of streams that have them, `mask`, uint8 (H, W), `boxes`, float32 (K, 5), and
@@ -111,7 +118,16 @@ class Images:
                 f" it must be {self._sides}, (height, width): end it with a crop or resize to the size that a"
                 " module:function is called with"
             )
-        self._shapes = self._shapes or shapes
+        dtypes = {name: part.dtype for name, part in result.items()}
+        if not self._shapes:
+            self._shapes, self._dtypes = shapes, dtypes
+        if self._is_array and (shapes, dtypes) != (self._shapes, self._dtypes):
+            expected = _arrays_of(self._shapes, self._dtypes)
+            raise ConfigError(
+                f"the transform made {_arrays_of(shapes, dtypes)}, where {expected} is "
+                "expected as for the others: samples must have one dtype and as many channels, and the transform "
+                "end with a crop or resize to a fixed size"
+            )
         if shapes != self._shapes:
             raise ConfigError(
                 f"the transform made {_sizes(shapes)} (height x width), where {_sizes(self._shapes)} is expected"
@@ -155,6 +171,8 @@ class Images:
             if self._crop_target:
                 return pixels.shape[:2], lambda box: cut(pixels, box).copy()
             return pixels if pixels.flags.writeable else pixels.copy()
+        if self._is_array:
+            return decode_array(sample.image)
         jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
         return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
 
@@ -190,7 +208,7 @@ class Images:
                 "the size of its images cannot be told"
             )
         shape = (count, num_samples)
-        arrays = reused_arrays({name: (*shape, *each) for name, each in self._shapes.items()})
+        arrays = reused_arrays({name: (*shape, *each) for name, each in self._shapes.items()}, self._dtypes)
         if "mask" in self._targets:
             arrays["mask"] = np.full(arrays["image"].shape[:-1], IGNORE, np.uint8)
         if "boxes" in self._targets:
@@ -206,6 +224,11 @@ def _sizes(shapes: dict[str, tuple[int, ...]]) -> str:
     """What was made, for an error."""
     sides = {name: "x".join(map(str, shape[:-1])) for name, shape in shapes.items()}
     return f"an image of {sides['image']}" if "image" in sides else f"views of {sides}"
+
+
+def _arrays_of(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, np.dtype[Any]]) -> str:
+    """The same with channels and dtypes."""
+    return ", ".join(f"{name} {dtypes[name]} {shape}" for name, shape in shapes.items())
 
 
 Cut = tuple[bytes, Box, bool]

@@ -31,6 +31,8 @@ from raypipe.transform.image_header import damage_in, image_kind, jpeg_size, ope
 from raypipe.transform.jpeg import decode_jpeg, jpeg_orientation, upright
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+NPY = b"\x93NUMPY"
+"""What a .npy file starts with."""
 _BAND_PIXELS = 1 << 20  # that are converted at a time
 
 
@@ -92,15 +94,20 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
     return height, width
 
 
-def _known(data: bytes | bytearray | memoryview | None) -> tuple[bytes, str]:
-    """The bytes of an image, and its kind; raises SampleError for what is none."""
+def stored_bytes(data: bytes | bytearray | memoryview | None) -> bytes:
+    """What is stored of a sample; raises SampleError where there is nothing."""
     if data is None:
         raise SampleError("no value")
     if not isinstance(data, bytes | bytearray | memoryview):
         raise SampleError(f"the value is a {type(data).__name__}, not bytes")
     if not data:
         raise SampleError("empty value (0 bytes)")
-    encoded = bytes(data)
+    return bytes(data)
+
+
+def _known(data: bytes | bytearray | memoryview | None) -> tuple[bytes, str]:
+    """The bytes of an image, and its kind; raises SampleError for what is none."""
+    encoded = stored_bytes(data)
     kind = image_kind(encoded)
     if kind is None:
         raise SampleError(f"not an image: starts with {encoded[:3].hex(' ')}{_guess(encoded)}")
@@ -112,6 +119,8 @@ def _guess(data: bytes) -> str:
         return " (a Python pickle; raypipe never unpickles stored values)"
     if data.lstrip()[:1] in (b"<", b"{"):
         return " (text: HTML, XML or JSON, such as a failed download leaves)"
+    if data.startswith(NPY):
+        return " (an array of numpy's: set transform.decode_as='array')"
     return ""
 
 

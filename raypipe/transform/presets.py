@@ -82,13 +82,20 @@ def _of_view(name: str) -> Iterator[None]:
         raise ConfigError(f"view {name!r}: {error}") from error
 
 
-def check_transform(transform: object, size: Size) -> None:
-    """Raise ConfigError where `build_transform` would, as far as that is known without the user's own code."""
+def check_transform(transform: object, size: Size, arrays: bool = False) -> None:
+    """Raise ConfigError where `build_transform` would, as far as that is known without the user's own code; or,
+    with arrays that are no RGB, where a preset needs RGB."""
+    needs_rgb = {*PRESETS, *VIEW_PRESETS} - {*_OF_ARRAYS}
+    if arrays and isinstance(transform, str) and transform in needs_rgb:
+        raise ConfigError(
+            f"the preset {transform!r} needs uint8 RGB, and transform.decode_as is 'array': use one of "
+            f"{', '.join(('none', *_OF_ARRAYS))}, steps or code of your own, or decode_as='rgb'"
+        )
     if makes_views(transform) and isinstance(size, int):
         for name, view in find_views(transform, size).items():
             for each in view.transforms:
                 with _of_view(name):
-                    check_transform(each, view.size)
+                    check_transform(each, view.size, arrays)
     elif isinstance(transform, list):
         build_transform(transform, size)
     elif isinstance(transform, str) and not is_file(transform):
@@ -171,6 +178,8 @@ _ALBUMENTATIONS: dict[str, Callable[[Any, Size], list[Any]]] = {
         ),
     ],
 }
+# Those that only move pixels, of whatever they consist.
+_OF_ARRAYS = ("light", "center", "resize", "flip-crop", "small")
 # What comes after a random resized crop and a flip: a transform of the library, and its arguments.
 _TORCHVISION: dict[str, tuple[str, dict[str, int]]] = {
     "tv-light": ("", {}),

@@ -150,6 +150,8 @@ def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
     reason = ""
     if transform.decode == "gpu":
         reason = "with transform.decode='gpu' the training device decodes"
+    elif transform.decode_as == "array":
+        reason = "transform.decode_as='array' gives none of 8 bits"
     elif transform.target_columns:
         reason = "transform.mask_column, boxes_column and keypoints_column name what it does not keep"
     elif transform.crop_decode == "scaled":

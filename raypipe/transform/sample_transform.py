@@ -9,6 +9,8 @@ Albumentations is imported for a user who has none of it:
     plain, rng=      uint8 HWC and rng=numpy Generator       the one that it is handed
     plain            uint8 HWC                               random's, numpy's and torch's global ones
 
+Of `transform.decode_as: array` all are given, and may return, images of any dtype and number of channels.
+
 A plain one may return several images by name, see `raypipe.transform.views`. One that keeps a generator of its own
 escapes this: let it take `rng`.
 """
@@ -85,6 +87,7 @@ class SampleTransform:
     Args:
         transform: see the module's table; None leaves the image as it is. An Albumentations
             transform is copied, since the generators are put into it.
+        arrays: images are of any dtype and number of channels, here as in what is said below of uint8 RGB.
 
     Attributes:
         crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
@@ -92,7 +95,7 @@ class SampleTransform:
         draws_globally: it may draw from the generators of the process.
     """
 
-    def __init__(self, transform: Any) -> None:
+    def __init__(self, transform: Any, arrays: bool = False) -> None:
         # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
@@ -105,13 +108,15 @@ class SampleTransform:
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(*generators)
-        self._direct = direct_pipeline(self.transform)
-        self._crop_first = _find_crop_first(self.transform, generators)
+        self._arrays = arrays
+        # Both were held against the libraries on uint8 RGB alone.
+        self._direct = None if arrays else direct_pipeline(self.transform)
+        self._crop_first = None if arrays else _find_crop_first(self.transform, generators)
         self.crop_target = self._crop_first.target if self._crop_first else None
         self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
 
     def __reduce__(self) -> Any:
-        return SampleTransform, (self.transform,)
+        return SampleTransform, (self.transform, self._arrays)
 
     def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
         """`with_targets` of an image alone."""
@@ -162,11 +167,11 @@ class SampleTransform:
             made = self.transform(image, **self._rng)
         # Of `image` alone it is one who takes Albumentations' result for the image.
         if self.kind == "plain" and isinstance(made, Mapping) and [*made] != ["image"]:
-            return _checked_views(made)
+            return _checked_views(made, self._arrays)
         if self.kind != "albumentations":
-            return {"image": _checked(made, self.kind)}
-        _checked(made["image"], self.kind)
-        return made
+            return {"image": _checked(made, self.kind, self._arrays)}
+        image = _checked(made["image"], self.kind, self._arrays)
+        return made if image is made["image"] else {**made, "image": image}
 
     def _seed(self, k0: int, k1: int) -> None:
         """Seed what the transform draws from: generators that it is handed (5 µs), or the global ones (15 µs)."""
@@ -208,35 +213,50 @@ def rng_parameter(transform: Any) -> str | None:
     return next(names, None)
 
 
-def _checked(result: Any, kind: Kind) -> np.ndarray:
-    """What a transform of an image returned, as uint8 (h, w, 3)."""
+def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
+    """What a transform of an image returned, as uint8 (h, w, 3), or as one of `arrays`."""
     array, layout, channels = result, "HWC", 2
     if kind == "torchvision":
         is_tensor = isinstance(result, sys.modules["torch"].Tensor)
         array, layout, channels = result.detach().numpy() if is_tensor else None, "CHW", 0
     came = f"a {type(result).__name__}"
     if isinstance(array, np.ndarray):
-        if array.dtype == np.uint8 and array.ndim == 3 and array.shape[channels] == 3 and array.size:
+        if arrays and array.ndim == 2:
+            array = array[..., None] if channels else array[None]
+        if array.ndim == 3 and array.size and (_is_array(array) if arrays else _is_rgb(array, channels)):
             return array if channels else array.transpose(1, 2, 0)
         came = f"{array.dtype} of shape {array.shape}"
+    if arrays:
+        raise ConfigError(
+            f"the transform returned {came}; expected are integers or floats of up to 64 bits, {layout}"
+        )
     raise ConfigError(
         f"the transform returned {came}; expected is uint8 {layout} with 3 channels (normalisation and the"
         " conversion to floating point happen on the GPU: leave them out of the CPU transform)"
     )
 
 
-def _checked_views(made: Mapping[Any, Any]) -> dict[str, np.ndarray]:
-    """Views that a function returned, by VIEW and their names: each uint8 (h, w, 3) or (n, h, w, 3)."""
+def _is_rgb(array: np.ndarray, channels: int) -> bool:
+    return array.dtype == np.uint8 and array.shape[channels] == 3
+
+
+def _is_array(array: np.ndarray) -> bool:
+    return array.dtype.kind in "uif" and array.dtype.itemsize <= 8 and array.dtype.isnative
+
+
+def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, np.ndarray]:
+    """What a function returned, by VIEW and their names: each uint8 (h, w, 3) or (n, h, w, 3), or `arrays`."""
     views = {}
     for name, value in made.items():
         shapes = {getattr(crop, "shape", None) for crop in value} if isinstance(value, list | tuple) else set()
         array = np.stack(value) if len(shapes) == 1 and None not in shapes else value
-        ok = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.size
-        if not (isinstance(name, str) and ok and array.ndim in (3, 4) and array.shape[-1] == 3):
+        ok = isinstance(array, np.ndarray) and array.ndim in (3, 4) and array.size
+        if not (isinstance(name, str) and ok and (_is_array(array) if arrays else _is_rgb(array, -1))):
             is_array = isinstance(array, np.ndarray)
             came = f"{array.dtype} of shape {array.shape}" if is_array else f"a {type(array).__name__}"
+            expected = "(H, W, C), (n, H, W, C)" if arrays else "uint8 (H, W, 3), (n, H, W, 3)"
             raise ConfigError(
-                f"the transform returned {came} for view {name!r}: expected is uint8 (H, W, 3), (n, H, W, 3), or"
+                f"the transform returned {came} for view {name!r}: expected is {expected}, or"
                 " a list of n of one size, by a name"
             )
         views[VIEW + name] = array

@@ -132,15 +132,16 @@ class ViewsTransform:
 
     Args:
         views: with transforms that `SampleTransform` takes.
+        arrays: as of a `SampleTransform`.
     """
 
     crop_target = None
     """The image is decoded whole."""
 
-    def __init__(self, views: Mapping[str, View]) -> None:
+    def __init__(self, views: Mapping[str, View], arrays: bool = False) -> None:
         self._crops: dict[str, list[SampleTransform]] = {}
         for name, view in views.items():
-            transforms = [*map(SampleTransform, view.transforms)]
+            transforms = [SampleTransform(each, arrays) for each in view.transforms]
             self._crops[VIEW + name] = transforms if len(transforms) == view.count else transforms * view.count
         self._parts = np.array([view_key(name, i) for name, view in views.items() for i in range(view.count)])
         self.draws_globally = any(each.draws_globally for crops in self._crops.values() for each in crops)
@@ -175,6 +176,8 @@ class ViewsTransform:
                     f"the crops of {column} differ in size, {sizes} (height x width): end their transforms with a "
                     "crop or resize to a fixed size"
                 )
+            if len(dtypes := {str(crop.dtype) for crop in crops}) > 1:
+                raise ConfigError(f"the crops of {column} differ in dtype, {', '.join(sorted(dtypes))}")
             made[column] = np.stack(crops) if len(crops) > 1 else crops[0]
         return made
 

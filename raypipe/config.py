@@ -431,7 +431,7 @@ class AugmentConfig(_Section, prefix="augment."):
     """What happens to whole micro-batches on the training device. Validation batches are only normalised.
 
     Attributes:
-        mean: normalisation, per channel, of pixels scaled to [0, 1], or of floats as they are; ImageNet's by default.
+        mean: normalisation, per channel, of pixels scaled to [0, 1], or floats as they are; ImageNet's by default.
         std: the same.
         preset: of operations: none, light, standard, strong, randaugment or trivialaugment.
         ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.

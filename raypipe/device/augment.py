@@ -2,8 +2,8 @@
 
     uint8 (B, 3, H, W) → the preset → [0, 1] → Kornia operations → the user's module → normalise → MixUp / CutMix
 
-Arrays (`transform.decode_as: array`) have any dtype and channels C: whole numbers are scaled to [0, 1] by the largest
-of their dtype, floats are as they are. Operations of colour need three channels.
+Arrays (`transform.decode_as: array`) have any dtype and channels C: whole numbers are scaled to [0, 1] by the
+largest of their dtype, floats are as they are. Operations of colour need three channels.
 
 Of views each crop goes through it by itself, up to the mixing, with a seed of its own.
 
@@ -143,8 +143,8 @@ class DeviceAugment:
         channels = len(config.mean)
         if channels != 3 and (others or (self._fused and self._fused.changes_colour)):
             raise ConfigError(
-                f"augment.preset={config.preset!r} changes colours, which are red, green and blue, and augment.mean is "
-                f"of {channels} channels: use none or light, and augment.ops that take {channels}"
+                f"augment.preset={config.preset!r} changes colours, which are red, green and blue, and augment.mean "
+                f"is of {channels} channels: use none or light, and augment.ops that take {channels}"
             )
         if targets and self._fused:
             raise _moves(f"{PRESETS[config.preset][0]['op']} of the preset {config.preset}")
@@ -269,7 +269,7 @@ def _moves(what: str) -> ConfigError:
 
 
 def build_operation(entry: dict[str, Any], targets: bool = False, channels: int = 3) -> Operation:
-    """One operation of a configuration, on images of so many channels; raises ConfigError as `DeviceAugment` does."""
+    """One operation of a configuration, of images of so many channels; raises ConfigError as `DeviceAugment`."""
     import kornia.augmentation
     import kornia.augmentation.auto
     from kornia.augmentation._2d.base import AugmentationBase2D
@@ -288,8 +288,8 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
         raise _moves(op)
     if channels != 3 and issubclass(found, PolicyAugmentBase):
         raise ConfigError(
-            f"augment.ops: {op} chooses among operations of colour, which need three channels, and augment.mean is "
-            f"of {channels}: leave it out"
+            f"augment.ops: {op} chooses among operations of colour, which need three channels, and augment.mean "
+            f"is of {channels}: leave it out"
         )
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:

@@ -118,7 +118,7 @@ def _micro_batch_bytes(spec: StreamSpec) -> int:
 
 
 def _pixel_bytes(spec: StreamSpec) -> int:
-    """Of all channels of a pixel, which no preset changes; 0 = none of the first arrays of the store can be read."""
+    """Of all channels of a pixel, which no preset changes; 0 = none of a store's first arrays can be read."""
     if spec.transform.decode_as == "rgb":
         return 3
     store, kept = spec.stores["train"], spec.plan.kept["train"]

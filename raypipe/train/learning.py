@@ -41,7 +41,7 @@ Schedule = Callable[[int, int, int, float], float]
 
 
 def check_model(name: str, channels: int = 3) -> None:
-    """Raise ConfigError where there is no such model of images of so many channels, before anything is started for it."""
+    """Raise ConfigError where there is no such model of so many channels, before anything is started for it."""
     if ":" in name:
         import_name(name, "train.model")
         return

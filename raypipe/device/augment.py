@@ -143,8 +143,8 @@ class DeviceAugment:
         channels = len(config.mean)
         if channels != 3 and (others or (self._fused and self._fused.changes_colour)):
             raise ConfigError(
-                f"augment.preset={config.preset!r} changes colours, which are red, green and blue, and augment.mean "
-                f"is of {channels} channels: use none or light, and augment.ops that take {channels}"
+                f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean is of {channels} "
+                f"channels: use none or light, and augment.ops that take {channels}"
             )
         if targets and self._fused:
             raise _moves(f"{PRESETS[config.preset][0]['op']} of the preset {config.preset}")

@@ -155,10 +155,15 @@ def _tiff(data: bytes) -> np.ndarray:
 
 
 def _by_cv2(data: bytes, kind: str, size: tuple[int, int]) -> np.ndarray:
+    level = cv2.utils.logging.getLogLevel()
     try:
+        # A line for each image would come of tags that change no pixel, such as those that cv2 itself writes.
+        cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     except cv2.error as error:
         raise SampleError(f"damaged {kind}: {' '.join(str(error).split())}") from error
+    finally:
+        cv2.utils.logging.setLogLevel(level)
     if image is None or image.shape[:2] != size:
         raise SampleError(f"damaged {kind} ({len(data)} bytes)")
     image = image.reshape(*size, -1)

@@ -1,0 +1,330 @@
+"""Arrays of any dtype and channels, from the store to the device: every value stays what it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import without_ray
+
+import raypipe
+from raypipe.commands.preview import preview
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.device.augment import DeviceAugment
+from raypipe.device.prefetcher import on_device
+from raypipe.errors import ConfigError
+from raypipe.stores import MemoryStore, open_store
+from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.pipeline import _micro_batch_bytes
+from raypipe.streaming.row import batches_of, made_row
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.batch import Room, reused_arrays
+
+from conftest import picture  # isort: skip
+
+CPU = torch.device("cpu")
+NUM = 12
+INLINE = PoolConfig(engine="inline")
+
+
+def some(dtype: str, index: int, *shape: int) -> np.ndarray:
+    values = np.random.default_rng(index).random(shape)
+    return (values * (np.iinfo(dtype).max if np.dtype(dtype).kind in "ui" else 1000)).astype(dtype)
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def store_of(dtype: str, channels: int, num: int = NUM) -> MemoryStore:
+    images = [npy(some(dtype, i, 24, 20, channels)) for i in range(num)]
+    return MemoryStore(images, np.arange(num) % 3, ["a", "b", "c"])
+
+
+def spec_of(store: Any, train: Any = "none", val: Any = None, **settings: Any) -> StreamSpec:
+    config = TransformConfig(**{"decode_as": "array", "train": "none", "size": 16} | settings)
+    plan = PlanConfig(epochs=1, micro_batch_size=4, val_interval=int(val is not None))
+    return StreamSpec(store, val, plan=plan, transform=config, pool=INLINE, train_transform=train)
+
+
+@pytest.mark.parametrize(("dtype", "channels"), [("uint16", 4), ("float32", 5), ("uint8", 1), ("int16", 2)])
+def test_each_value_reaches_the_batch_in_its_dtype(dtype: str, channels: int) -> None:
+    spec = spec_of(store_of(dtype, channels))
+    num = 0
+    for batch in without_ray.every_batch(raypipe.loader(spec)):
+        assert batch.image.dtype == getattr(torch, dtype) and batch.image.shape == (4, channels, 24, 20)
+        for row, index in enumerate(batch.index.tolist()):
+            found = batch.image[row].permute(1, 2, 0).numpy()
+            np.testing.assert_array_equal(found, some(dtype, index, 24, 20, channels))
+            num += 1
+    assert num == NUM
+
+
+@pytest.mark.parametrize("preset", ["light", "center", "resize", "flip-crop", "small"])
+@pytest.mark.parametrize(("dtype", "channels"), [("uint16", 4), ("float32", 4), ("uint16", 6)])
+def test_presets_that_move_pixels_take_any_channels_and_are_seeded(preset: str, dtype: str, channels: int) -> None:
+    spec = spec_of(store_of(dtype, channels), train=preset)
+    batches = list(without_ray.host_batches(spec))
+    assert all(batch.image.shape == (4, 16, 16, channels) and batch.image.dtype == dtype for batch in batches)
+    assert max(batch.image.max() for batch in batches) > 255  # nothing went by 8 bits, or was cut off at 1
+    assert without_ray.digests(spec) == list(map(batch_digest, batches))
+    made = {
+        index: pixels for batch in batches for index, pixels in zip(batch.index.tolist(), batch.image, strict=True)
+    }
+    if preset == "resize":
+        for index, pixels in made.items():
+            whole = cv2.resize(some(dtype, index, 24, 20, channels), (16, 16), interpolation=cv2.INTER_LINEAR)
+            np.testing.assert_array_equal(pixels, whole)
+
+
+def test_uint8_rgb_as_an_array_has_the_pixels_and_the_digests_that_it_has_as_rgb() -> None:
+    store = MemoryStore([picture(i) for i in range(NUM)], [0] * NUM)
+    for train in ("center", "flip-crop", "small"):
+        as_array, as_rgb = (spec_of(store, train=train, decode_as=how) for how in ("array", "rgb"))
+        assert without_ray.digests(as_array) == without_ray.digests(as_rgb)
+
+
+def test_a_row_of_the_stream_keeps_dtype_and_channels() -> None:
+    spec = spec_of(store_of("float32", 5), train="light")
+    maker, room = MicroBatchMaker(*spec.recipe), Room(3)
+    places = list(spec.plan.micro_batches(spec.plan.start()))
+    row = made_row([maker.make(at, room=room) for at in places], room)
+    assert row["image"].shape == (1, 3, 4, 16, 16, 5) and row["image"].dtype == np.float32
+    assert list(map(batch_digest, batches_of(row))) == without_ray.digests(spec)
+
+
+def test_arrays_of_mixed_dtypes_share_memory_and_are_aligned() -> None:
+    shapes = {"a": (3, 1), "b": (2, 1 << 18), "c": (5,)}
+    dtypes = {"a": np.dtype(np.uint8), "b": np.dtype(np.float64), "c": np.dtype(np.uint16)}
+    made = reused_arrays(shapes, dtypes)
+    assert {name: (each.shape, each.dtype) for name, each in made.items()} == {
+        name: (shapes[name], dtypes[name]) for name in shapes
+    }
+    for number, each in enumerate(made.values()):
+        assert each.flags.aligned
+        each[...] = number
+    assert all((each == number).all() for number, each in enumerate(made.values()))
+
+
+def test_a_digest_knows_the_dtype() -> None:
+    batch = next(without_ray.host_batches(spec_of(store_of("uint16", 2))))
+    other = dataclasses.replace(batch, image=batch.image.view(np.int16))
+    assert batch_digest(batch) != batch_digest(other)
+
+
+@pytest.mark.parametrize(
+    "odd", [some("uint16", 0, 24, 20, 3), some("float32", 0, 24, 20, 4), some("uint16", 0, 24, 21, 4)]
+)
+def test_a_sample_of_another_dtype_channels_or_size_ends_the_run_by_its_name(odd: np.ndarray) -> None:
+    store = store_of("uint16", 4)
+    store._columns["image"][7] = npy(odd)
+    with pytest.raises(ConfigError, match=rf"sample 7.*{odd.dtype} .*uint16 \(24, 20, 4\) is expected"):
+        list(without_ray.host_batches(spec_of(store).replace(plan=_in_order(store))))
+
+
+def _in_order(store: MemoryStore) -> Any:
+    plan = PlanConfig(epochs=1, micro_batch_size=4, shuffle="off", val_interval=0)
+    return StreamSpec(store, plan=plan, train_transform=None).plan
+
+
+def test_a_damaged_array_is_substituted_and_one_in_a_validation_is_black() -> None:
+    store = store_of("uint16", 4)
+    store._columns["image"][7] = store._columns["image"][7][:-1]
+    batches = list(without_ray.host_batches(spec_of(store, val=store)))
+    train, val = ([batch for batch in batches if batch.at.split == split] for split in ("train", "val"))
+    assert sum(batch.num_bad for batch in train) == 1 and 7 not in np.concatenate([each.index for each in train])
+    (black,) = (batch.image[batch.weight == 0] for batch in val if (batch.weight == 0).any())
+    assert black.shape == (1, 24, 20, 4) and not black.any()
+
+
+def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None:
+    store = store_of("uint16", 4)
+    views = {"crop": {"transform": "light", "count": 2, "size": 8}, "whole": {"transform": "none"}}
+    batch = next(without_ray.host_batches(spec_of(store, train=views)))
+    assert batch.views["crop"].shape == (4, 2, 8, 8, 4) and batch.views["crop"].dtype == np.uint16
+    loader = raypipe.loader(spec_of(store, train=views), augment=AugmentConfig(mean=(0.5,) * 4, std=(1.0,) * 4))
+    seen = next(next(loader.epochs()).train)
+    whole = torch.from_numpy(some("uint16", int(seen.index[0]), 24, 20, 4)).permute(2, 0, 1)
+    torch.testing.assert_close(seen.views["whole"][0], whole.float() / 65535 - 0.5)
+
+    masks = [cv2.imencode(".png", np.full((24, 20), i, np.uint8))[1].tobytes() for i in range(NUM)]
+    masked = MemoryStore(store._columns["image"], [0] * NUM, columns={"mask": masks})
+    batch = next(without_ray.host_batches(spec_of(masked, train="resize", mask_column="mask")))
+    assert batch.mask is not None and batch.mask.shape == (4, 16, 16) and batch.image.shape == (4, 16, 16, 4)
+
+    batch = next(without_ray.host_batches(spec_of(store, train=lambda image: image[..., 0] / np.float32(65535))))
+    assert batch.image.shape == (4, 24, 20, 1) and batch.image.dtype == np.float32 and batch.image.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "pool", "message"),
+    [
+        ({"decode": "gpu"}, {}, r"transform\.decode must be 'cpu' with transform\.decode_as='array'"),
+        ({"decode_min_side": 8}, {}, r"transform\.decode_min_side must be 0 with transform\.decode_as='array'"),
+        ({"apply_exif": True}, {}, r"transform\.apply_exif must be False with transform\.decode_as='array'"),
+        ({"crop_decode": "scaled"}, {}, r"transform\.crop_decode must be .* with transform\.decode_as='array'"),
+        ({}, {"cache": "disk"}, r"pool\.cache='disk' .*transform\.decode_as='array'"),
+        ({"train": "heavy"}, {}, r"preset 'heavy' needs uint8 RGB, and transform\.decode_as is 'array'"),
+        ({"train": "randaugment"}, {}, r"preset 'randaugment' needs uint8 RGB"),
+        ({"train": "dino"}, {}, r"preset 'dino' needs uint8 RGB"),
+        ({"train": {"a": {"transform": "tv-light"}}}, {}, r"view 'a': the preset 'tv-light' needs uint8 RGB"),
+    ],
+)
+def test_what_needs_rgb_is_refused_by_both_settings(settings: Any, pool: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config = TransformConfig(decode_as="array", **settings)
+        StreamSpec(store_of("uint16", 4), transform=config, pool=PoolConfig(**pool))
+
+
+def test_the_check_of_memory_counts_the_bytes_of_all_channels() -> None:
+    for dtype, channels, expected in (("uint16", 4, 8), ("float32", 12, 48), ("uint8", 1, 1)):
+        assert _micro_batch_bytes(spec_of(store_of(dtype, channels), train="light")) == 4 * 16 * 16 * expected
+    images = MemoryStore([picture(i) for i in range(NUM)], [0] * NUM)
+    assert _micro_batch_bytes(spec_of(images, train="light", decode_as="rgb")) == 4 * 16 * 16 * 3
+
+
+def test_images_of_another_number_of_channels_than_the_mean_are_refused_before_a_run() -> None:
+    spec = spec_of(store_of("uint16", 4))
+    parts = spec.plan, spec.stores, spec.transforms, spec.transform, 3
+    assert try_samples(*parts, channels=4) == {"train": (24, 20)}
+    with pytest.raises(ConfigError, match=r"it has 4 channels, and augment\.mean and augment\.std are of 3"):
+        try_samples(*parts)
+    with pytest.raises(ConfigError, match=r"4 channels, and augment\.mean and augment\.std are of 3"):  # in a loop
+        next(without_ray.every_batch(raypipe.loader(spec, augment=AugmentConfig())))
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("dtype", ["uint16", "float32", "int16", "uint32", "float64"])
+def test_the_device_scales_whole_numbers_by_their_largest_and_leaves_floats(dtype: str, ring: bool) -> None:
+    spec = spec_of(store_of(dtype, 4))
+    (batch, *_) = on_device(without_ray.host_batches(spec), CPU, lambda _: 1, ring=ring)
+    image = batch.image
+    kept = image.numpy().copy()
+    mean, std = (0.1, 0.2, 0.3, 0.4), (0.5, 1.0, 2.0, 4.0)
+    largest = np.iinfo(dtype).max if np.dtype(dtype).kind in "ui" else 1
+    shape = (1, 4, 1, 1)
+    expected = (kept / largest - np.reshape(mean, shape)) / np.reshape(std, shape)
+    flip = AugmentConfig(mean=mean, std=std, preset="light")
+    for config in (AugmentConfig(mean=mean, std=std), flip):
+        augment = DeviceAugment(config, CPU)
+        out, _ = augment(image, batch.target, np.ones(4, bool), seed=3)
+        assert out.dtype == torch.float32 and out.is_contiguous(memory_format=torch.channels_last)
+        for row in range(4):
+            same = [np.allclose(out[row].numpy(), each, rtol=1e-5, atol=1e-5) for each in _flips(expected[row])]
+            assert any(same) and (config is flip or same[0])
+    mixing = DeviceAugment(dataclasses.replace(flip, mixup_alpha=1.0, cutmix_alpha=1.0), CPU)
+    out, mixed = mixing(image, batch.target, np.ones(4, bool), seed=3)
+    assert mixed is not None and out.isfinite().all()
+    np.testing.assert_array_equal(image.numpy(), kept)
+
+
+def _flips(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return image, image[..., ::-1]
+
+
+def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), np.uint8)).permute(
+        0, 3, 1, 2
+    )
+    wide = torch.from_numpy(pixels.numpy().astype(np.uint16) * 257)  # 255 * 257 = 65,535
+    for preset in ("standard", "strong"):
+        augment = DeviceAugment(AugmentConfig(preset=preset), CPU)
+        made = [augment(image, torch.zeros(4), np.ones(4, bool), seed=5)[0] for image in (pixels, wide)]
+        torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"preset": "standard"},
+            "augment.preset='standard' changes red, green and blue, and augment.mean is of 4",
+        ),
+        ({"preset": "trivialaugment"}, "augment.preset='trivialaugment' changes"),
+        (
+            {"ops": [{"op": "RandomGrayscale", "p": 1.0}]},
+            "RandomGrayscale.*on 4 channels, of which augment.mean is",
+        ),
+        ({"ops": [{"op": "RandAugment", "n": 1, "m": 5}]}, "RandAugment chooses among operations of colour"),
+        ({"std": (1.0,)}, "augment.mean must be as many numbers as augment.std, 1"),
+    ],
+)
+def test_operations_that_need_rgb_are_refused_where_the_mean_is_of_other_channels(
+    settings: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DeviceAugment(AugmentConfig(**{"mean": (0.5,) * 4, "std": (0.5,) * 4} | settings), CPU)
+
+
+def test_a_geometric_operation_of_kornia_takes_four_channels() -> None:
+    config = AugmentConfig(mean=(0.0,) * 4, std=(1.0,) * 4, ops=[{"op": "RandomVerticalFlip", "p": 1.0}])
+    image = torch.from_numpy(some("uint16", 0, 2, 4, 8, 8))
+    out, _ = DeviceAugment(config, CPU)(image, torch.zeros(2), np.ones(2, bool), seed=1)
+    torch.testing.assert_close(out, image.float().flip(2) / 65535)
+
+
+def folder_of(root: Path) -> Path:
+    for i in range(4):
+        path = root / f"class{i % 2}" / f"{i}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(npy(some("uint16", i, 6, 5, 4)))
+    return root
+
+
+def test_npy_files_are_the_samples_of_folders_and_archives_where_there_is_no_image(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "arrays")
+    members = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.npy"))}
+    tar_of(tmp_path / "a.tar", members)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    tar_of(tmp_path / "w.tar", {f"{i}.{s}": c for i in range(4) for s, c in _of_key(i).items()})
+    stores = [
+        open_store(address) for address in (root, tmp_path / "a.tar", tmp_path / "a.zip", tmp_path / "w.tar")
+    ]
+    for store, order in zip(stores, ([0, 2, 1, 3],) * 3 + (range(4),), strict=True):
+        assert store.read(np.arange(4), ("image",))["image"] == [npy(some("uint16", i, 6, 5, 4)) for i in order]
+        assert store.read(np.arange(4), ("label",))["label"].tolist() == [i % 2 for i in order]
+    before = None
+    for extra in ("x.jpg", "x.npy"):  # beside an image an array is none, as it was before there were arrays
+        (root / "class0" / extra).write_bytes(picture(1))
+        store = open_store(root)
+        assert len(store) == 1 and before in (None, store.fingerprint)
+        before = store.fingerprint
+
+
+def tar_of(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def _of_key(i: int) -> dict[str, bytes]:
+    return {"npy": npy(some("uint16", i, 6, 5, 4)), "cls": str(i % 2).encode()}
+
+
+def test_an_array_is_previewed(tmp_path: Path) -> None:
+    found = preview(
+        store_of("uint16", 4),
+        str(tmp_path / "p.png"),
+        plan=PlanConfig(epochs=1, micro_batch_size=4),
+        transform=TransformConfig(decode_as="array", train="light", size=8),
+        augment=AugmentConfig(mean=(0.5,) * 4, std=(0.5,) * 4, preset="light"),
+        epochs=1,
+        samples=1,
+    )
+    assert found["samples"] == 1
+    assert cv2.imread(str(tmp_path / "p.png")).std() > 20

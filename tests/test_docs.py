@@ -67,7 +67,7 @@ def test_all_settings_are_settings(tmp_path: Path) -> None:
         run, _ = settings.parse_job([f"--config={tmp_path / 'some.yaml'}"], None)
         assert set(yaml.safe_load(block)) <= set(vars(run))
         for transform in (run.transform.train, run.transform.val):
-            check_transform(transform, run.transform.size)
+            check_transform(transform, run.transform.size, run.transform.decode_as == "array")
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -280,6 +280,11 @@ def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: py
     assert names["batch"].columns.keys() == {"caption", "tokens", "tokens_length"}
     outputs = names["torch"].zeros(2, 40)
     assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
+
+
+def test_the_arrays_of_docs_arrays_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = program("arrays.md", monkeypatch, tmp_path)
+    assert names["explained"] > 0.8 and names["batch"].image.shape == (32, 4, 24, 24)
 
 
 @pytest.mark.timeout(240)

@@ -24,7 +24,7 @@ NO_SIZE = {"width": -1, "height": -1}
 
 
 def size_of(image: bytes | None, exif: bool = False) -> dict[str, int]:
-    """`width` and `height`, in pixels, that `decode`, or else `decode_array`, gives, by the header; or `NO_SIZE`."""
+    """`width` and `height`, in pixels, that `decode`, or else `decode_array`, gives by the header; or NO_SIZE."""
     try:
         height, width = image_size(image, exif=exif)
     except SampleError:

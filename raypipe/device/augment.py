@@ -296,8 +296,12 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
         module: Any = found(**parameters)  # type: ignore[arg-type]
         # What the parameters are worth is seen when they are used.
         with torch.random.fork_rng([]):
-            probe = torch.full((2, channels, 32, 32), 0.5)
+            probe, p = torch.full((2, channels, 32, 32), 0.5), getattr(module, "p", 1.0)
+            if channels != 3:  # whatever the draw, to see whether it takes them
+                module.p = 1.0
             result = module(probe, params=module.forward_parameters(probe.shape))
+            if channels != 3:
+                module.p = p
     except Exception as error:
         of = "" if channels == 3 else f" (on {channels} channels, of which augment.mean is)"
         raise ConfigError(f"augment.ops: {entry}: {type(error).__name__}: {error}{of}") from error

@@ -187,7 +187,7 @@ class Room:
 
 # Bytes. Below, malloc has memory at hand.
 _LEAST_REUSED = 1 << 20
-_ALIGNED = 8
+_ALIGNED = 8  # the widest numbers
 # One that is being filled, and one that is being shipped.
 _spare: deque[mmap.mmap] = deque(maxlen=2)
 

@@ -68,8 +68,8 @@ def tiff_layout(data: bytes) -> TiffLayout:
     tags = _tags(data)
 
     def one(tag: int, default: int | None = None) -> int:
-        values = tags.get(tag) or [default]
-        if values[0] is None:
+        values = tags.get(tag) or ([] if default is None else [default])
+        if not values:
             raise ValueError(f"it has no tag {tag}")
         if any(value != values[0] for value in values):
             raise SampleError(

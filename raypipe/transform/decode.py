@@ -12,6 +12,7 @@ Alpha is dropped, not composited, as `convert("RGB")` does: the colour under a t
 the file holds there. 16-bit channels keep their high byte. An animation gives its first frame. Pixels come
 as stored, without the EXIF orientation, as torchvision and everybody's ImageNet numbers have them;
 `exif=True` turns them upright. (TIFF comes upright in any case, and HEIC as its container turns it: on loading.)
+`raypipe.transform.decode_array` keeps 16 bits, floats and other channels.
 
 Nothing here runs code that is in the bytes. What is above a limit of `image_header` is refused by its
 header, before anything of its size is allocated.

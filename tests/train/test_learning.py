@@ -24,6 +24,12 @@ def test_the_small_model_takes_tiny_images(side: int) -> None:
     assert 0.25e6 < sum(p.numel() for p in model.parameters()) < 0.35e6
 
 
+def test_images_of_four_channels_go_to_the_small_model_and_to_none_of_torchvision() -> None:
+    assert build_model("small", 7, channels=4)(torch.zeros(2, 4, 8, 8)).shape == (2, 7)
+    with pytest.raises(ConfigError, match=r"train\.model='resnet18' takes three channels, .* of 4"):
+        build_model("resnet18", 7, channels=4)
+
+
 def test_torchvision_models_are_built_by_name() -> None:
     model = build_model("squeezenet1_1", 5).eval()
     with torch.no_grad():

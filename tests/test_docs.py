@@ -282,8 +282,16 @@ def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: py
     assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
 
 
+@pytest.mark.timeout(240)
 def test_the_arrays_of_docs_arrays_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = program("arrays.md", monkeypatch, tmp_path)
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two would wait for each other longer than they work
+    try:
+        names = program("arrays.md", monkeypatch, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
     assert names["explained"] > 0.8 and names["batch"].image.shape == (32, 4, 24, 24)
 
 

@@ -286,10 +286,10 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
     # A policy has geometric operations among its own.
     if targets and (not issubclass(found, IntensityAugmentationBase2D) or op == "RandomErasing"):
         raise _moves(op)
-    if channels != 3 and issubclass(found, PolicyAugmentBase):
+    # Operations of colour are among a policy's, and one of them lets any channels pass.
+    if channels != 3 and (issubclass(found, PolicyAugmentBase) or op == "RandomGrayscale"):
         raise ConfigError(
-            f"augment.ops: {op} chooses among operations of colour, which need three channels, and augment.mean "
-            f"is of {channels}: leave it out"
+            f"augment.ops: {op} needs red, green and blue, and augment.mean is of {channels} channels: leave it out"
         )
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
@@ -303,8 +303,8 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
             if channels != 3:
                 module.p = p
     except Exception as error:
-        of = "" if channels == 3 else f" (on {channels} channels, of which augment.mean is)"
-        raise ConfigError(f"augment.ops: {entry}: {type(error).__name__}: {error}{of}") from error
+        of = "" if channels == 3 else f" on {channels} channels, of which augment.mean is"
+        raise ConfigError(f"augment.ops: {entry}{of}: {type(error).__name__}: {error}") from error
     if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != probe.shape[:2]:
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
     is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE

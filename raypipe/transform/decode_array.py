@@ -29,7 +29,7 @@ from raypipe.transform.image_header import check_size, damage_in, image_kind
 from raypipe.transform.tiff import read_tiff, tiff_layout
 
 _MAX_HEADER_BYTES = 10_000  # numpy's own default
-_PNG_BYTES = 24  # per pixel: RGBA of 16 bits, three times
+_PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
 
 
 def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
@@ -129,7 +129,7 @@ def _png(data: bytes) -> np.ndarray:
             if kind != b"IHDR" or length != 13:
                 raise SampleError("damaged PNG: it does not begin with its header")
             width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-            check_size(width, height, width * height * _PNG_BYTES)
+            check_size(width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1))
         at, ended = end + 4, kind == b"IEND"
     return _by_cv2(data, "PNG", (height, width))
 

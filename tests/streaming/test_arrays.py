@@ -259,7 +259,8 @@ def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
             {"ops": [{"op": "ColorJitter", "saturation": 0.2, "p": 0.001}]},
             "ColorJitter.*on 4 channels, of which augment.mean is",
         ),
-        ({"ops": [{"op": "RandAugment", "n": 1, "m": 5}]}, "RandAugment chooses among operations of colour"),
+        ({"ops": [{"op": "RandAugment", "n": 1, "m": 5}]}, "RandAugment needs red, green and blue"),
+        ({"ops": [{"op": "RandomGrayscale", "p": 1.0}]}, "RandomGrayscale needs red, green and blue"),
         ({"std": (1.0,)}, "augment.mean must be as many numbers as augment.std, 1"),
     ],
 )

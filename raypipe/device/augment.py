@@ -289,7 +289,7 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
     # Operations of colour are among a policy's, and one of them lets any channels pass.
     if channels != 3 and (issubclass(found, PolicyAugmentBase) or op == "RandomGrayscale"):
         raise ConfigError(
-            f"augment.ops: {op} needs red, green and blue, and augment.mean is of {channels} channels: leave it out"
+            f"augment.ops: {op} needs red, green and blue, and augment.mean is of {channels} channels"
         )
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:

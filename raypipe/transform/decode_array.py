@@ -178,6 +178,9 @@ def as_rgb(array: np.ndarray) -> np.ndarray:
     shown = array[..., :3] if array.shape[2] >= 3 else array[..., [0, 0, 0]]
     if shown.dtype == np.uint8:
         return np.ascontiguousarray(shown)
-    values = np.nan_to_num(shown.astype(np.float64))
-    low, high = values.min(), values.max()
-    return np.rint((values - low) * (255 / max(high - low, np.finfo(np.float64).tiny))).astype(np.uint8)
+    with np.errstate(over="ignore"):  # numbers of a damaged file may be of any size
+        values = np.nan_to_num(shown.astype(np.float64), posinf=0, neginf=0)
+        span = values.max() - values.min()
+        if not 0 < span < np.inf:
+            return np.zeros(values.shape, np.uint8)
+        return np.rint((values - values.min()) / span * 255).astype(np.uint8)

@@ -264,6 +264,8 @@ def test_three_channels_are_shown_from_the_least_value_to_the_largest() -> None:
     shown = as_rgb(np.array([[[100, 180, 300, 9]]], np.uint16))
     assert shown.dtype == np.uint8 and shown.tolist() == [[[0, 102, 255]]]
     assert as_rgb(np.full((2, 3, 2), 7.5, np.float32)).shape == (2, 3, 3)
+    endless = np.array([[[np.nan, np.inf, -np.inf], [1, 2, 3]], [[1e308, -1e308, 0], [1, 2, 3]]])
+    assert not as_rgb(endless).any() and as_rgb(endless[:1]).max() == 255
     np.testing.assert_array_equal(as_rgb(decode(picture(3))), decode(picture(3)))
 
 

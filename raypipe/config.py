@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -22,6 +23,10 @@ AtLeastMinus1 = Annotated[int, ("at least -1", lambda value: value >= -1)]
 Positive = Annotated[float, ("positive", lambda value: value > 0)]
 Share = Annotated[float, ("in [0, 1]", lambda value: 0 <= value <= 1)]
 BelowOne = Annotated[float, ("in [0, 1)", lambda value: 0 <= value < 1)]
+
+
+# Of a bucket, in pixels.
+_SIDES = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
@@ -161,6 +166,8 @@ class PlanConfig(_Section, prefix="plan."):
             classes equally often.
         repeats: draw each sample so many times in a step (repeated augmentation), each differently augmented.
         repeats_in: "step": the copies in different micro-batches of a step; "micro_batch": side by side in one.
+        buckets: sizes of training images, as ["192x256", "224x224", "256x192"] (height x width): a micro-batch has
+            images of one of them, each sample is in that of the nearest aspect ratio; empty = transform.size.
     """
 
     epochs: AtLeast1 = 10
@@ -176,10 +183,12 @@ class PlanConfig(_Section, prefix="plan."):
     class_balance: float = 0.0
     repeats: AtLeast1 = 1
     repeats_in: Literal["step", "micro_batch"] = "step"
+    buckets: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_draws()
+        self._check_buckets()
         whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
         if rest:
             nearest = " or ".join(str(number * self.micro_batch_size) for number in (whole, whole + 1) if number)
@@ -203,10 +212,24 @@ class PlanConfig(_Section, prefix="plan."):
         starts = list(self.mixture_by_epoch)
         self._require(starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on")
 
+    def _check_buckets(self) -> None:
+        ok = all(isinstance(each, str) and _SIDES.fullmatch(each) for each in self.buckets)
+        ok = ok and len(set(self.bucket_sides)) == len(self.buckets)
+        self._require(ok, "buckets", self.buckets, "different sizes HEIGHTxWIDTH in pixels, such as 192x256")
+        for name in ("weights", "class_balance", "mixture") if self.buckets else ():
+            value = getattr(self, name)
+            self._require(not value, name, value, "left out with plan.buckets")
+
+    @property
+    def bucket_sides(self) -> list[tuple[int, int]]:
+        """Height and width of each bucket."""
+        pairs = (each.split("x") for each in self.buckets)
+        return [(int(height), int(width)) for height, width in pairs]
+
     @property
     def is_plain(self) -> bool:
         """Whether an epoch is each sample of one store once."""
-        plain = not (self.weights or self.class_balance or self.mixture)
+        plain = not (self.weights or self.class_balance or self.mixture or self.buckets)
         return plain and self.repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
 
     @property

@@ -246,9 +246,15 @@ def test_the_loop_of_docs_integrations_on_ray_train_alone_reports_and_learns(
     assert reported[-1][0]["accuracy"] > 0.5
 
 
-def test_the_mixture_of_docs_plans_has_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mixture_of_docs_plans_has_its_weights_and_the_training_on_buckets_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = program("plans.md", monkeypatch, tmp_path)
     assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
+    # Of 40 pictures each: five micro-batches an epoch, of which one in all makes no step; learnt in all shapes.
+    seen = names["seen"]
+    assert set(seen) == {(12, 16), (14, 14), (16, 12)} and sum(seen.values()) == 4 * 14
+    assert max(seen.values()) <= 20 and np.mean(names["right"][-14:]) > 0.9
 
 
 @pytest.mark.timeout(240)

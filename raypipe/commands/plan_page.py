@@ -28,7 +28,9 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
         `global_batch` (samples), `stored` and `left_out` (samples of the store, and those that a filter or a list
         excludes), `left_over` (samples that epoch 0 never draws; None = not counted), `drawn` (how often it draws
         one: `min`, `mean`, `max`), `val_samples`, `val_steps`, `val_padding` and `validations`; and of plans that
-        have them `sizes` (first epoch → side of the images),
+        have them `sizes` (first epoch → side of the images), `buckets` (its name → `samples`, and of these
+        `left_over`, too few for a micro-batch, and `micro_batches`, of which an epoch has all but
+        `buckets_left_over`, too few for a step; None where an epoch goes on where the last one ended),
         `sources` (name → `samples`, `left_out`, `share` of the draws in the first and the last epoch,
         `passes` in the first) and `classes` (label → share of the samples, share of the draws).
         And what was counted, see `Contents`.
@@ -57,6 +59,18 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
     sizes = spec.transform.size_by_epoch
     if len(sizes) > 1:
         found["sizes"] = {str(epoch): size for epoch, size in sizes.items()}
+    if (buckets := plan.buckets) is not None:
+        copies = config.repeats if config.repeats_in == "step" else 1
+        found["buckets"] = {
+            name: {
+                "samples": len(members.chosen),
+                "micro_batches": int(count) * copies,
+                "left_over": len(members.chosen) - int(count) * buckets.unit,
+            }
+            for name, members, count in zip(config.buckets, buckets.members, buckets.counts, strict=True)
+        }
+        drawn = plan.steps_per_epoch * config.per_step
+        found["buckets_left_over"] = None if config.epoch_samples else int(buckets.counts.sum()) * copies - drawn
     if contents.sources:
         kept: Any = plan.kept["train"]
         stores: Any = store
@@ -103,6 +117,11 @@ def rows(found: dict[str, Any], plan: Plan) -> Rows:
     if sizes := found.get("sizes"):
         parts = [f"{size} from epoch {epoch} on" for epoch, size in sizes.items()]
         told.append(("side of the images, pixels", ", ".join(parts)))
+    for name, bucket in found.get("buckets", {}).items():
+        held = f"{number(bucket['samples'])} samples, {number(bucket['micro_batches'])} micro-batches"
+        told.append((f"bucket {name}", f"{held}, {number(bucket['left_over'])} samples left over"))
+    if found.get("buckets_left_over"):
+        told.append(("micro-batches left over in an epoch", number(found["buckets_left_over"])))
     for name, source in found.get("sources", {}).items():
         first, last = source["share"]
         share = f"{first:.2%}" if first == last else f"{first:.2%} in the first epoch, {last:.2%} in the last"

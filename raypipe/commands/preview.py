@@ -275,7 +275,10 @@ def preview(
 
 def _first_of(plan: Plan, num: int) -> list[int]:
     """The first samples of a run, each once; fewer where an epoch's first draws are of fewer."""
-    drawn, _ = plan.train_draws(0, np.arange(num if plan.layout.order is not None else 8 * num))
+    num_draws = num
+    if plan.layout.order is None:
+        num_draws = min(8 * num, plan.steps_per_epoch * plan.global_batch_size)
+    drawn, _ = plan.train_draws(0, np.arange(num_draws))
     return list(dict.fromkeys(drawn.tolist()))[:num]
 
 
@@ -284,8 +287,9 @@ def _note(made: Preview, is_example: bool) -> str:
     device = [augment.preset, *(entry["op"] for entry in augment.ops), augment.module]
     mixing = {"MixUp": augment.mixup_alpha, "CutMix": augment.cutmix_alpha}
     device += [f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha]
+    size = ", ".join(plan.buckets) or made.config.size_text
     return (
-        f"CPU: {brief(made.config.train)}, {made.config.size_text} px. Device: {', '.join(filter(None, device))}. "
+        f"CPU: {brief(made.config.train)}, {size} px. Device: {', '.join(filter(None, device))}. "
         f"Micro-batches of {plan.micro_batch_size}, {plan.per_step} to a step."
         f"{' No augmentation was set: this one is an example.' if is_example else ''}"
     )

@@ -1,7 +1,8 @@
 """Lays out what the training epochs draw, from the settings of a plan and its store.
 
 plain       an order of the store's samples, each at most once in an epoch
-else        a leaf for each store: its samples once in a pass (`Once`), or by weights (`Weighted`)
+else        a leaf for each store: its samples once in a pass (`Once`), by weights (`Weighted`), or by buckets
+            (`Bucketed`)
             → walked through the epochs (`Walk`), mixed with others (`Mixture`), each draw repeated (`Repeated`)
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
+from raypipe.plan.buckets import Bucketed, Sides, nearest
 from raypipe.plan.draws import Draws, Leaf, Once, Repeated, Walk
 from raypipe.plan.mixture import Mixture, as_shares
 from raypipe.plan.order import (
@@ -92,6 +94,8 @@ def lay_out(config: PlanConfig, store: Store, kept: Selection) -> Layout:
     """
     if isinstance(store, JoinedStore):
         assert isinstance(kept, JoinedSelection)
+        if config.buckets:
+            raise ConfigError("plan.buckets are of a single store: name one in store.train, or leave them out")
         return _mixed(config, store, kept)
     if config.mixture:
         raise ConfigError(
@@ -104,9 +108,15 @@ def lay_out(config: PlanConfig, store: Store, kept: Selection) -> Layout:
     if config.is_plain:
         return Layout(samples.order, None, (), samples.num, _parts(config, samples))
     wanted = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
-    steps = _steps(config, wanted or samples.num * config.repeats, store.address)
+    bucketed = _bucketed(config, samples) if config.buckets else None
+    size = bucketed.size if bucketed else samples.num
+    steps = _steps(config, wanted or size * config.repeats, store.address)
     per_epoch = steps * _units(config)
-    leaf, parts = _leaf(config, samples, per_epoch)
+    leaf: Leaf
+    if bucketed:
+        leaf, parts = bucketed, [*_parts(config, samples), *bucketed.parts()]
+    else:
+        leaf, parts = _leaf(config, samples, per_epoch)
     walks = wanted or isinstance(leaf, Weighted)
     draws = _repeated(config, Walk(leaf, per_epoch) if walks else leaf)
     parts.append({"epoch": per_epoch if walks else 0, "repeats": [config.repeats, config.repeats_in]})
@@ -250,6 +260,42 @@ def _leaf(config: PlanConfig, samples: _Samples, size: int) -> tuple[Leaf, list[
     window = samples.shuffle, samples.groups if samples.shuffle == "window" else None, config.window_groups
     leaf = Weighted(weights, size, samples.seed, samples.kept, *window, classes)
     return leaf, [*parts, leaf.signature()]
+
+
+def _bucketed(config: PlanConfig, samples: _Samples) -> Bucketed:
+    address = samples.store.address
+    if samples.shuffle != "global":
+        raise ConfigError(
+            f"plan.buckets takes samples from all over a store, and plan.shuffle is {samples.shuffle!r} for "
+            f"{address}: set plan.shuffle=global"
+        )
+    unit = config.micro_batch_size // (config.repeats if config.repeats_in == "micro_batch" else 1)
+    members = _members_of(samples.store, samples.kept, config.bucket_sides)
+    found = Bucketed(config.bucket_sides, members, unit, samples.seed)
+    if not found.size:
+        raise ConfigError(
+            f"none of plan.buckets has the samples of a micro-batch, {unit}, of the {samples.num} of {address}: "
+            "lower plan.micro_batch_size, or name fewer buckets"
+        )
+    return found
+
+
+def _members_of(store: Store, kept: Selection, buckets: Sequence[Sides]) -> list[Chosen]:
+    """The samples of each bucket, of those of a store that are kept.
+
+    Raises:
+        ConfigError: the sizes of the images are not known, or not those of some.
+    """
+    indices = kept.indices(np.arange(len(store) - kept.num_left_out))
+    widths, heights = (numbers_of(store, name, "plan.buckets")[indices] for name in ("width", "height"))
+    unknown = np.flatnonzero(~((widths >= 1) & (heights >= 1)))  # also where it is NaN
+    if unknown.size:
+        raise ConfigError(
+            f"plan.buckets sorts images by their sizes, and {store.address} has none for {unknown.size} samples, "
+            f"the first of them {indices[unknown[0]]}: leave such out by store.filter='width > 0'"
+        )
+    found = nearest(widths, heights, buckets)
+    return [Chosen(indices[found == number], len(store)) for number in range(len(buckets))]
 
 
 def _read_weights(source: str, store: Store) -> np.ndarray:

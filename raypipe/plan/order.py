@@ -38,6 +38,8 @@ class Domain(IntEnum):
     COLUMNS = 10  # a place in the sample's own Philox stream: what makes columns draws there
     VIEW = 12
     VIEW_ON_DEVICE = 13
+    BUCKET = 14
+    BUCKET_ORDER = 15
     AUGMENT = 0x4155474D454E5453  # what a preset draws on the device: the second word of a Philox key
     MIXING = 0x4D49584D49584D49  # MixUp and CutMix, likewise
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
+from raypipe.plan.buckets import Bucketed, Sides
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.draws import Drawn
 from raypipe.plan.layout import Layout, lay_out, selection_of
@@ -288,6 +289,20 @@ class Plan:
             return self.layout.draws.draws(epoch, positions)
         return self.train_order.indices(epoch, positions), None
 
+    @property
+    def buckets(self) -> Bucketed | None:
+        """The training samples in their buckets; None of a plan without."""
+        leaf = self.layout.leaves[0] if self.layout.leaves else None
+        return leaf if isinstance(leaf, Bucketed) else None
+
+    def bucket_of(self, at: MicroBatchId) -> Sides | None:
+        """Height and width of the bucket that a micro-batch is of; None for a validation, and without buckets."""
+        if at.split == "val" or (buckets := self.buckets) is None:
+            return None
+        first = (at.step * self.config.per_step + at.micro) * self.config.micro_batch_size
+        drawn, _ = self.train_draws(at.epoch, np.array([first]))
+        return buckets.sides[buckets.bucket_of(int(drawn[0]))]
+
     def find(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
         """The first micro-batch of a training epoch that draws a sample, None where none does, and the row there.
 
@@ -342,9 +357,11 @@ class Plan:
         return int(derive_keys(1, self.config.seed, *parts)[0]) >> 1
 
     def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
-        """The sample that replaces a bad one: a function of (seed, e, index, attempt), of the same source."""
+        """The sample that replaces a bad one: a function of (seed, e, index, attempt), of its source or bucket."""
         parts = (Domain.SUBSTITUTE, at.epoch, index, attempt)
         key = derive_keys(1, self.config.seed, *parts)[0]
+        if at.split == "train" and self.buckets:
+            return self.buckets.another(index, key)
         leaves, offsets = self.layout.leaves, self.layout.offsets
         if not leaves:
             number = key % np.uint64(self.num_train)

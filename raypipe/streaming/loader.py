@@ -137,7 +137,7 @@ class Loader:
             self._batches = on_device(self._source, self.device, seed_of, self._depth, self.keep, on_copied=copied)
 
     def _size_at(self, at: MicroBatchId) -> Size:
-        return size_in(self._spec.transform, at.split, at.epoch)
+        return size_in(self._spec.transform, at.split, at.epoch, self.plan.bucket_of(at))
 
     def epochs(self) -> Iterator[Epoch]:
         """The remaining epochs, each once; of the first, the rest of it."""

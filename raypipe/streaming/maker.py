@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +88,14 @@ class MicroBatchMaker:
 
     def _transform(self, at: MicroBatchId) -> MicroBatchTransform:
         """Of a micro-batch, by the size of its images; made where it is the first of that size."""
-        split, size = at.split, size_in(self._config, at.split, at.epoch)
+        split, size = at.split, self._size(at)
         if (split, size) not in self._transforms:
             store = self._stores[split]
             self._transforms[split, size] = micro_batch_transform(
                 self._given[split],
                 self._config,
                 size=size,
-                sides=sides_of(size) if has_sizes(self._config, split) else None,
+                sides=sides_of(size) if has_sizes(self._config, split, self.plan.config.bucket_sides) else None,
                 probe=functools.partial(self._first_samples, split),
                 exact=split == "val",
                 store_address=store.address,
@@ -104,6 +104,13 @@ class MicroBatchMaker:
                 columns=ColumnMaker(self._columns) if self._columns else None,
             )
         return self._transforms[split, size]
+
+    def _size(self, at: MicroBatchId) -> Size:
+        return size_in(self._config, at.split, at.epoch, self.plan.bucket_of(at))
+
+    def room(self, block: Sequence[MicroBatchId]) -> Room:
+        """Room for the arrays of micro-batches: for all together where their images have one size."""
+        return Room(len(block) if len(set(map(self._size, block))) == 1 else 0)
 
     def draws_globally(self) -> Split | None:
         """A split whose transform draws from generators of the process, as long as there is one."""
@@ -262,7 +269,8 @@ def try_samples(
         at = MicroBatchId(split, 0, 0, 0)
         indices = plan.indices(at)
         indices = indices[indices != PADDING][:num]
-        several = sizes_of(config, split) if has_sizes(config, split) else []
+        buckets = plan.config.bucket_sides
+        several = sizes_of(config, split, buckets) if has_sizes(config, split, buckets) else []
         content, *others = (
             micro_batch_transform(
                 transforms[split],

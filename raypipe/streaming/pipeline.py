@@ -104,17 +104,22 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
 
 def _micro_batch_bytes(spec: StreamSpec) -> int:
     """Of the pixels, and masks, of the largest micro-batch that presets make; 0 = a transform is none."""
-    largest = most_pixels(spec.transform)
+    largest = most_pixels(spec.transform, spec.plan.config.bucket_sides)
     pixels = [
         largest if is_preset(each) else num_pixels(each, spec.transform.final_size) or 0
         for each in spec.transforms.values()
     ]
     if not all(pixels):
         return 0
+    return _bytes_of(spec, max(pixels))
+
+
+def _bytes_of(spec: StreamSpec, pixels: int) -> int:
+    """Of a micro-batch of images, and masks, of so many pixels; 0 = not known."""
     pixel_bytes = _pixel_bytes(spec)
     if pixel_bytes and spec.transform.mask_column:
         pixel_bytes += 1
-    return spec.plan.config.micro_batch_size * max(pixels) * pixel_bytes
+    return spec.plan.config.micro_batch_size * pixels * pixel_bytes
 
 
 def _pixel_bytes(spec: StreamSpec) -> int:
@@ -162,8 +167,9 @@ def dataset(
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
     max_bytes = min(MAX_BYTES, int(room))
-    if has_sizes(spec.transform, "train"):  # what was measured is of one size, and another may come
-        fits = max(1, max_bytes // _micro_batch_bytes(spec))
+    buckets = spec.plan.config.bucket_sides
+    if has_sizes(spec.transform, "train", buckets):  # what was measured is of one size, and another may come
+        fits = max(1, max_bytes // max(1, _bytes_of(spec, most_pixels(spec.transform, buckets))))
         largest = min(largest, fits) if largest else fits
     source = MicroBatchSource(
         spec.plan,

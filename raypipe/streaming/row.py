@@ -13,7 +13,8 @@ from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H
                   with transform.decode_as "array", image and views (…, H, W, C) of any dtype;
                   label int64 (1, k, B), or as the target is; index int64 (1, k, B), weight float32 (1, k, B);
                   num_bad int64 (1, k); read_s, work_s float64 (1, k): seconds that the actor spent on each
-                  micro-batch, reading, and in all
+                  micro-batch, reading, and in all. What has other shapes in other micro-batches, such as images of
+                  buckets, is flat.NAME (1, n), all end to end, and shape.NAME int64 (1, k, …)
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _SPLITS: tuple[Split, ...] = ("train", "val")
 # The arrays of an EncodedMicroBatch, in the order in which they are hashed.
 _ENCODED = ("data", "offsets", "crop", "flip", "ok")
-_COLUMNS = "columns."
+_COLUMNS, _FLAT, _SHAPE = "columns.", "flat.", "shape."
 _BINARIES = pa.list_(pa.large_binary())
 _NUMBERS = pa.list_(pa.int64())
 PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", _NUMBERS), ("micro", _NUMBERS)])
@@ -132,10 +133,7 @@ def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
         room: holds the arrays that were put there; the others belong to each micro-batch.
     """
     places, results = [made.at for made in all_made], [made.result for made in all_made]
-    arrays = room.arrays or {
-        name: (np.concatenate if name == "data" else np.stack)([result.arrays[name] for result in results])
-        for name in results[0].arrays
-    }
+    arrays = room.arrays or _joined([result.arrays for result in results])
     columns = {
         "step": [at.step for at in places],
         "micro": [at.micro for at in places],
@@ -153,6 +151,32 @@ def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
         "epoch": np.array([places[0].epoch]),
         **{name: np.asarray(column)[None] for name, column in columns.items()},
     }
+
+
+def _joined(of_batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays of micro-batches as those of a row."""
+    joined: dict[str, np.ndarray] = {}
+    for name in of_batches[0]:
+        parts = [arrays[name] for arrays in of_batches]
+        if name == "data":
+            joined[name] = np.concatenate(parts)
+        elif len({part.shape for part in parts}) == 1:
+            joined[name] = np.stack(parts)
+        else:
+            joined[f"{_FLAT}{name}"] = np.concatenate([part.reshape(-1) for part in parts])
+            joined[f"{_SHAPE}{name}"] = np.array([part.shape for part in parts])
+    return joined
+
+
+def _taken_flat(of_block: dict[str, Any]) -> dict[str, list[np.ndarray]]:
+    """Take the arrays of unlike shapes out of a row's: by name, those of each micro-batch, which are views."""
+    found = {}
+    for key in [key for key in of_block if key.startswith(_FLAT)]:
+        shapes = of_block.pop(key.replace(_FLAT, _SHAPE, 1))
+        ends = np.cumsum(shapes.prod(axis=1))
+        parts = np.split(of_block.pop(key), ends[:-1])
+        found[key.removeprefix(_FLAT)] = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return found
 
 
 def _joined_columns(of_batches: Sequence[Mapping[str, PackedColumn]]) -> dict[str, Any]:
@@ -194,6 +218,7 @@ def batches_of(row: Mapping[str, Any]) -> Iterator[HostBatch]:
     ends = np.cumsum(of_block["offsets"][:, -1]) if data is not None else None
     places = _places(split, epoch, of_block["step"].tolist(), of_block["micro"].tolist())
     columns = _taken_columns(of_block, len(places))
+    of_block |= _taken_flat(of_block)
     for number, at in enumerate(places):
         arrays = {name: column[number] for name, column in of_block.items()}
         if data is not None and ends is not None:

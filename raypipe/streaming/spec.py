@@ -127,7 +127,7 @@ class StreamSpec:
             val_exclude=select(val_store, val_exclude, val_filter, "store.val_"),
         )
         for split in stores:
-            check_sizes(transform, split, transforms[split])
+            check_sizes(transform, split, transforms[split], plan_config)
         given = columns if isinstance(columns, Mapping) else list(columns)
         make = make_columns or transform.make_columns or None
         found = _columns_of(stores, column_options(given), make, laid_out, pool)
@@ -338,12 +338,13 @@ def _check_views(config: TransformConfig, split: Split) -> None:
         raise ConfigError(f"transform.{split} makes views, and {reason}")
 
 
-def check_sizes(config: TransformConfig, split: Split, transform: Any) -> None:
+def check_sizes(config: TransformConfig, split: Split, transform: Any, plan: PlanConfig) -> None:
     """Raise ConfigError where a split's images have several sizes, and its transform can make but one."""
-    if has_sizes(config, split) and not takes_size(transform):
+    if has_sizes(config, split, plan.bucket_sides) and not takes_size(transform):
         known = isinstance(transform, str | list) or makes_views(transform)
         what = brief(transform) if known else f"a {type(transform).__name__}"
+        several = "plan.buckets" if plan.buckets else "transform.size"
         raise ConfigError(
-            f"transform.{split} is {what}, which is made once, and transform.size has several "
+            f"transform.{split} is {what}, which is made once, and {several} has several "
             "sizes: use a preset, or module:function, which is called with each size and returns a transform"
         )

@@ -27,7 +27,7 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import Made, block_of, made_row, reads_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
-from raypipe.transform.batch import FIRST_ATTEMPT, Attempt, Read, Room
+from raypipe.transform.batch import FIRST_ATTEMPT, Attempt, Read
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
 # was at most as far away as the queue of its tasks.
@@ -61,7 +61,7 @@ class TransformWorker:
         Args:
             reads: for each micro-batch, what a reader has read; None = this actor reads.
         """
-        room, all_made = Room(len(block)), list[Made]()
+        room, all_made = self._maker.room(block), list[Made]()
         with self._guard.block(block) as orders:
             indices, repeats = self._maker.plan.block_draws(block)
             for number, at in enumerate(block):

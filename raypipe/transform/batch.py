@@ -170,6 +170,9 @@ class Content(Protocol):
 class Room:
     """Where the arrays of `count` micro-batches are written, one after the other, and shipped from.
 
+    Args:
+        count: 0 = each micro-batch has arrays of its own, for those of several sizes.
+
     Attributes:
         arrays: each (count, B, …), made when the first micro-batch tells their shapes; empty if nothing is put in.
     """
@@ -180,6 +183,8 @@ class Room:
 
     def take(self, make: Callable[[int], Arrays]) -> Arrays:
         """The arrays (B, …) of the next micro-batch; `make` makes those of so many."""
+        if not self._count:
+            return {name: array[0] for name, array in make(1).items()}
         self.arrays = self.arrays or make(self._count)
         self._taken += 1
         return {name: array[self._taken - 1] for name, array in self.arrays.items()}

@@ -1,8 +1,12 @@
-"""The sizes of images: of an epoch, where `transform.size` is a schedule, and of a bucket of (height, width)."""
+"""The sizes of images: of an epoch, where `transform.size` is a schedule, and of a bucket of (height, width).
+
+Buckets are of the training alone.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from raypipe.config import TransformConfig
 from raypipe.plan.places import Split
@@ -32,18 +36,21 @@ def size_in(config: TransformConfig, split: Split, epoch: int, bucket: Sides | N
     return height, width
 
 
-def has_sizes(config: TransformConfig, split: Split) -> bool:
-    """Whether a split's images have several sizes, which its transform must make."""
-    return split == "train" and len(config.size_by_epoch) > 1
+def has_sizes(config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()) -> bool:
+    """Whether a split's images have sizes, mostly several, that its transform must make."""
+    return split == "train" and (len(config.size_by_epoch) > 1 or bool(buckets))
 
 
-def sizes_of(config: TransformConfig, split: Split) -> list[Size]:
+def sizes_of(config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()) -> list[Size]:
     """The sizes of a split's images, the first epoch's first."""
-    epochs = config.size_by_epoch if split == "train" else [0]
-    return list(dict.fromkeys(size_in(config, split, epoch) for epoch in epochs))
+    if split == "val":
+        return [config.final_size]
+    shapes: Sequence[Sides | None] = buckets or [None]
+    found = (size_in(config, split, epoch, each) for epoch in config.size_by_epoch for each in shapes)
+    return list(dict.fromkeys(found))
 
 
-def most_pixels(config: TransformConfig) -> int:
+def most_pixels(config: TransformConfig, buckets: Sequence[Sides] = ()) -> int:
     """Pixels of the largest image."""
     splits: tuple[Split, ...] = ("train", "val")
-    return max(math.prod(sides_of(size)) for split in splits for size in sizes_of(config, split))
+    return max(math.prod(sides_of(size)) for split in splits for size in sizes_of(config, split, buckets))

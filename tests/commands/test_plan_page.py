@@ -10,6 +10,8 @@ from documented import ROOT, blocks, commands
 from raypipe.commands import cli
 from raypipe.commands.plan_page import render, rows, summary
 from raypipe.config import PlanConfig, TransformConfig
+from raypipe.plan.schedule import Plan
+from raypipe.stores.base import MemoryStore
 from raypipe.streaming.spec import StreamSpec
 
 
@@ -65,6 +67,36 @@ def test_a_schedule_of_sizes_is_told(stores: dict[str, Path]) -> None:
     found, _ = summary(spec)
     assert found["sizes"] == {"0": 8, "1": 16}
     assert dict(rows(found, spec.plan))["side of the images, pixels"] == "8 from epoch 0 on, 16 from epoch 1 on"
+
+
+def test_the_left_overs_of_buckets_are_told() -> None:
+    columns = {"width": [40] * 30 + [75] * 23, "height": [50] * 53}
+    store = MemoryStore([b"x"] * 53, [0] * 53, columns=columns)
+    buckets = ["16x16", "16x24", "16x99"]
+
+    def found_of(**config: Any) -> tuple[dict[str, Any], Plan]:
+        plan = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, buckets=buckets, **config)
+        spec = StreamSpec(store, plan=plan)
+        return summary(spec)[0], spec.plan
+
+    found, plan = found_of()
+    assert found["buckets"] == {
+        "16x16": {"samples": 30, "micro_batches": 7, "left_over": 2},
+        "16x24": {"samples": 23, "micro_batches": 5, "left_over": 3},
+        "16x99": {"samples": 0, "micro_batches": 0, "left_over": 0},
+    }
+    assert (found["steps"], found["buckets_left_over"], found["left_over"]) == (6, 0, 5)
+    assert dict(rows(found, plan))["bucket 16x24"] == "23 samples, 5 micro-batches, 3 samples left over"
+    found, plan = found_of(repeats=2)
+    assert (found["steps"], found["buckets"]["16x24"]["micro_batches"], found["buckets_left_over"]) == (12, 10, 0)
+    found, plan = found_of(repeats=2, repeats_in="micro_batch")
+    assert (found["steps"], found["buckets_left_over"]) == (13, 0)
+    found, plan = found_of(epoch_samples=20)
+    assert (found["steps"], found["buckets_left_over"]) == (2, None)
+    plan_16 = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=20, buckets=buckets)
+    found, _ = summary(spec := StreamSpec(store, plan=plan_16))
+    assert (found["steps"], found["buckets_left_over"], found["left_over"]) == (2, 2, 13)
+    assert dict(rows(found, spec.plan))["micro-batches left over in an epoch"] == "2"
 
 
 def test_a_plan_is_not_shown_while_a_store_is_verified(

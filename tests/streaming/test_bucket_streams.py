@@ -1,0 +1,174 @@
+"""Streams of buckets, made in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from without_ray import digests, host_batches
+
+from raypipe.commands.image_sizes import add_sizes
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.places import MicroBatchId
+from raypipe.stores import open_store
+from raypipe.stores.base import MemoryStore
+from raypipe.streaming.blocks import cut
+from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.handover import loader
+from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.pipeline import _micro_batch_bytes
+from raypipe.streaming.row import batches_of, made_row
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.batch import HostBatch
+
+from conftest import picture  # isort: skip
+
+BUCKETS = ["12x16", "14x14", "16x12"]
+SIDES = {(12, 16), (14, 14), (16, 12)}
+
+
+def pictures(num: int, bad: tuple[int, ...] = (), **columns: Any) -> MemoryStore:
+    sizes = [[(40, 60), (50, 50), (60, 40)][(i + i // 5) % 3] for i in range(num)]
+    images = [b"no image" if i in bad else picture(i, *sizes[i]) for i in range(num)]
+    heights, widths = zip(*sizes, strict=True)
+    return MemoryStore(images, np.arange(num) % 5, columns={"width": widths, "height": heights, **columns})
+
+
+TRAIN, VAL = pictures(50), MemoryStore([picture(1000 + i) for i in range(9)], [0] * 9)
+
+
+def spec_of(store: Any = TRAIN, plan: dict[str, Any] | None = None, **options: Any) -> StreamSpec:
+    given = {"epochs": 2, "micro_batch_size": 4, "global_batch_size": 8, "buckets": BUCKETS, **(plan or {})}
+    transform = TransformConfig(**{"train": "light", "val": "center", "size": 8, **options})
+    return StreamSpec(store, VAL, plan=PlanConfig(**given), transform=transform, pool=PoolConfig(engine="inline"))
+
+
+def shapes(batches: list[HostBatch], split: str = "train") -> set[tuple[int, ...]]:
+    return {batch.image.shape[1:3] for batch in batches if batch.at.split == split}
+
+
+def test_each_micro_batch_has_the_shape_of_its_bucket_and_validations_that_of_the_transform() -> None:
+    spec = spec_of()
+    found = list(host_batches(spec))
+    assert shapes(found) == SIDES and shapes(found, "val") == {(8, 8)}
+    assert all(
+        batch.image.shape[1:3] == spec.plan.bucket_of(batch.at) for batch in found if batch.at.split == "train"
+    )
+    assert _micro_batch_bytes(spec) == 4 * 14 * 14 * 3
+    tail = digests(spec_of(), 4)
+    assert tail == [batch_digest(batch) for batch in found][-len(tail) :] and 0 < len(tail) < len(found)
+
+
+@pytest.mark.parametrize("decode", ["cpu", "gpu"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(decode: str, size: int) -> None:
+    spec = spec_of(decode=decode)
+    maker = MicroBatchMaker(*spec.recipe)
+    places = spec.plan.micro_batches(spec.plan.start())
+    found, flat = list[HostBatch](), 0
+    for block in cut(places, 1, {"train": size, "val": size}):
+        room = maker.room(block)
+        row = made_row([maker.make(at, room=room) for at in block], room)
+        flat += "flat.image" in row
+        assert all(column.shape[0] == 1 for column in row.values())
+        found += batches_of(row)
+    assert list(map(batch_digest, found)) == digests(spec)
+    assert (flat > 3) == (size == 3 and decode == "cpu")
+
+
+def test_masks_go_with_images_of_each_shape() -> None:
+    import cv2
+
+    plain = pictures(40)
+    columns = plain.read(np.arange(40), ("height", "width"))
+    masks = [
+        cv2.imencode(".png", np.full((h, w), i % 200, np.uint8))[1].tobytes()
+        for i, (h, w) in enumerate(zip(columns["height"], columns["width"], strict=True))
+    ]
+    train = pictures(40, seg=masks)
+    transform = TransformConfig(train="light", size=8, mask_column="seg")
+    plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
+    spec = StreamSpec(train, plan=plan, transform=transform)
+    maker = MicroBatchMaker(*spec.recipe)
+    block = list(spec.plan.micro_batches(spec.plan.start()))
+    row = made_row([maker.make(at, room=maker.room(block)) for at in block], maker.room(block))
+    found = list(batches_of(row))
+    assert shapes(found) == SIDES and list(map(batch_digest, found)) == digests(spec)
+    for batch in found:
+        assert batch.mask is not None and batch.mask.shape == batch.image.shape[:3]
+        assert (batch.mask == (batch.index % 200)[:, None, None]).all()
+
+
+@pytest.mark.parametrize("decode", ["cpu", "gpu"])
+def test_the_loader_hands_out_images_of_each_shape(decode: str) -> None:
+    spec = spec_of(decode=decode)
+    found = set()
+    for epoch in loader(spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)).epochs():
+        found |= {(batch.at.split, tuple(batch.image.shape[2:])) for batch in epoch.train}
+        found |= {(batch.at.split, tuple(batch.image.shape[2:])) for batch in epoch.val}
+    assert found == {*(("train", sides) for sides in SIDES), ("val", (8, 8))}
+
+
+def test_a_schedule_of_sizes_makes_the_buckets_smaller() -> None:
+    found = list(host_batches(spec_of(size={0: 4, 1: 8})))
+    assert shapes([batch for batch in found if batch.at.epoch == 0]) == {(6, 8), (7, 7), (8, 6)}
+    assert shapes([batch for batch in found if batch.at.epoch == 1]) == SIDES
+
+
+def test_a_bad_sample_is_replaced_by_one_of_its_bucket() -> None:
+    spec = spec_of(pictures(50, bad=(3, 8)), max_bad_fraction=1.0)
+    num_bad = 0
+    for batch in host_batches(spec):
+        num_bad += batch.num_bad
+        if batch.at.split == "train":
+            buckets = spec.plan.buckets
+            assert buckets is not None
+            assert {buckets.sides[buckets.bucket_of(index)] for index in batch.index.tolist()} == {
+                batch.image.shape[1:3]
+            }
+    assert num_bad >= 2
+
+
+def test_a_transform_that_has_one_size_is_refused() -> None:
+    steps = [{"Resize": {"height": 8, "width": 8}}]
+    with pytest.raises(ConfigError, match=r"Resize, which is made once, and plan\.buckets has"):
+        spec_of(train=steps)
+
+
+def test_a_function_of_the_user_gets_height_and_width_and_must_make_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bucket_transforms.py").write_text(
+        "import cv2\n"
+        "def sides(size):\n    return (size, size) if isinstance(size, int) else size\n"
+        "def follows(size):\n    return lambda image: cv2.resize(image, sides(size)[::-1])\n"
+        "def stays(size):\n    return lambda image: cv2.resize(image, (14, 14))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    follows = spec_of(train="bucket_transforms:follows")
+    assert shapes(list(host_batches(follows))) == SIDES
+    stays = spec_of(train="bucket_transforms:stays")
+    with pytest.raises(ConfigError, match=r"made an image of .*14.*14.*must be \(12, 16\)"):
+        try_samples(stays.plan, stays.stores, stays.transforms, stays.transform, 5)
+
+
+def test_sizes_that_stand_beside_a_store_will_do_and_a_filter_leaves_samples_out(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "train.lmdb").write_bytes(stores["train"].read_bytes())
+    train = tmp_path / "train.lmdb"
+    plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
+    add_sizes(open_store(train), progress=False)
+    spec = StreamSpec(train, plan=plan, transform=TransformConfig(size=8), filter="label != 3 and width > 0")
+    assert shapes(list(host_batches(spec))) == {(12, 16)}  # all are 40 x 48
+    assert spec.plan.num_train == 80 and spec.plan.bucket_of(MicroBatchId("train", 0, 0, 0)) == (12, 16)
+
+
+def test_a_cache_of_decoded_samples_serves_all_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    spec = spec_of()
+    kept = spec.replace(pool=PoolConfig(engine="inline", cache="disk"))
+    assert digests(kept) == digests(spec)

@@ -1,4 +1,4 @@
-"""Runs of jobs/train.py with a Ray of their own, and what becomes of them at a signal."""
+"""Runs of jobs/train.py with a Ray of their own, and what becomes of them at a signal; processes to kill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +50,22 @@ def assert_tells_how_to_go_on(said: str, folder: Path) -> dict[str, Any]:
     result = json.loads(lines[-1]) if lines[-1].startswith("{") else {}
     assert not result or (result["stopped"] and result["steps"] >= 1 and kept)
     return result
+
+
+def own_processes(named: str) -> Iterator[int]:
+    """The ids of the processes of this session's own cluster that Ray has named so: no other's is ever killed."""
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            if command.startswith("ray::") and named in command and _descends_from(pid, os.getpid()):
+                yield pid
+        except OSError:  # it has ended
+            continue
+
+
+def _descends_from(pid: int, ancestor: int) -> bool:
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from documented import PAGES, ROOT, blocks, commands
-from without_ray import only_rank
+from without_ray import one_thread, only_rank
 
 import raypipe
 from raypipe.commands import cli, settings
@@ -263,12 +263,8 @@ def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
 ) -> None:
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         names = program("sampling.md", monkeypatch, tmp_path)
-    finally:
-        torch.set_num_threads(threads)
     assert names["shares"] == {(35, 15): 5 * 28} and names["accuracies"][-1] > 0.9
     assert names["sizes"][0] == 150 and names["sizes"][-1] == 3
     sizes, (uniform, balanced) = torch.tensor(names["sizes"]), names["results"].values()
@@ -290,27 +286,15 @@ def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.timeout(240)
 def test_the_arrays_of_docs_arrays_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two would wait for each other longer than they work
-    try:
+    with one_thread():
         names = program("arrays.md", monkeypatch, tmp_path)
-    finally:
-        torch.set_num_threads(threads)
     assert names["explained"] > 0.8 and names["batch"].image.shape == (32, 4, 24, 24)
 
 
 @pytest.mark.timeout(240)
 def test_the_views_of_docs_views_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two would wait for each other longer than they work
-    try:
+    with one_thread():
         names = program("views.md", monkeypatch, tmp_path)
-    finally:
-        torch.set_num_threads(threads)
     assert names["shapes"] == {"global": (64, 2, 3, 16, 16), "local": (64, 8, 3, 8, 8), "whole": (64, 3, 16, 16)}
     accuracies, by_epoch = names["accuracies"], names["by_epoch"]
     assert len(accuracies) == 4 and accuracies[-1] > accuracies[0] + 0.03 > 0.5

@@ -32,6 +32,19 @@ def digests(spec: StreamSpec, from_step: int = 0) -> list[bytes]:
 
 
 @contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, torch works in one thread: on busy cores two wait for each other longer than they work."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
 def only_rank() -> Iterator[None]:
     """Within, this process is the only rank of a run by Ray Train."""
     from ray.train.v2._internal.execution import train_fn_utils
@@ -48,23 +61,17 @@ def only_rank() -> Iterator[None]:
 
 def train(run: RunConfig) -> dict[str, Any]:
     """The figures of a whole run, whose folder is left as Ray Train's workers would leave it."""
-    import torch
-
     from raypipe.streaming.spec import spec_of
     from raypipe.train.learning import num_classes_of
     from raypipe.train.loop import Trainer
     from raypipe.train.run_folder import located, store_config
 
     inline = dataclasses.replace(run, pool=PoolConfig(engine="inline"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as Ray has it in a worker of one CPU
-    try:
-        with only_rank(), located(inline) as (inline, run_uri, lease):
-            spec = spec_of(inline, run_uri)
-            store_config(inline, run_uri)
-            trainer = Trainer(inline, spec, num_classes_of(inline, spec), 1, run_uri, lease, device="cpu")
-            for _ in trainer.epochs():
-                pass
-    finally:
-        torch.set_num_threads(threads)
+    # One thread, as Ray has it in a worker of one CPU.
+    with one_thread(), only_rank(), located(inline) as (inline, run_uri, lease):
+        spec = spec_of(inline, run_uri)
+        store_config(inline, run_uri)
+        trainer = Trainer(inline, spec, num_classes_of(inline, spec), 1, run_uri, lease, device="cpu")
+        for _ in trainer.epochs():
+            pass
     return {**trainer.figures(), "run_dir": run_uri.removeprefix("file://")}

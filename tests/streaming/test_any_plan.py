@@ -8,13 +8,13 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import without_ray
 from ray import cloudpickle
+from signalled import own_processes
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.base import MemoryStore
@@ -72,24 +72,9 @@ def buckets() -> StreamSpec:
     return spec_of(pictures(90, 0), {"buckets": ["8x12", "10x10", "12x8"]}, filter="label != 3")
 
 
-def descends_from(pid: int, ancestor: int) -> bool:
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return False
-
-
 def kill_an_actor(rng: random.Random) -> bool:
-    """One of this process's own cluster that transforms."""
-    found = []
-    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        try:
-            named = Path(f"/proc/{pid}/cmdline").read_text()
-            if named.startswith("ray::MapWorker(MapBatches(Transform") and descends_from(pid, os.getpid()):
-                found.append(pid)
-        except OSError:
-            continue
+    """One that transforms."""
+    found = list(own_processes("MapWorker(MapBatches(Transform"))
     if found:
         os.kill(rng.choice(found), signal.SIGKILL)
     return bool(found)

@@ -15,6 +15,7 @@ import ray.train
 import torch
 import without_ray
 from ray.train.v2._internal.execution import train_fn_utils
+from signalled import own_processes
 from small_runs import small_run
 
 from raypipe.config import (
@@ -125,15 +126,10 @@ def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
     deadline = time.monotonic() + 300
     while steps() < step and time.monotonic() < deadline:
         time.sleep(0.02)
-    for pid in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError:
-            continue
-        if command.startswith("ray::") and "RayTrainWorker" in command and descends_from(int(pid)):
-            killed.append(int(pid))
-            os.kill(int(pid), signal.SIGKILL)
-            return
+    for pid in own_processes("RayTrainWorker"):
+        killed.append(pid)
+        os.kill(pid, signal.SIGKILL)
+        return
 
 
 @pytest.mark.timeout(400)
@@ -189,15 +185,6 @@ def test_a_run_that_is_killed_and_damaged_goes_on_with_other_workers_to_the_same
     for name, value in final_state(alone).items():
         assert torch.equal(value, final_state(result)[name]), name
     assert_leaves_what_it_should(result)
-
-
-def descends_from(pid: int, ancestor: int = os.getpid()) -> bool:
-    """Whether a process is of this session's own cluster: no other's is ever killed."""
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return False
 
 
 @pytest.mark.soak  # as in a bucket (tests/test_cloud.py), and as a job (tests/test_jobs.py)

@@ -50,9 +50,6 @@ _NUMBERS = pa.list_(pa.int64())
 PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", _NUMBERS), ("micro", _NUMBERS)])
 _READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": _NUMBERS}
 READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
-READ_COLUMNS_SCHEMA = READ_SCHEMA.append(pa.field("columns", _BINARIES))
-READ_KEYPOINTS_SCHEMA = READ_SCHEMA.append(pa.field("keypoints", _BINARIES))
-READ_ALL_SCHEMA = READ_KEYPOINTS_SCHEMA.append(pa.field("columns", _BINARIES))
 
 _RAY_DATA_THREAD = "iter_threaded"
 _THREAD_S = 5.0  # for a call to Ray that it is in
@@ -89,6 +86,12 @@ def block_of(table: pa.Table) -> Block:
 def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:
     at = (_SPLITS[int(split)], int(epoch))
     return [MicroBatchId(*at, step, micro) for step, micro in zip(steps, micros, strict=True)]
+
+
+def read_schema(keypoints: bool, columns: bool) -> pa.Schema:
+    """Of a reader's rows, of streams that have keypoints and columns or not."""
+    more = {"keypoints": keypoints, "columns": columns}
+    return pa.schema([*READ_SCHEMA, *((name, _BINARIES) for name, there in more.items() if there)])
 
 
 def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) -> pa.Table:
@@ -168,13 +171,17 @@ def _joined(of_batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndar
     return joined
 
 
+def _parted(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """The parts, views, of what lies end to end."""
+    return np.split(values, np.cumsum(lengths)[:-1])
+
+
 def _taken_flat(of_block: dict[str, Any]) -> dict[str, list[np.ndarray]]:
     """Take the arrays of unlike shapes out of a row's: by name, those of each micro-batch, which are views."""
     found = {}
     for key in [key for key in of_block if key.startswith(_FLAT)]:
         shapes = of_block.pop(key.replace(_FLAT, _SHAPE, 1))
-        ends = np.cumsum(shapes.prod(axis=1))
-        parts = np.split(of_block.pop(key), ends[:-1])
+        parts = _parted(of_block.pop(key), shapes.prod(axis=1))
         found[key.removeprefix(_FLAT)] = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
     return found
 
@@ -200,13 +207,9 @@ def _taken_columns(of_block: dict[str, Any], num: int) -> list[dict[str, PackedC
             continue
         kind: Any = found_kind
         values, offsets = of_block.pop(key), of_block.pop(f"{_COLUMNS}{name}.offsets", None)
-        ends = np.cumsum(offsets[:, -1]) if offsets is not None else np.empty(0)
+        parts = values if offsets is None else _parted(values, offsets[:, -1])
         for number, columns in enumerate(found):
-            if offsets is None:
-                columns[name] = PackedColumn(kind, values[number])
-            else:
-                part = values[ends[number] - offsets[number, -1] : ends[number]]
-                columns[name] = PackedColumn(kind, part, offsets[number])
+            columns[name] = PackedColumn(kind, parts[number], None if offsets is None else offsets[number])
     return found
 
 
@@ -214,15 +217,13 @@ def batches_of(row: Mapping[str, Any]) -> Iterator[HostBatch]:
     """The micro-batches of a finished row, in host memory: views of its arrays."""
     of_block = {name: column[0] for name, column in row.items()}
     split, epoch = of_block.pop("split"), of_block.pop("epoch")
-    data = of_block.pop("data", None)
-    ends = np.cumsum(of_block["offsets"][:, -1]) if data is not None else None
+    if "data" in of_block:
+        of_block["data"] = _parted(of_block["data"], of_block["offsets"][:, -1])
     places = _places(split, epoch, of_block["step"].tolist(), of_block["micro"].tolist())
     columns = _taken_columns(of_block, len(places))
     of_block |= _taken_flat(of_block)
     for number, at in enumerate(places):
         arrays = {name: column[number] for name, column in of_block.items()}
-        if data is not None and ends is not None:
-            arrays["data"] = data[ends[number] - arrays["offsets"][-1] : ends[number]]
         arrays["columns"] = columns[number]
         yield _host_batch(at, arrays, int(arrays["num_bad"]))
 

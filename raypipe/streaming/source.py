@@ -30,14 +30,7 @@ from raypipe.plan.schedule import WHOLE, Plan, Share
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
-from raypipe.streaming.row import (
-    PLACE_SCHEMA,
-    READ_ALL_SCHEMA,
-    READ_COLUMNS_SCHEMA,
-    READ_KEYPOINTS_SCHEMA,
-    READ_SCHEMA,
-    source_row,
-)
+from raypipe.streaming.row import PLACE_SCHEMA, read_schema, source_row
 from raypipe.transform.batch import Read, read_encoded, read_samples
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 
@@ -82,11 +75,7 @@ class MicroBatchSource(Datasource):
         self._share, self._targets, self._columns = share, targets, columns
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
         # To serialise lists, even of nothing, takes as long as all other columns.
-        self._schema = PLACE_SCHEMA
-        if readers:
-            self._schema = READ_COLUMNS_SCHEMA if columns else READ_SCHEMA
-            if "keypoints" in (targets or {}):
-                self._schema = READ_ALL_SCHEMA if columns else READ_KEYPOINTS_SCHEMA
+        self._schema = read_schema("keypoints" in (targets or {}), bool(columns)) if readers else PLACE_SCHEMA
         self._tasks = tasks(plan.num_micro_batches(cursor, share), ranks)
 
     @property

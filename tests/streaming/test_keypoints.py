@@ -21,7 +21,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.row import READ_KEYPOINTS_SCHEMA, batches_of, made_row, reads_of, source_row
+from raypipe.streaming.row import batches_of, made_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import Room, read_samples
@@ -124,7 +124,7 @@ def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -
     reads = [
         read_samples(spec.stores["train"], spec.plan.indices(at), spec.transform.target_columns) for at in block
     ]
-    unpacked = reads_of(source_row(block, reads, READ_KEYPOINTS_SCHEMA))
+    unpacked = reads_of(source_row(block, reads, read_schema(keypoints=True, columns=False)))
     assert unpacked is not None
     row = made_row([maker.make(at, read, room=room) for at, read in zip(block, unpacked, strict=True)], room)
     assert [batch_digest(batch) for batch in batches_of(row)] == [batch_digest(batch) for batch in hosts[:2]]

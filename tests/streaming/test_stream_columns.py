@@ -23,7 +23,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.row import READ_COLUMNS_SCHEMA, READ_SCHEMA, batches_of, made_row, reads_of, source_row
+from raypipe.streaming.row import READ_SCHEMA, batches_of, made_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, columns_of, spec_of
 from raypipe.transform.batch import HostBatch, Room
@@ -166,7 +166,7 @@ def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
     )
     block = [MicroBatchId("train", 0, 0, 0)]
     samples = [EncodedSample(b"x", columns=values), EncodedSample(None)]
-    read = reads_of(source_row(block, [(samples, np.array([1, 2]))], READ_COLUMNS_SCHEMA))
+    read = reads_of(source_row(block, [(samples, np.array([1, 2]))], read_schema(keypoints=False, columns=True)))
     assert read
     found = read[0][0][0].columns
     assert found[:3] == values[:3] and found[5:] == values[5:] and read[0][0][1].columns == ()

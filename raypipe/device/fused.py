@@ -12,6 +12,7 @@ The operations are those of Kornia that a preset names, drawn from a generator o
 - Hue turns the colour about the axis of greys in YIQ, as NVIDIA's DALI does; Kornia's way through HSV is no
   affine map.
 - A blur comes before the colour, with which it commutes, and is the same for both axes.
+- The ratio of an erased box's sides is drawn evenly in its logarithm.
 
 Nothing here depends on what is in an image, so nothing waits for the device, and `torch.compile` sees one graph.
 """

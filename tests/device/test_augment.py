@@ -82,8 +82,9 @@ def test_strength_zero_leaves_images_as_they_are(preset: Any) -> None:
     config = AugmentConfig(preset=preset, mixup_alpha=0.4)
     out, mixed = run(config, image, strength=0.0)
     assert mixed is None
-    # Between neighbours that differ as they do in noise, the rounding of a place is seen.
-    torch.testing.assert_close(out, Normalize(config, CPU)(image), rtol=0, atol=1e-4)
+    # It alone samples, and between neighbours that differ as they do in noise the rounding of a place is seen.
+    tolerance = {"rtol": 0, "atol": 1e-4} if preset == "strong" else {}
+    torch.testing.assert_close(out, Normalize(config, CPU)(image), **tolerance)
 
 
 def test_strength_scales_the_share_of_rows_that_an_operation_changes() -> None:

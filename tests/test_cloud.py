@@ -32,13 +32,14 @@ from conftest import CLASSES, samples  # isort: skip
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 # What is done with the bucket stands in another process: Ray's processes have the environment of who started them.
-# The run is stopped under a stream of actors; it goes on with its trainer reading the bucket.
+# The run is stopped under a stream of actors; it goes on with its trainer reading the bucket. It is asked to stop
+# before its trainer begins, since a bucket is looked at every 3 s: later, a fast run would be at its end first.
 RUNS = """
 import dataclasses, json, pickle, sys, threading, time
 import raypipe
 from raypipe.rayext.cluster import connect
 from raypipe.config import PoolConfig
-from raypipe.train.checkpoints import has_checkpoints
+from raypipe.storage.files import read_whole
 from raypipe.train.launch import train
 from raypipe.train.run_folder import request_stop
 
@@ -47,7 +48,7 @@ with open(sys.argv[1], "rb") as file:
 folder = f"{run.storage_path}/{run.name}"
 
 def stop():
-    while not has_checkpoints(folder):
+    while read_whole(f"{folder}/config.yaml") is None:
         time.sleep(0.1)
     request_stop(folder)
 

@@ -6,6 +6,7 @@ goes to who shows it, and lines that mean nothing to a run's user are left out: 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,11 @@ def quiet_console() -> None:
             _rays = handler
             dispatcher.remove_handler(name)
             dispatcher.add_handler(name, _print)  # by Ray's name: Ray takes it away when it disconnects
+
+
+def quiet_broadcasts() -> None:
+    """Keep Ray Train in this process from warning of large broadcasts between its workers."""
+    logging.getLogger("ray.train.v2._internal.execution.collective_impl").setLevel(logging.ERROR)
 
 
 def _handlers() -> list[tuple[str, Any]]:

@@ -6,7 +6,6 @@ stream from there, splits it over the current W ranks, and hands out the iterato
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +108,7 @@ def _handed_round(
 ) -> tuple[list[DataIterator], Any]:
     """What rank 0 has built: the iterators of all ranks, and the supervisor's handle."""
     from raypipe.rayext.cluster import cluster_resources, preflight
+    from raypipe.rayext.console import quiet_broadcasts
     from raypipe.rayext.shortage import check_own
     from raypipe.streaming.pipeline import splits
 
@@ -132,8 +132,7 @@ def _handed_round(
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 
-        # It warns of more than 1,000 bytes; these are some 6,000, once.
-        logging.getLogger("ray.train.v2._internal.execution.collective_impl").setLevel(logging.ERROR)
+        quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are some 6,000, once
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
     return handed

@@ -25,6 +25,7 @@ from typing import Any
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
+from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
 
 from raypipe.config import PoolConfig
@@ -99,6 +100,19 @@ def datasets_with(settings: Settings, actors: int) -> Iterator[None]:
         DataContext._set_current(before)
 
 
+class _NoMethod:
+    """A method of an actor that is none."""
+
+    def remote(self, *_: Any) -> None:
+        """Nothing."""
+
+
+class _NoTracker:
+    """In place of Ray Data's actor that is told on which node each actor of a pool is."""
+
+    update_actor_location = _NoMethod()
+
+
 def _hide_errors(record: logging.LogRecord) -> bool:
     """Keep errors from the console, as Ray Data's handler of it reads this; its file has them."""
     record.hide = record.levelno >= logging.ERROR
@@ -110,7 +124,8 @@ def _quiet() -> None:
 
     On a local cluster its actor of statistics collects them for the dashboard, and there is none. Every execution
     waits for its start, for an identifier of a dataset, and sends it all figures of all operators once a second:
-    6 % of a core, beside 14 % in all for small images.
+    6 % of a core, beside 14 % in all for small images. Another of its actors tracks on which node each actor is,
+    where there is one node: its start takes 1.1 s of a core while the first actors start.
     """
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that there are no bars
     logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
@@ -122,6 +137,9 @@ def _quiet() -> None:
         manager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid.uuid4().hex)
         for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
             setattr(manager, name, staticmethod(lambda *_, **__: None))
+        pools: Any = actor_pool_map_operator
+        if hasattr(pools, "get_actor_locations") and hasattr(pools, "get_or_create_actor_location_tracker"):
+            pools.get_or_create_actor_location_tracker, pools.get_actor_locations = _NoTracker, lambda _: {}
 
 
 class _Flow:

@@ -19,6 +19,8 @@ _RAYS_HANDLER = "ray_print_logs"
 _NOISE = re.compile(
     # Of an actor that Ray Data starts with arguments in the object store: they are held as long as it runs.
     r"core_worker\.cc:\d+.*has constructor arguments in the object store"
+    # Of the actors of an execution that has ended.
+    r"|submit failed\. There are infinite retries remaining.*killed by `ray\.kill`"
     # One for each process group of torch's.
     r"|\[Gloo\] Rank \d+ is connected to"
     # Ray Train's and Ray Data's own chronicles.

@@ -71,6 +71,8 @@ def test_of_rays_lines_progress_goes_to_who_shows_it_noise_nowhere_and_all_else_
     noise = [
         "[2026-11-23 10:10:07,401 E 29387 29448] core_worker.cc:2465: Actor with class name: 'MapWorker(…)' and "
         "ID: '43f1' has constructor arguments in the object store and max_restarts > 0. If the arguments …",
+        "Task MapWorker(MapBatches(TransformWorker)).submit failed. There are infinite retries remaining, so the "
+        "task will be retried. Error: The actor is dead because it was killed by `ray.kill`.",
         "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1",
     ]
     rays._print({"pid": 3, "is_err": False, "lines": [*noise, '\x02["epoch 1", {"step": 3}]', "a user's print"]})

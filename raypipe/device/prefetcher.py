@@ -10,7 +10,7 @@ On CUDA the first and the last go through the pinned ring of `raypipe.device.rin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -53,6 +53,7 @@ class Batch:
         work_s: seconds that an actor spent on it in all.
         mixed: the other half of the targets, if MixUp or CutMix was applied.
         num_fallback: samples that the device should have decoded, but the host had to.
+        num_decoded: samples that the device decoded.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
         source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
             `plan.layout.sources`; -1 for padding; None if the plan is no mixture.
@@ -80,6 +81,7 @@ class Batch:
     work_s: float = 0.0
     mixed: Mixed | None = None
     num_fallback: int = 0
+    num_decoded: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     mask: torch.Tensor | None = None
     boxes: torch.Tensor | None = None
@@ -162,7 +164,7 @@ def _without_leaves(host: HostBatch) -> HostBatch:
     return replace(host, **leaves | of_host, views=dict.fromkeys(host.views, _ELSEWHERE))
 
 
-def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Iterator[Used]:
+def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Generator[Used, None, None]:
     with closing(iter(ring)) as pairs:
         yield from starmap(use, pairs)
 
@@ -172,10 +174,15 @@ def decoded_on_device(
     decoder: DeviceDecoder,
     seed_of: Callable[[MicroBatchId], int],
     depth: int = 2,
-    on_decoded: OnCopied | None = None,
+    on_decoded: Callable[[MicroBatchId, Any, Any], None] | None = None,
     size_of: Callable[[MicroBatchId], Size | None] = lambda _: None,
+    share: float = 1.0,
+    on_copied: OnCopied | None = None,
 ) -> Iterator[Batch]:
     """Micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
+
+    With a share below 1 actors have made the other images. These come through a ring, and stand behind the decoded
+    ones, as the plan has them.
 
     All that is on the device is made on the decoder's stream, and handed to the stream that is current where the
     batch is asked for: ask for batches under the stream that works on them.
@@ -183,25 +190,30 @@ def decoded_on_device(
     Closing the iterator ends the thread and closes the source's iterator, if that can be closed.
 
     Args:
-        batches: encoded micro-batches in host memory.
+        batches: micro-batches in host memory, encoded to the share.
         decoder: of the training device.
         seed_of: the seed of the micro-batch at a place.
         depth: micro-batches decoded or being decoded, beside the one in use.
-        on_decoded: called in the thread for each, with `metrics.mark`s of the decoder's stream around its work.
+        on_decoded: called in the thread for each, with its place, and with `metrics.mark`s of the decoder's stream
+            around its work.
         size_of: the size of the images of the micro-batch at a place; None = the decoder's.
+        share: of each micro-batch that is encoded, above 0.
+        on_copied: of the ring, see `Ring`.
     """
-    source, device = iter(batches), decoder.device
+    device = decoder.device
+    pairs, close = _with_others(batches, device, share, on_copied)
 
     def decode_next() -> tuple[Batch, Any] | None:
         """The next batch, and the event behind the work on it."""
-        host = next(source, None)
-        if host is None:
-            return None
-        assert host.encoded is not None
         ready = new_event(device)
         with torch.get_device_module(device).stream(decoder.stream):
+            # Asked for under this stream, which from here on waits for their transfer.
+            host, others = next(pairs, (None, None))
+            if host is None:
+                return None
+            assert host.encoded is not None
             started = mark(device)
-            found = decoder.decode(**host.encoded, size=size_of(host.at))
+            found = decoder.decode(**host.encoded, size=size_of(host.at), others=others)
             target, weight = (torch.from_numpy(array.copy()) for array in (host.label, host.weight))
             weight[list(found.failed)] = 0
             target, weight = (tensor.to(device, non_blocking=True) for tensor in (target, weight))
@@ -210,10 +222,10 @@ def decoded_on_device(
                 for name, array in _tensors_of(host).items()
             }
             if on_decoded:
-                on_decoded(started, mark(device))
+                on_decoded(host.at, started, mark(device))
             ready.record(decoder.stream)
         there: dict[str, Any] = {"image": found.image, "target": target, "weight": weight}
-        there |= {"num_fallback": found.num_fallback, "failed": found.failed}
+        there |= {name: getattr(found, name) for name in ("num_fallback", "num_decoded", "failed")}
         return _batch(host, seed_of, columns, **there), ready
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
@@ -229,9 +241,43 @@ def decoded_on_device(
         for future in ahead:
             future.cancel()
         # There, since a generator cannot be closed while the thread is in it.
-        ended = thread.submit(getattr(source, "close", lambda: None))
+        ended = thread.submit(close)
         thread.shutdown(wait=False)
         wait([ended], CLOSE_S)
+
+
+def _with_others(
+    batches: Iterable[HostBatch], device: torch.device, share: float, on_copied: OnCopied | None
+) -> tuple[Iterator[tuple[HostBatch, torch.Tensor | None]], Callable[[], None]]:
+    """Micro-batches with those of their images that are not encoded, and what closes their source.
+
+    On CUDA these images are on the device, and valid until the next ones are asked for.
+    """
+    if share < 1 and device.type == "cuda":
+        ring = Ring(batches, lambda host: [host.image], device, 1, on_copied=on_copied, staged=_without_image)
+        each = _each(ring, lambda host, tensors: (host, tensors[0]))
+        return each, each.close
+
+    def with_others(host: HostBatch) -> tuple[HostBatch, torch.Tensor | None]:
+        return host, None if share == 1 else view(host.image)
+
+    source = iter(batches)
+    # A generator would hold on to its last micro-batch.
+    return map(with_others, source), getattr(source, "close", lambda: None)
+
+
+def _without_image(host: HostBatch) -> HostBatch:
+    """What else there is of a micro-batch of which a share is encoded: no view of the block that it came in."""
+    assert host.encoded is not None
+    of_host: dict[str, Any] = {name: getattr(host, name).copy() for name in ("label", "weight", "index")}
+    of_host["encoded"] = {name: array.copy() for name, array in host.encoded.items()}
+    of_host["columns"] = {
+        name: column._replace(
+            values=column.values.copy(), offsets=None if column.offsets is None else column.offsets.copy()
+        )
+        for name, column in host.columns.items()
+    }
+    return replace(host, image=_ELSEWHERE, **of_host)
 
 
 def _tensors_of(host: HostBatch) -> dict[str, np.ndarray]:

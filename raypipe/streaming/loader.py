@@ -69,6 +69,7 @@ class Loader:
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
         num_bad: bad samples that this rank has seen.
         num_fallback: samples that the host decoded for the device.
+        jpeg_decoder: the library that decodes on the device, with its version; empty where actors decode all.
         exported: what this rank exports as metrics; a training loop may add its loss and the like.
     """
 
@@ -102,6 +103,7 @@ class Loader:
         self.augment = DeviceAugment(augment, self.device, dtype, targets, views) if augment else None
         self.rank, self.world_size = rank, world_size
         self.num_bad = self.num_fallback = 0
+        self.jpeg_decoder = ""
         self._spec, self._open_at, self._depth, self.keep = spec, open_at, depth, keep
         self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
         self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
@@ -128,12 +130,21 @@ class Loader:
         self._created = time.perf_counter()
         self._source, self._supervisor = self._open_at(self._start)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
-        if transform.decode == "gpu":
+        copied = functools.partial(self._clocks["train"].add, "transfer")
+        if transform.device_share:
             decoder = DeviceDecoder(transform.final_size, self.device, transform.apply_exif)
-            decoded = functools.partial(self._clocks["train"].add, "decode")
-            self._batches = decoded_on_device(self._source, decoder, seed_of, self._depth, decoded, self._size_at)
+            self.jpeg_decoder = decoder.library
+            self._batches = decoded_on_device(
+                self._source,
+                decoder,
+                seed_of,
+                self._depth,
+                lambda at, since, until: self._clocks[at.split].add("decode", since, until),
+                self._size_at,
+                transform.device_share,
+                copied,
+            )
         else:
-            copied = functools.partial(self._clocks["train"].add, "transfer")
             self._batches = on_device(self._source, self.device, seed_of, self._depth, self.keep, on_copied=copied)
 
     def _size_at(self, at: MicroBatchId) -> Size:
@@ -229,7 +240,7 @@ class Loader:
     def times(self, split: Split = "train") -> StageTimes:
         """What this rank has measured in one split, without the wait for the very first batch.
 
-        Transfers and decoding are counted with "train". On CUDA the newest micro-batches may be missing.
+        Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
         seconds: dict[str, Any] = {f"{stage}_s": total for stage, total in self._clocks[split].totals().items()}
         return replace(self._counts[split], **seconds)
@@ -307,7 +318,9 @@ class Loader:
         if self.plan.layout.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         num_images = int((batch.index >= 0).sum())
-        self._counts[split] += StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
+        self._counts[split] += StageTimes(
+            images=num_images, read_s=batch.read_s, work_s=batch.work_s, decoded=batch.num_decoded
+        )
         if self.augment is not None:
             batch = self._augmented(batch, self.augment)
         augmented = mark(self.device)

@@ -43,6 +43,7 @@ from raypipe.transform.batch import (
 )
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.contents import EncodedTransform, Images
+from raypipe.transform.device_share import DeviceShare
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import EncodedSample, Key
@@ -222,11 +223,13 @@ def micro_batch_transform(
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
     """
     content: Content
-    if config.decode == "gpu":
+    if config.device_share == 1:
         content = EncodedTransform(transform, config, size)
     else:
         built = build_transform(transform, size or config.final_size)
         content = Images(built, config, probe, store_address, sides)
+        if config.device_share:
+            content = DeviceShare(EncodedTransform(transform, config, size), content, config)
     return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
 
 

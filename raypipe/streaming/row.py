@@ -5,7 +5,8 @@ from the source   split int8, epoch int64; step, micro int64, lists of k: their 
 from a reader     the same; encoded, mask, boxes, label, and of streams that have them keypoints, and columns (of
                   each sample in one value), lists of k·B; null in a split left to the actors
 from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
-                  decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end;
+                  decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end,
+                  and of streams that leave a share of n samples to it, both, image of the other B - n;
                   or, of each view, view.NAME uint8 (1, k, B, H, W, 3), of n crops (1, k, B, n, H, W, 3); of
                   streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5), keypoints
                   float32 (1, k, B, K, 3), and columns as columns.NAME.array (1, k, B, …), or columns.NAME.KIND
@@ -136,7 +137,9 @@ def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
         room: holds the arrays that were put there; the others belong to each micro-batch.
     """
     places, results = [made.at for made in all_made], [made.result for made in all_made]
-    arrays = room.arrays or _joined([result.arrays for result in results])
+    # Those that were put there belong to all of them; of some contents there are others beside these.
+    own = [{name: each for name, each in result.arrays.items() if name not in room.arrays} for result in results]
+    arrays = room.arrays | _joined(own)
     columns = {
         "step": [at.step for at in places],
         "micro": [at.micro for at in places],

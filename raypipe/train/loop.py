@@ -59,7 +59,9 @@ def train_loop(config: dict[str, Any]) -> None:
         phase(logger, "starting the stream and the model")
     trainer = Trainer(**options)
     if is_first:
-        phase(logger, "waiting for the first micro-batch")
+        decoder = trainer.loader.jpeg_decoder
+        by = f"; {decoder} decodes JPEGs on {trainer.device}" if decoder else ""
+        phase(logger, f"waiting for the first micro-batch{by}")
     for _ in trainer.epochs():
         pass
     if is_first:  # what a train function returns is for nobody before Ray 2.56
@@ -327,7 +329,8 @@ class Trainer:
         sums = torch.tensor(dataclasses.astuple(self.loader.times()), dtype=torch.float64, device=self.device)
         times = StageTimes(*self._summed(sums).tolist())
         times = dataclasses.replace(
-            times, **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained")}
+            times,
+            **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained", "decoded")},
         )
         sentences = diagnose(times, world_size=self.world_size, actors=self.max_actors, device=self.device.type)
         shown = "\n".join(sentences) if epoch + 1 == self.plan.config.epochs else ""

@@ -7,6 +7,7 @@
                                                                    (B, max_keypoints, 3); or, of views, view.NAME
                                                                    uint8 (B, H, W, 3) or (B, n, H, W, 3)
     EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, for `DeviceDecoder`
+    DeviceShare        the one or the other, by its place          both, see `raypipe.transform.device_share`
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
 them, all alike: (B, H, W, C).
@@ -239,7 +240,8 @@ EncodedMicroBatch = dict[str, np.ndarray]
 
     data      uint8 (n,), the bytes of all samples end to end
     offsets   int64 (B + 1,); sample b is data[offsets[b] : offsets[b + 1]], nothing for padding
-    crop      int32 (B, 4), the boxes; 0 for padding
+    crop      int32 (B, 4), the boxes; 0 for padding, and for samples whose bytes are pixels (H, W, 3) as they
+              are to be, which are there only with a transform.gpu_share below 1
     flip      bool (B,)
     ok        bool (B,); False for padding and for bad samples
 """

@@ -525,8 +525,8 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
     ),
     "the probe on the caller's stream": (
         "device_decode",
-        "with self._backend.stream(self.stream):\n                self._decode_jpegs",
-        "if True:\n                self._decode_jpegs",
+        "with self._backend.stream(self.stream):\n            self._decode_each",
+        "if True:\n            self._decode_each",
         decoding,
     ),
     "decoding on the caller's stream": (

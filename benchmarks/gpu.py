@@ -50,7 +50,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.batch import HostBatch
-from raypipe.transform.contents import EncodedTransform, pack
+from raypipe.transform.encoded import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)

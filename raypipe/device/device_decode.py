@@ -32,7 +32,7 @@ from raypipe.device.jpeg_decoders import find_decoder
 from raypipe.device.ring import hand_over, new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.decode import decode
-from raypipe.transform.device_share import is_made
+from raypipe.transform.encoded import is_made
 from raypipe.transform.nvjpeg import nvjpeg_pixels
 from raypipe.transform.sizes import Size, sides_of
 

@@ -211,8 +211,8 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
     if times.decode_s > busy_s:
         what = f"Decoding on the {name} limits the run"
         advice = (
-            "convert the store with --short-side, so that there is less to decode, or lower transform.gpu_share, so "
-            "that actors decode a part of it, if the cluster has CPUs to spare"
+            "convert the store with --short-side, so that there is less to decode, or if the cluster has CPUs to "
+            "spare, lower transform.gpu_share, so that actors decode a part of it"
         )
     elif times.transfer_s > busy_s:
         what = "The copy to the device limits the run"

@@ -42,8 +42,9 @@ from raypipe.transform.batch import (
     read_samples,
 )
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.contents import EncodedTransform, Images
+from raypipe.transform.contents import Images
 from raypipe.transform.device_share import DeviceShare
+from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import EncodedSample, Key

@@ -22,7 +22,7 @@ from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
-from raypipe.transform.contents import EncodedTransform
+from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform, takes_size
 from raypipe.transform.sample_cache import check_cache
 from raypipe.transform.sizes import has_sizes

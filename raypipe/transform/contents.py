@@ -6,32 +6,19 @@
                                                                    (B, max_boxes, 5), keypoints float32
                                                                    (B, max_keypoints, 3); or, of views, view.NAME
                                                                    uint8 (B, H, W, 3) or (B, n, H, W, 3)
-    EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, for `DeviceDecoder`
+    EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, see
+                                                                   `raypipe.transform.encoded`
     DeviceShare        the one or the other, by its place          both, see `raypipe.transform.device_share`
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
 them, all alike: (B, H, W, C).
 
 Rows that are left out are black, without a class (IGNORE), and without boxes and keypoints (label NO_BOX).
-
-Of an image for the device only the header is read, so that nearly all of its cost is left to the GPU. A sample is
-bad when its header cannot be read, or a JPEG is cut short; what is damaged further in shows on the device. The
-boxes:
-
-    preset    box                                                        flip
-    light     RandomResizedCrop: area 8 to 100 %, sides 3:4 to 4:3       half of them
-    center    what the CPU preset's resize and centre crop would show    never
-    resize    the whole image                                            never
-
-Boxes are whole pixels, so "center" shows the CPU preset's view to half a pixel of the source at each edge.
-"light" draws by the same rule as the CPU preset but from another generator (this one's stream is numpy's and does
-not hang on the order in which Albumentations draws): the same key gives another crop there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -41,12 +28,12 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.batch import Arrays, Make, Take, reused_arrays
-from raypipe.transform.decode import decode, image_size
+from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import decode_array
-from raypipe.transform.direct import Box, Undecoded, cut
+from raypipe.transform.direct import Undecoded, cut
 from raypipe.transform.jpeg import open_for_crop
-from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator, SampleTransform
-from raypipe.transform.sizes import Sides, Size, sides_of
+from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, SampleTransform
+from raypipe.transform.sizes import Sides
 from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, marked, target_pipeline
 from raypipe.transform.views import View, ViewsTransform
 
@@ -230,117 +217,3 @@ def _sizes(shapes: dict[str, tuple[int, ...]]) -> str:
 def _arrays_of(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, np.dtype[Any]]) -> str:
     """The same with channels and dtypes."""
     return ", ".join(f"{name} {dtypes[name]} {shape}" for name, shape in shapes.items())
-
-
-Cut = tuple[bytes, Box, bool]
-"""(encoded image, box, whether the cut is mirrored left to right)."""
-
-EncodedMicroBatch = dict[str, np.ndarray]
-"""B encoded samples, in the arrays of one row:
-
-    data      uint8 (n,), the bytes of all samples end to end
-    offsets   int64 (B + 1,); sample b is data[offsets[b] : offsets[b + 1]], nothing for padding
-    crop      int32 (B, 4), the boxes; 0 for padding, and for samples whose bytes are pixels (H, W, 3) as they
-              are to be, which are there only with a transform.gpu_share below 1
-    flip      bool (B,)
-    ok        bool (B,); False for padding and for bad samples
-"""
-
-PRESETS = ("light", "center", "resize")
-_SCALE = (0.08, 1.0)  # of the image's area; Szegedy et al. 2014, as torchvision and Albumentations have it
-_RATIO = (3 / 4, 4 / 3)  # width to height, likewise
-_LOG_RATIO = (math.log(_RATIO[0]), math.log(_RATIO[1]))
-_NUM_DRAWS = 10  # likewise
-
-
-class EncodedTransform:
-    """What a preset cuts from encoded images: a pure function of the bytes and the key.
-
-    An object serves one thread at a time.
-
-    Args:
-        transform: one of PRESETS.
-        config: with `exif` boxes are of the image turned upright, as the decoder must be told too.
-        size: of the images that the decoder makes, whose proportions the presets need; None = the config's.
-
-    Raises:
-        ConfigError: it cannot be done on the device.
-    """
-
-    def __init__(self, transform: Any, config: TransformConfig, size: Size | None = None) -> None:
-        if config.decode_min_side:
-            raise ConfigError("transform.decode_min_side is of the CPU's decoder: leave it out with decode='gpu'")
-        if not isinstance(transform, str) or transform not in PRESETS:
-            what = f"preset {transform!r}" if isinstance(transform, str) else "pipeline of steps, or callable,"
-            raise ConfigError(
-                f"the {what} needs pixels; transform.decode='gpu' knows the presets {', '.join(PRESETS)} only: "
-                "choose one of them, or decode='cpu'"
-            )
-        self.draws_globally = False
-        self._preset, self._size, self._exif = transform, sides_of(size or config.final_size), config.apply_exif
-        self._keyed = KeyedGenerator()
-
-    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Cut:
-        """What to cut from one encoded image; raises SampleError as `image_size` does."""
-        assert isinstance(sample, EncodedSample)
-        height, width = image_size(sample.image, exif=self._exif)
-        assert sample.image is not None
-        if self._preset == "light":
-            generator = self._keyed.rewind(key)
-            crop = random_resized_crop(height, width, generator, self._size[1] / self._size[0])
-            return sample.image, crop, bool(generator.random() < 0.5)
-        box = center_box(height, width, self._size) if self._preset == "center" else (0, 0, height, width)
-        return sample.image, box, False
-
-    def pack(self, make: Make, num_samples: int, take: Take) -> EncodedMicroBatch:
-        """As of `Images`, in arrays of its own: how many bytes there are shows last."""
-        return pack(make(position, None) for position in range(num_samples))
-
-
-def pack(cuts: Iterable[Cut | None]) -> EncodedMicroBatch:
-    """Lay B samples end to end; None is padding, or a bad sample that is left out."""
-    placed = [(cut is not None, *(cut or (b"", (0, 0, 0, 0), False))) for cut in cuts]
-    ok, encoded, boxes, flips = zip(*placed, strict=True)
-    return {
-        "data": np.frombuffer(b"".join(encoded), np.uint8),
-        "offsets": np.cumsum([0, *map(len, encoded)], dtype=np.int64),
-        "crop": np.array(boxes, np.int32),
-        "flip": np.array(flips, bool),
-        "ok": np.array(ok, bool),
-    }
-
-
-def random_resized_crop(height: int, width: int, rng: np.random.Generator, aspect: float = 1.0) -> Box:
-    """The box of Inception's random crop, by torchvision's `RandomResizedCrop.get_params`.
-
-    Ten times an area and a ratio of the sides are drawn, the ratio evenly in its logarithm, until such a box fits
-    into the image; failing that it is the largest centred box within the ratios.
-
-    Args:
-        aspect: width to height, about which the ratios of the boxes are.
-    """
-    for _ in range(_NUM_DRAWS):
-        area = height * width * rng.uniform(*_SCALE)
-        ratio = math.exp(rng.uniform(*_LOG_RATIO)) * aspect
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
-    w = min(width, round(height * _RATIO[1] * aspect))
-    h = min(height, round(width / (_RATIO[0] * aspect)))
-    return (height - h) // 2, (width - w) // 2, h, w
-
-
-def center_box(height: int, width: int, size: Size) -> Box:
-    """The source pixels behind preset "center": SmallestMaxSize(size × 256/224), CenterCrop(size)."""
-    both = list(zip((height, width), sides_of(size), strict=True))
-    scale = max(round(target * 256 / 224) / side for side, target in both)
-    (top, h), (left, w) = (_center_span(side, round(side * scale), target) for side, target in both)
-    return top, left, h, w
-
-
-def _center_span(side: int, resized: int, size: int) -> tuple[int, int]:
-    """(start, length) in `side` source pixels of the centred `size` of `resized` pixels."""
-    start = (resized - size) // 2  # CenterCrop's rounding
-    first, end = round(start * side / resized), round((start + size) * side / resized)
-    first = min(first, side - 1)  # of an image of few pixels the rounded box may be empty
-    return first, max(1, end - first)

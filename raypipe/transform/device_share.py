@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 
 from raypipe.config import TransformConfig
-from raypipe.transform.batch import Arrays, Make, Take
-from raypipe.transform.contents import Cut, EncodedTransform, Images, pack
+from raypipe.transform.batch import Arrays, Content, Make, Take
+from raypipe.transform.encoded import EncodedTransform, made, pack
 from raypipe.transform.nvjpeg import nvjpeg_pixels
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
-
-_MADE = (0, 0, 0, 0)  # the box of pixels, which nothing is cut from
 
 
 def num_for_device(share: float, num_samples: int) -> int:
@@ -34,11 +32,6 @@ def num_for_device(share: float, num_samples: int) -> int:
     return min(num_samples - 1, max(1, round(share * num_samples)))
 
 
-def is_made(crop: np.ndarray, ok: np.ndarray) -> np.ndarray:
-    """Which rows of an EncodedMicroBatch are pixels (H, W, 3), with nothing left to do for them; bool (n,)."""
-    return ok & ~crop.any(axis=1)
-
-
 class DeviceShare:
     """What samples become where a share of them is left to the device: a pure function of place, bytes and key.
 
@@ -46,11 +39,11 @@ class DeviceShare:
 
     Args:
         encoded: of the samples that are left to the device.
-        images: of the others; of the same preset and size.
+        images: `Images` of the others; of the same preset and size.
         config: says the share.
     """
 
-    def __init__(self, encoded: EncodedTransform, images: Images, config: TransformConfig) -> None:
+    def __init__(self, encoded: EncodedTransform, images: Content, config: TransformConfig) -> None:
         self._encoded, self._images, self._config = encoded, images, config
         self._for_device = False
         self.draws_globally = images.draws_globally
@@ -62,8 +55,7 @@ class DeviceShare:
         assert isinstance(sample, EncodedSample)
         if sample.image is not None and nvjpeg_pixels(sample.image, exif=self._config.apply_exif) is not None:
             return self._encoded.one(sample, key)
-        cut: Cut = self._images.one(sample, key)["image"].tobytes(), _MADE, False
-        return cut
+        return made(self._images.one(sample, key)["image"])
 
     def pack(self, make: Make, num_samples: int, take: Take) -> Arrays:
         """The arrays of a micro-batch."""

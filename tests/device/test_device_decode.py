@@ -16,8 +16,8 @@ from raypipe.config import TransformConfig
 from raypipe.device import device_decode
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.errors import ConfigError
-from raypipe.transform.contents import EncodedTransform, pack
 from raypipe.transform.decode import decode
+from raypipe.transform.encoded import EncodedTransform, pack
 from raypipe.transform.nvjpeg import nvjpeg_pixels
 from raypipe.transform.sample_transform import EncodedSample
 

@@ -20,7 +20,7 @@ from raypipe.device.prefetcher import Batch, decoded_on_device, on_device, prefe
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
-from raypipe.transform.contents import EncodedTransform, pack
+from raypipe.transform.encoded import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 
 

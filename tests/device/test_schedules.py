@@ -31,7 +31,7 @@ from raypipe.device.device_decode import DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
-from raypipe.transform.contents import EncodedTransform, pack
+from raypipe.transform.encoded import EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 
 SIZE, ROWS = 8, 2

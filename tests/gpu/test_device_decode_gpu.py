@@ -14,7 +14,7 @@ from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.device.prefetcher import decoded_on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
-from raypipe.transform.contents import EncodedMicroBatch, EncodedTransform, pack
+from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, pack
 from raypipe.transform.sample_transform import EncodedSample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

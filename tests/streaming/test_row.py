@@ -27,7 +27,7 @@ from raypipe.streaming.row import (
 )
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch, MicroBatchResult, Room, read_samples
-from raypipe.transform.contents import pack
+from raypipe.transform.encoded import pack
 from raypipe.transform.sample_transform import EncodedSample
 
 BLOCK = [MicroBatchId("val", 3, 2, 0), MicroBatchId("val", 3, 2, 1)]

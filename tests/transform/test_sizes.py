@@ -8,7 +8,7 @@ from conftest import picture
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.contents import EncodedTransform, center_box, random_resized_crop
+from raypipe.transform.encoded import EncodedTransform, center_box, random_resized_crop
 from raypipe.transform.presets import PRESETS, build_transform
 from raypipe.transform.sample_transform import EncodedSample, SampleTransform
 from raypipe.transform.sizes import size_in

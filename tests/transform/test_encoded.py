@@ -13,8 +13,8 @@ from PIL import Image
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import EncodedTransform, center_box, pack, random_resized_crop
 from raypipe.transform.decode import decode, encode_jpeg, image_size
+from raypipe.transform.encoded import EncodedTransform, center_box, pack, random_resized_crop
 from raypipe.transform.sample_transform import EncodedSample, Key
 
 

@@ -42,6 +42,8 @@ from torch.cuda._sanitizer import EventHandler
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from raypipe.device.jpeg_decoders import LIBRARIES, by_torchvision
+
 CUDA = torch.device("cuda", 0)
 _ROUND = 512  # bytes, as torch's allocator does
 
@@ -223,6 +225,7 @@ class Cuda:
             mock.patch.multiple(torch.cuda, **events, **streams, **device),
             mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES),
             mock.patch.object(torchvision.io, "decode_jpeg", self.decode_jpeg),
+            mock.patch.dict(LIBRARIES, {"torchvision": by_torchvision}, clear=True),
             _Factories(self),
         ):
             self._thread.entered = True

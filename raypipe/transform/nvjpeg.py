@@ -83,7 +83,7 @@ def _frame_pixels(frame: memoryview | bytes, adobe: int | None, jfif: bool) -> i
 
 
 def without_exif(data: memoryview | bytes) -> bytearray | None:
-    """A copy of a JPEG whose EXIF no decoder will find; None: it has none.
+    """A copy of a JPEG whose EXIF is blank; None: it has none.
 
     torchcodec turns every image upright, and cannot be told otherwise.
     """
@@ -92,10 +92,10 @@ def without_exif(data: memoryview | bytes) -> bytearray | None:
         if marker in (_EOI, _SOS):
             break
         if marker == _APP1 and data[at : min(end, at + len(_EXIF))] == _EXIF:
-            found.append(at)
+            found.append((at, end))
     if not found:
         return None
     copy = bytearray(data)
-    for at in found:
-        copy[at : at + len(_EXIF)] = bytes(len(_EXIF))
+    for at, end in found:  # all of it: torchcodec's decoder for CPUs does not ask whether it begins with "Exif"
+        copy[at:end] = bytes(end - at)
     return copy

@@ -1,4 +1,4 @@
-"""Decode, cut, resize and flip on a CPU device, where torchvision's libjpeg stands in for nvJPEG."""
+"""Decode, cut, resize and flip on a CPU device, where libjpeg stands in for nvJPEG."""
 
 import io
 from collections.abc import Callable
@@ -8,20 +8,37 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import torchvision.io
 from conftest import picture
 from PIL import Image
 
 from raypipe.config import TransformConfig
-from raypipe.device import device_decode
+from raypipe.device import device_decode, jpeg_decoders
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.transform.decode import decode
-from raypipe.transform.encoded import EncodedTransform, pack
-from raypipe.transform.nvjpeg import nvjpeg_pixels
+from raypipe.transform.encoded import EncodedTransform, made, pack
 from raypipe.transform.sample_transform import EncodedSample
 
 SIZE = 32
+LIBRARIES = dict(jpeg_decoders.LIBRARIES)
+
+
+@pytest.fixture(autouse=True, params=LIBRARIES)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By each library that is installed."""
+    pytest.importorskip(request.param)
+    monkeypatch.setattr(jpeg_decoders, "LIBRARIES", {request.param: LIBRARIES[request.param]})
+    return request.param
+
+
+Call = Callable[[jpeg_decoders.BatchFunction, list[torch.Tensor], torch.device], list[torch.Tensor]]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, library: str, call: Call) -> None:
+    """From now on a function is called, with the library's own, in its place."""
+    own = LIBRARIES[library]()
+    of_call = {library: lambda: lambda encoded, device: call(own, encoded, device)}
+    monkeypatch.setattr(jpeg_decoders, "LIBRARIES", of_call)
 
 
 def smooth(height: int = 96, width: int = 128, seed: int = 0) -> np.ndarray:
@@ -67,7 +84,7 @@ def test_the_result_is_that_of_pillow(preset: str) -> None:
     decoded, batch = run(images, preset)
     assert decoded.image.shape == (8, 3, SIZE, SIZE) and decoded.image.dtype == torch.uint8
     assert decoded.image.is_contiguous(memory_format=torch.channels_last)
-    assert (decoded.num_fallback, decoded.failed) == (0, {})
+    assert (decoded.num_decoded, decoded.num_fallback, decoded.failed) == (8, 0, {})
     assert batch["flip"].any() == (preset == "light")
     for row, data in enumerate(images):
         difference = decoded.image[row].numpy().astype(int) - expected(
@@ -125,49 +142,63 @@ def test_a_broken_image_takes_no_other_along() -> None:
         assert abs(difference).max() <= 2
 
 
-def test_what_the_device_refuses_alone_is_decoded_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_device_refuses_alone_is_decoded_on_the_host(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     images = [picture(i, 60, 80) for i in range(64)]
     whole, _ = run(images)
     calls = []
 
-    def refuses_the_second(encoded: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
+    def refuses_the_second(
+        own: jpeg_decoders.BatchFunction, encoded: list[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
         calls.append(len(encoded))
         if any(one.numpy().tobytes() == images[1] for one in encoded):
             raise RuntimeError("Error while decoding JPEG images")
-        return device_decode_jpeg(encoded, **options)
+        return own(encoded, device)
 
-    device_decode_jpeg = torchvision.io.decode_jpeg
-    monkeypatch.setattr("torchvision.io.decode_jpeg", refuses_the_second)
+    stand_in(monkeypatch, library, refuses_the_second)
     decoded, _ = run(images)
     assert calls[:2] == [1, 64]  # the first tries the device
-    assert calls[2:] == [1] * 64  # and among images it is found one by one
+    assert calls[2:] == [32, 16, 8, 4, 2, 1, 1, 2, 4, 8, 16, 32]  # and among images it is found by halves
     assert (decoded.num_fallback, decoded.failed) == (1, {})
     assert (decoded.image.int() - whole.image.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_a_device_that_fails_is_not_taken_for_a_bad_image(
-    error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+    error: type[RuntimeError], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(encoded: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
-        raise error("CUDA error")
+    failing = False
 
+    def fails(
+        own: jpeg_decoders.BatchFunction, encoded: list[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
+        if failing:
+            raise error("CUDA error")
+        return own(encoded, device)
+
+    stand_in(monkeypatch, library, fails)
     decoder = DeviceDecoder(SIZE, "cpu")
-    monkeypatch.setattr("torchvision.io.decode_jpeg", fails)
+    failing = True
     with pytest.raises(error):
         decoder.decode(**pack([(picture(i), (0, 0, 40, 48), False) for i in range(4)]))
     with pytest.raises(error):  # and not for one without nvJPEG
         DeviceDecoder(SIZE, "cpu")
 
 
-def test_chunks_bound_the_pixels_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_bound_the_pixels_of_a_call(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [picture(i, 60, 80) for i in range(5)] + [picture(9, 200, 200)]
     whole, _ = run(images)
     calls = []
-    original = torchvision.io.decode_jpeg
-    monkeypatch.setattr(
-        "torchvision.io.decode_jpeg", lambda encoded, **o: calls.append(len(encoded)) or original(encoded, **o)
-    )
+
+    def counted(
+        own: jpeg_decoders.BatchFunction, encoded: list[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
+        calls.append(len(encoded))
+        return own(encoded, device)
+
+    stand_in(monkeypatch, library, counted)
     monkeypatch.setattr(device_decode, "CHUNK_PIXELS", 2 * 60 * 80)
     chunked, _ = run(images)
     assert calls == [1, 2, 2, 1, 1]
@@ -209,62 +240,32 @@ def test_images_are_turned_upright_if_asked(orientation: int) -> None:
     assert run([data], "resize")[0].num_fallback == 0
 
 
-def frame(
-    marker: int = 0xC0, precision: int = 8, samplings: tuple[int, ...] = (0x22, 0x11, 0x11), height: int = 2
-) -> bytes:
-    components = b"".join(bytes([i + 1, s, 0]) for i, s in enumerate(samplings))
-    body = bytes([precision, 0, height, 0, 3, len(samplings)]) + components
-    return b"\xff\xd8\xff" + bytes([marker]) + (len(body) + 2).to_bytes(2, "big") + body + b"\xff\xd9"
-
-
-@pytest.mark.parametrize(
-    ("data", "num_pixels"),
-    [
-        (frame(), 6),
-        (frame(0xC2), 6),
-        (frame(samplings=(0x11,)), 6),
-        (frame(samplings=(0x41, 0x11, 0x11)), 6),
-        (b"\xff\xd8\xff" + frame()[2:], 6),  # a fill byte
-        (frame(0xC1), None),  # extended
-        (frame(0xC3), None),  # lossless
-        (frame(0xC9), None),  # arithmetic
-        (frame(precision=12), None),
-        (frame(height=0), None),  # told behind the first scan
-        (frame(samplings=(0x22, 0x11, 0x11, 0x22)), None),  # CMYK
-        (frame(samplings=(0x31, 0x11, 0x11)), None),
-        (frame(samplings=(0x22, 0x21, 0x11)), None),
-        (frame(samplings=(0x22,)), None),
-        (frame()[:-1], None),
-        (b"\xff\xd8\xff\xd9", None),
-        (b"", None),
-        (b"\x89PNG\r\n\x1a\n", None),
-    ],
-)
-def test_the_header_says_what_nvjpeg_can_take(data: bytes, num_pixels: int | None) -> None:
-    assert nvjpeg_pixels(data) == nvjpeg_pixels(memoryview(data)) == num_pixels
-
-
-def test_no_prefix_or_damage_confuses_the_header_scan() -> None:
-    data = picture(0)
-    assert nvjpeg_pixels(data) == 40 * 48
+def test_samples_that_are_made_already_stand_in_their_rows() -> None:
     rng = np.random.default_rng(0)
-    for length in range(len(data)):
-        assert nvjpeg_pixels(data[:length]) is None
-    for _ in range(2000):
-        damaged = bytearray(data)
-        damaged[rng.integers(2, 200)] = rng.integers(256)
-        nvjpeg_pixels(damaged)
+    pixels, *others = rng.integers(0, 256, (3, SIZE, SIZE, 3), np.uint8)
+    box = (0, 0, 40, 48)
+    samples = [(picture(0), box, True), made(pixels), None, (picture(1)[:-300], box, False)]
+    batch = pack(samples)
+    alone = DeviceDecoder(SIZE, "cpu").decode(**pack(samples[:1]))
+    decoded = DeviceDecoder(SIZE, "cpu").decode(**batch, others=torch.from_numpy(np.stack(others)))
+    assert decoded.image.shape == (6, 3, SIZE, SIZE) and decoded.image.dtype == torch.uint8
+    assert decoded.image.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(decoded.image[0], alone.image[0])
+    for row, expected_pixels in ((1, pixels), (4, others[0]), (5, others[1])):
+        assert np.array_equal(decoded.image[row].numpy(), expected_pixels.transpose(2, 0, 1))
+    assert not decoded.image[[2, 3]].any() and set(decoded.failed) == {3}
+    assert (decoded.num_decoded, decoded.num_fallback) == (1, 1)
 
 
-def test_settings_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_cannot_be_are_refused(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="0"):
         DeviceDecoder(0, "cpu")
     with pytest.raises(ConfigError, match="meta"):
         DeviceDecoder(SIZE, "meta")
 
-    def broken(*args: object, **options: object) -> None:
+    def broken(*args: object) -> list[torch.Tensor]:
         raise RuntimeError("not compiled with nvJPEG support")
 
-    monkeypatch.setattr("torchvision.io.decode_jpeg", broken)
+    stand_in(monkeypatch, library, broken)
     with pytest.raises(ConfigError, match=r"not compiled.*decode='cpu'"):
         DeviceDecoder(SIZE, "cpu")

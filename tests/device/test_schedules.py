@@ -110,6 +110,13 @@ def encoded_batch(number: int) -> HostBatch:
 
 
 @functools.cache
+def with_others(number: int) -> HostBatch:
+    others = np.random.default_rng(number).integers(0, 256, (ROWS, SIZE, SIZE, 3), np.uint8)
+    others.flags.writeable = False
+    return replace(host_batch(number, 2 * ROWS), encoded=encoded_batch(number).encoded, image=others)
+
+
+@functools.cache
 def decoded(number: int) -> np.ndarray:
     encoded = encoded_batch(number).encoded
     assert encoded is not None
@@ -296,7 +303,26 @@ def decoding_directly(code: Code, cuda: Cuda) -> None:
     consumer.check()
 
 
-PROGRAMS = (micro_batches, any_loader, decoding, decoding_directly)
+def decoding_a_share(code: Code, cuda: Cuda) -> None:
+    """Decoded ahead in a thread, beside images that come through a ring; consumed on any stream."""
+    rng, consumer = cuda.rng, Consumer(cuda)
+    given = [with_others(number) for number in range(4)]
+    consumer.leave_garbage()
+    decoder = code.device_decode.DeviceDecoder(SIZE, CUDA)
+    consumer.leave_garbage()
+    depth = rng.randrange(1, 3)
+    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, depth, share=0.5)
+    for number, host in enumerate(given[: rng.choice([4, 2])]):
+        with consumer.turn():
+            batch = next(iterator)
+            consumer.use(batch.image, np.concatenate([decoded(number), host.image.transpose(0, 3, 1, 2)]))
+            consumer.use(batch.target, host.label)
+            del batch
+    iterator.close()
+    consumer.check()
+
+
+PROGRAMS = (micro_batches, any_loader, decoding, decoding_directly, decoding_a_share)
 
 
 def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:

@@ -543,6 +543,12 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "(batch.image, batch.target, *columns), device",
         decoding,
     ),
+    "the images of others are awaited by another stream": (
+        "prefetcher",
+        "host, others = next(pairs, (None, None))",
+        f"with torch.get_device_module(device).stream({DEFAULT}): host, others = next(pairs, (None, None))",
+        decoding_a_share,
+    ),
     "targets on the thread's own stream": (
         "prefetcher",
         "with torch.get_device_module(device).stream(decoder.stream):",

@@ -87,6 +87,23 @@ def _torch() -> tuple[bool, str]:
     return True, "works on the CPU; there is no GPU"
 
 
+def _nvjpeg() -> tuple[bool, str]:
+    """Set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video for containers; pip install raypipe[torchcodec]."""
+    import torch
+
+    from raypipe.device.jpeg_decoders import find_decoder
+    from raypipe.device.jpeg_engine import jpeg_engine
+
+    if not torch.cuda.is_available():
+        return (
+            True,
+            f"no GPU; with transform.decode=gpu the CPU decodes by {find_decoder(torch.device('cpu')).name}",
+        )
+    decoder = find_decoder(torch.device("cuda", torch.cuda.current_device()))
+    is_well, engine = jpeg_engine()
+    return is_well, f"transform.decode=gpu decodes by {decoder.name}, {engine}"
+
+
 def _limits() -> tuple[bool, str]:
     """Before Ray is started: ulimit -n 65536, --shm-size or --ipc=host, RAY_TMPDIR on a larger disk."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -113,4 +130,11 @@ def _ray() -> tuple[bool, str]:
     return True, f"{where}: {done.stdout.splitlines()[-1]}"
 
 
-CHECKS = {"packages": _packages, "decoding": _decoding, "torch": _torch, "limits": _limits, "Ray": _ray}
+CHECKS = {
+    "packages": _packages,
+    "decoding": _decoding,
+    "torch": _torch,
+    "nvJPEG": _nvjpeg,
+    "limits": _limits,
+    "Ray": _ray,
+}

@@ -8,7 +8,7 @@
     augmented       resident, with the `standard` augmentation, MixUp and CutMix
     stream          the training loop fed by the whole pipe, against resident and against what the CPUs can decode
     decode          JPEGs decoded on the device, alone
-    decode_stream   the stream with `transform.decode: gpu`
+    decode_stream   the stream with `transform.decode: gpu`; share_stream: with half of it, `transform.gpu_share: 0.5`
     small_…         resident and streams with --small-model, which takes more than the CPUs can decode
     host_ms         of a micro-batch: what the calls take of the training thread, which never waits for the device,
                     for each preset without mixing, and for StepBatchNorm at one micro-batch to a step
@@ -44,6 +44,8 @@ import raypipe
 from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
+from raypipe.device.jpeg_decoders import find_decoder
+from raypipe.device.jpeg_engine import jpeg_engine
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
@@ -118,11 +120,13 @@ def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Ite
         yield augment.normalize(batch.image), batch.target, None
 
 
-def streamed(args: Any, device: torch.device, store: str, decode: Any = "cpu") -> Iterator[Fed]:
+def streamed(
+    args: Any, device: torch.device, store: str, decode: Any = "cpu", share: float = 1.0
+) -> Iterator[Fed]:
     spec = raypipe.StreamSpec(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
-        transform=TransformConfig(train=args.transform, size=args.size, decode=decode),
+        transform=TransformConfig(train=args.transform, size=args.size, decode=decode, gpu_share=share),
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -183,11 +187,17 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
     with tempfile.TemporaryDirectory() as folder:
         store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch_size))
         cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
-        yield {"decode_images_per_s": measure_decode(args, device, store), "cpu_ceiling_images_per_s": cpus}
+        yield {
+            "decode_library": find_decoder(device).name,
+            "decode_engine": jpeg_engine()[1],
+            "decode_images_per_s": measure_decode(args, device, store),
+            "cpu_ceiling_images_per_s": cpus,
+        }
         raypipe.connect()
         for prefix, each in (("", loop), ("small_", Loop(args.small_model, device))):
             seen = each.images_per_s(streamed(args, device, store), args.steps, warmup)
             decoded = each.images_per_s(streamed(args, device, store, "gpu"), args.steps, warmup)
+            half = each.images_per_s(streamed(args, device, store, "gpu", 0.5), args.steps, warmup)
             augment = DeviceAugment(STANDARD, device, dtype)
             bound = each.images_per_s(resident(args, augment, device), args.steps, warmup=10)
             yield {
@@ -196,6 +206,7 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
                 f"{prefix}stream_over_limit": seen / min(cpus, bound),
                 f"{prefix}limit": "cpu" if cpus < bound else "device",
                 f"{prefix}decode_stream_images_per_s": decoded,
+                f"{prefix}share_stream_images_per_s": half,
             }
         yield {"beside": measure_beside(args, device, store)}
 

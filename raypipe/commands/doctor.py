@@ -95,10 +95,8 @@ def _nvjpeg() -> tuple[bool, str]:
     from raypipe.device.jpeg_engine import jpeg_engine
 
     if not torch.cuda.is_available():
-        return (
-            True,
-            f"no GPU; with transform.decode=gpu the CPU decodes by {find_decoder(torch.device('cpu')).name}",
-        )
+        by = find_decoder(torch.device("cpu")).name
+        return True, f"no GPU; with transform.decode=gpu the CPU decodes by {by}"
     decoder = find_decoder(torch.device("cuda", torch.cuda.current_device()))
     is_well, engine = jpeg_engine()
     return is_well, f"transform.decode=gpu decodes by {decoder.name}, {engine}"

@@ -10,17 +10,29 @@ import torch
 from PIL import Image
 
 from raypipe.config import TransformConfig
+from raypipe.device import jpeg_decoders
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
+from raypipe.device.jpeg_decoders import find_decoder
+from raypipe.device.jpeg_engine import _has_library, jpeg_engine
 from raypipe.device.prefetcher import decoded_on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
-from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, pack
+from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, made, pack
 from raypipe.transform.sample_transform import EncodedSample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 SIZE = 96
+LIBRARIES = dict(jpeg_decoders.LIBRARIES)
 BOX = (0, 0, 240, 320)
+
+
+@pytest.fixture(autouse=True, params=LIBRARIES)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By each library that is installed."""
+    pytest.importorskip(request.param)
+    monkeypatch.setattr(jpeg_decoders, "LIBRARIES", {request.param: LIBRARIES[request.param]})
+    return request.param
 
 
 def smooth(seed: int) -> np.ndarray:
@@ -95,6 +107,74 @@ def test_a_broken_jpeg_takes_neither_the_others_nor_the_device_along() -> None:
     assert_close(ours.image[[0, 4]], wanted.image[[0, 4]])
     again, _ = both(pack(samples[:1]))
     assert torch.equal(again.image[0], ours.image[0])
+
+
+def test_among_many_only_the_broken_ones_come_to_the_host() -> None:
+    """A call fails as a whole: which ones nvJPEG refuses is found by halves, and changes no other image."""
+    progressive = saved(5, progressive=True)
+    at = progressive.rindex(b"\xff\xc4") + 5  # behind the first scan, up to which a header goes
+    broken = progressive[:at] + b"\xff" * 16 + progressive[at + 16 :]
+    images = [saved(i, subsampling=i % 3) for i in range(32)]
+    whole = DeviceDecoder(SIZE, "cuda").decode(**pack([(data, BOX, False) for data in images]))
+    images[3] = images[17] = broken
+    found = DeviceDecoder(SIZE, "cuda").decode(**pack([(data, BOX, False) for data in images]))
+    others = [row for row in range(32) if row not in (3, 17)]
+    assert torch.equal(found.image[others], whole.image[others])
+    assert set(found.failed) <= {3, 17} and not found.image[list(found.failed)].any()
+    assert found.num_fallback == len(found.failed) and found.num_decoded == 32 - found.num_fallback
+
+
+def test_images_are_not_turned_by_their_exif() -> None:
+    tags = Image.Exif()
+    tags[0x0112] = 6
+    ours = DeviceDecoder(SIZE, "cuda").decode(
+        **pack([(saved(0), BOX, False), (saved(0, exif=tags), BOX, False), (saved(1, exif=tags), BOX, False)])
+    )
+    assert ours.num_decoded == 3 and not ours.failed
+    assert torch.equal(ours.image[0], ours.image[1])
+
+
+def test_the_libraries_give_the_same_images_to_a_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchcodec")
+    batch = encoded([saved(i, subsampling=i % 3) for i in range(8)])
+    found = []
+    for name, by in LIBRARIES.items():
+        monkeypatch.setattr(jpeg_decoders, "LIBRARIES", {name: by})
+        found.append(DeviceDecoder(SIZE, "cuda").decode(**batch).image)
+    assert_close(found[0], found[1].cpu())
+
+
+def test_a_share_beside_images_that_actors_made_is_whole_on_a_stream_of_its_own() -> None:
+    rng = np.random.default_rng(0)
+    others = rng.integers(0, 256, (4, 6, SIZE, SIZE, 3), np.uint8)
+    pixels = rng.integers(0, 256, (SIZE, SIZE, 3), np.uint8)
+    shares = [pack([(saved(10 * b + i), BOX, False) for i in range(4)] + [made(pixels)]) for b in range(4)]
+    alone = [DeviceDecoder(SIZE, "cuda").decode(**share).image for share in shares]
+
+    def host_batches() -> Iterator[HostBatch]:
+        for step in range(16):
+            at, host, weight = MicroBatchId("train", 0, step, 0), np.full(11, step), np.ones(11, np.float32)
+            yield HostBatch(at, others[step % 4], host, weight, host, 0, encoded=shares[step % 4])
+
+    kept = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for batch in decoded_on_device(host_batches(), DeviceDecoder(SIZE, "cuda"), lambda at: 0, share=0.45):
+            torch.cuda._sleep(20_000_000)
+            kept.append((batch.image.clone(), batch.target.clone()))
+    torch.cuda.synchronize()
+    for step, (image, target) in enumerate(kept):
+        assert (target == step).all() and image.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(image[:5], alone[step % 4])
+        assert np.array_equal(image[4].cpu().permute(1, 2, 0).numpy(), pixels)
+        assert np.array_equal(image[5:].cpu().permute(0, 2, 3, 1).numpy(), others[step % 4])
+
+
+def test_the_engine_is_reached_where_the_chip_has_one() -> None:
+    find_decoder(torch.device("cuda", torch.cuda.current_device()))
+    is_well, found = jpeg_engine()
+    if any(chip in torch.cuda.get_device_name() for chip in ("A100", "A30", "H100", "H200")):
+        assert is_well == _has_library("libnvcuvid.so.1"), found
+        assert found == "with the GPU's JPEG engine" or "NVIDIA_DRIVER_CAPABILITIES" in found
 
 
 def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None:

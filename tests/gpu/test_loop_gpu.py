@@ -45,6 +45,8 @@ def losses(result: dict[str, Any]) -> list[float]:
 def test_the_doctor_finds_the_device() -> None:
     found = examined("torch")
     assert found["status"] == "ok" and torch.cuda.get_device_name() in found["found"]
+    found = examined("nvJPEG")
+    assert found["status"] != "fail" and "transform.decode=gpu decodes by torch" in found["found"]
 
 
 def test_the_job_trains_on_the_gpu_without_being_asked_to(stores: dict[str, Path], tmp_path: Path) -> None:

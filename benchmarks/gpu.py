@@ -8,7 +8,8 @@
     augmented       resident, with the `standard` augmentation, MixUp and CutMix
     stream          the training loop fed by the whole pipe, against resident and against what the CPUs can decode
     decode          JPEGs decoded on the device, alone
-    decode_stream   the stream with `transform.decode: gpu`; share_stream: with half of it, `transform.gpu_share: 0.5`
+    decode_stream   the stream with `transform.decode: gpu`
+    share_stream    the same with `transform.gpu_share: 0.5`
     small_…         resident and streams with --small-model, which takes more than the CPUs can decode
     host_ms         of a micro-batch: what the calls take of the training thread, which never waits for the device,
                     for each preset without mixing, and for StepBatchNorm at one micro-batch to a step

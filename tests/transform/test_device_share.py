@@ -22,9 +22,9 @@ from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
-from raypipe.streaming.row import batches_of, made_row
+from raypipe.streaming.row import READ_SCHEMA, batches_of, made_row, reads_of, source_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.batch import HostBatch, read_samples
 from raypipe.transform.decode import decode
 from raypipe.transform.device_share import num_for_device
 from raypipe.transform.encoded import is_made
@@ -201,3 +201,14 @@ def test_shares_that_cannot_be_are_refused(what: str, store: Path) -> None:
     make, message = REFUSED[what]
     with pytest.raises(ConfigError, match=message):
         make(store)
+
+
+def test_what_a_reader_has_read_becomes_the_same(store: Path) -> None:
+    mixed = spec(store, 0.5)
+    maker, plan = MicroBatchMaker(*mixed.recipe), mixed.plan
+    block = [MicroBatchId("train", 0, step, 0) for step in range(3)]
+    reads = [read_samples(mixed.stores["train"], plan.indices(at)) for at in block]
+    found = reads_of(source_row(block, reads, READ_SCHEMA))
+    assert found is not None
+    for at, read in zip(block, found, strict=True):
+        assert batch_digest(maker.make(at, read).host_batch()) == batch_digest(maker.make(at).host_batch())

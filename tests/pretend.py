@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
 CPU = torch.device("cpu")
-_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal.default", "unique")
+READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal.default", "unique")
 
 
 class HostWaitsError(AssertionError):
@@ -68,7 +68,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     here = [x for x in tensors if isinstance(x, Pretend)]
     there = [x for x in tensors if not isinstance(x, Pretend)]
-    if here and name.startswith(_READS):
+    if here and name.startswith(READS):
         raise HostWaitsError(f"{func} reads a value on the device")
     wanted = kwargs.get("device")
     on_device = torch.device(wanted).type == DEVICE.type if wanted is not None else bool(here)

@@ -55,13 +55,16 @@ class Cuda:
         host: the threads.
         errors: of the sanitizer.
         rng: draws the schedule; a program under test may draw its own form from it first.
-        num_fresh: blocks of device memory that were not there before.
+        num_fresh, num_bytes: blocks of device memory that were not there before, and the size of all.
+        tensor_type: of tensors on the device.
     """
+
+    tensor_type: type[Tensor]
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.errors: list[Any] = []
-        self.num_fresh = 0
+        self.num_fresh = self.num_bytes = 0
         self._sanitizer, self._streams = EventHandler(), list[Stream]()
         self._clock = self._numbers = 0
         self._thread = threading.local()
@@ -131,7 +134,7 @@ class Cuda:
         """What `torch.empty` makes under the current stream: of a CPU tensor's shape, dtype and strides."""
         self._not_captured("memory is taken")
         if not like.numel():
-            return Tensor(torch.empty_like(like), _Handle(_Block(self, like, self.default)))
+            return self.tensor_type(torch.empty_like(like), _Handle(_Block(self, like, self.default)))
         num_bytes = -(-_extent(like) // _ROUND) * _ROUND
         stream, waiting = self.current(), self._deferred
         self._deferred = []
@@ -144,15 +147,20 @@ class Cuda:
                 self._deferred.append((block, events))
         fitting = [block for block in self._free if block.stream is stream and len(block.memory) >= num_bytes]
         if fitting:
-            block = self.rng.choice(fitting)
+            block = self.choose(fitting)
             self._free.remove(block)
         else:
             block = _Block(self, torch.full((num_bytes,), self.rng.randrange(1, 255), dtype=torch.uint8), stream)
             self.num_fresh += 1
+            self.num_bytes += num_bytes
         handle = _Handle(block)
         weakref.finalize(handle, self._freed, block).atexit = False
         flat = block.memory[: _extent(like)].view(like.dtype)
-        return Tensor(flat.as_strided(like.shape, like.stride()), handle)
+        return self.tensor_type(flat.as_strided(like.shape, like.stride()), handle)
+
+    def choose(self, fitting: list[_Block]) -> _Block:
+        """Which of the free blocks serves what fits into each."""
+        return self.rng.choice(fitting)
 
     def _freed(self, block: _Block) -> None:
         events = [Event(self) for _ in block.used_by]
@@ -409,11 +417,13 @@ class Tensor(torch.Tensor):
         return self.memory.clone()
 
     def to(self, *args: Any, **options: Any) -> Any:
-        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **options)
+        copy = options.pop("copy", False)
+        device, dtype, non_blocking, memory_format = _parsed(*args, **options)
         if device is not None and device.type == "cpu":
             return self.cpu().to(dtype)
         more = {} if memory_format is None else {"memory_format": memory_format}
-        return torch.Tensor.to(self, self.dtype if dtype is None else dtype, non_blocking, **more)
+        found = torch.Tensor.to(self, self.dtype if dtype is None else dtype, non_blocking, **more)
+        return found.clone() if copy and found is self else found
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -422,13 +432,22 @@ class Tensor(torch.Tensor):
         cuda, schema = ours[0].handle.cuda, func._schema
         of_returns = [returned.alias_info for returned in schema.returns]
         if any(alias is not None and not alias.is_write for alias in of_returns):  # a view
-            there, found = tree_map(_memory, (args, kwargs)), None
+            there, found = tree_map(memory_of, (args, kwargs)), None
             found = func(*there[0], **there[1])
-            return tree_map(lambda x: Tensor(x, ours[0].handle) if isinstance(x, torch.Tensor) else x, found)
+            made = cuda.tensor_type
+            return tree_map(lambda x: made(x, ours[0].handle) if isinstance(x, torch.Tensor) else x, found)
         return cuda._operation(func, args, kwargs)
 
 
-def _memory(value: Any) -> Any:
+def _parsed(*args: Any, **options: Any) -> Any:
+    """Device, dtype, non_blocking and memory_format of what `Tensor.to` is given."""
+    if args and isinstance(args[0], Tensor):
+        return CUDA, args[0].dtype, False, None
+    with torch._C.DisableTorchFunction():
+        return torch._C._nn._parse_to(*args, **options)
+
+
+def memory_of(value: Any) -> Any:
     return value.memory if isinstance(value, Tensor) else value
 
 
@@ -461,7 +480,7 @@ def _operation(self: Cuda, func: Any, args: Any, kwargs: Any) -> Any:
 
     def argument(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) or not isinstance(leaf, torch.Tensor) or id(leaf) in hosts:
-            return _memory(leaf)
+            return memory_of(leaf)
         return self.source(leaf)
 
     given, given_named = torch.utils._pytree.tree_unflatten([argument(leaf) for leaf in flat], spec)
@@ -493,6 +512,7 @@ def _operation(self: Cuda, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 Cuda._operation = _operation  # type: ignore[attr-defined]
+Cuda.tensor_type = Tensor
 
 
 class _Factories(TorchFunctionMode):
@@ -510,7 +530,9 @@ class _Factories(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return cuda.pin(args[0])
         if func is torch.Tensor.to and not isinstance(args[0], Tensor):
-            device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+            copy = kwargs.pop("copy", False)
+            device, dtype, non_blocking, memory_format = _parsed(*args[1:], **kwargs)
+            kwargs |= {"copy": True} if copy else {}
             if device is not None and device.type == "cuda":
                 source = args[0] if dtype is None else args[0].to(dtype)
                 like = source if memory_format is None else source.contiguous(memory_format=memory_format)

@@ -19,10 +19,6 @@ from raypipe.train.learning import Ema, build_optimizer, small_model
 from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.batch import HostBatch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 PRESETS = ("none", "light", "standard", "strong", "randaugment", "trivialaugment")
 SIZE, ROWS = 32, 16
 

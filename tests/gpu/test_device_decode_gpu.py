@@ -20,8 +20,6 @@ from raypipe.transform.batch import HostBatch
 from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, made, pack
 from raypipe.transform.sample_transform import EncodedSample
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
 SIZE = 96
 LIBRARIES = dict(jpeg_decoders.LIBRARIES)
 BOX = (0, 0, 240, 320)

@@ -19,8 +19,6 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.spec import StreamSpec
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.cluster,
     pytest.mark.usefixtures("ray_cluster"),
 ]

@@ -23,8 +23,6 @@ from raypipe.errors import ResourceError, RunError
 from raypipe.train.launch import train
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.cluster,
     pytest.mark.timeout(240),
 ]

@@ -21,8 +21,6 @@ from raypipe.metrics.timing import has_drained, mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 CUDA = torch.device("cuda")
 # Cycles that keep a stream busy for some ms, far longer than the transfers here take.
 BUSY = 10_000_000

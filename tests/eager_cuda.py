@@ -1,0 +1,224 @@
+"""A CUDA device that is not there, for the bodies of tests/gpu: their code runs, with its results, on the host.
+
+It is the device of simulated_cuda.py, but for the order: an operation is done as soon as it is launched, so any
+code may use it, with threads of its own. What it shows are mistakes of calls: of names and arguments that have
+changed, of tensors that are on different devices, of a host that would wait where it must not, of streams that
+nothing orders (torch's sanitizer judges them). What it cannot show is in `UNLIKE`, and in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import simulated_cuda
+import torch
+from pretend import READS
+from simulated_cuda import CUDA, Cuda, Event, Stream
+from torch.utils._pytree import tree_leaves, tree_map
+
+from raypipe.device import ring
+
+# Test, or module of tests → why it cannot run here.
+UNLIKE = {
+    "test_loop_gpu": "runs in processes of Ray, which have no pretended device",
+    "test_loader_gpu": "runs in processes of Ray, which have no pretended device",
+}
+# On CUDA these take indices that are in host memory.
+_TAKES_HOST = ("aten.copy_", "aten._to_copy", "aten.index.", "aten.index_put")
+
+
+class Tensor(simulated_cuda.Tensor):
+    """Also as a parameter: copied, saved and loaded."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.cpu().detach().__reduce_ex__(protocol)
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        self.handle.cuda.host_waits("cpu")  # type: ignore[attr-defined]
+        return super().cpu()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+
+class EagerCuda(Cuda):
+    """Attributes: waiting_is_an_error, as torch.cuda.set_sync_debug_mode("error") says."""
+
+    tensor_type = Tensor
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        super().__init__(0)
+        self.host = SimpleNamespace(pause=self._pause)  # type: ignore[assignment]
+        self.waiting_is_an_error = False
+        self.num_allocated = self.num_pinned = 0
+        self._graph: Graph | None = None
+
+    def _pause(self, until: Callable[[], bool] | None = None) -> None:
+        """Do all that has been launched."""
+        with self._lock:
+            while self._advance(True):
+                pass
+            assert until is None or until()
+
+    def tell(self, what: str, *numbers: int) -> None:
+        with self._lock:
+            super().tell(what, *numbers)
+
+    def launch(self, stream: Stream, run: Callable[[], Any], reads: set[int], writes: set[int], name: str) -> None:
+        with self._lock:
+            if self._graph is not None and self.is_capturing():
+                self._graph.operations.append(run)
+            else:
+                super().launch(stream, run, reads, writes, name)
+
+    def allocate(self, like: torch.Tensor) -> Any:
+        with self._lock:
+            self.num_allocated += 1
+            return super().allocate(like)
+
+    def choose(self, fitting: list[Any]) -> Any:
+        return min(fitting, key=lambda block: len(block.memory))
+
+    def _freed(self, block: Any) -> None:
+        with self._lock:
+            super()._freed(block)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_pinned += 1
+        return super().pin(tensor)
+
+    def host_waits(self, name: str) -> None:
+        if self.waiting_is_an_error:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
+
+    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, leaves = str(func), tree_leaves((args, kwargs))
+        hosts = [
+            each for each in leaves if isinstance(each, torch.Tensor) and not isinstance(each, Tensor) and each.ndim
+        ]
+        if hosts and not name.startswith(_TAKES_HOST):
+            raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0 and cpu, in {name}")
+        masks = name.startswith("aten.index") and any(
+            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+            for each in tree_leaves(args[1:2])
+        )
+        if masks or any(read in name for read in READS):
+            self.host_waits(name)
+        writes = any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
+        if writes:
+            result = super()._operation(func, args, kwargs)  # type: ignore[misc]
+            return result if func._schema.returns else None
+        # Once, unlike there: some write to what their schema does not say (native_batch_norm).
+        here = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        given, given_named = tree_map(simulated_cuda.memory_of, (args, here))
+
+        def computed() -> Any:
+            with torch.no_grad():
+                return func(*given, **given_named)
+
+        reads = {each.handle.number for each in leaves if isinstance(each, Tensor)}
+        made: list[Any] = []
+
+        def wrapped(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            made.append(self.allocate(value))
+            made[-1].memory.copy_(value)
+            return made[-1]
+
+        def again() -> None:
+            values = (each for each in tree_leaves(computed()) if isinstance(each, torch.Tensor))
+            for place, value in zip(places, values, strict=True):
+                place.copy_(value)
+
+        result = tree_map(wrapped, computed())
+        places = [each.memory for each in made]
+        run = again if self.is_capturing() else lambda: None  # done already; a graph does it anew
+        self.launch(self.current(), run, reads, {each.handle.number for each in made}, name)
+        return result
+
+    # Graphs
+
+    def _not_captured(self, what: str) -> None:
+        if not (self.is_capturing() and what == "memory is taken"):  # from the graph's own pool
+            super()._not_captured(what)
+
+    @contextlib.contextmanager
+    def graph(self, graph: Graph, capture_error_mode: str = "global", **_: Any) -> Iterator[None]:
+        self._graph = graph
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "_capturing", None)
+            stack.callback(setattr, self, "_graph", None)
+            stack.enter_context(self.capture(capture_error_mode))
+            yield
+
+    # The rest of torch.cuda
+
+    def _names(self) -> dict[str, Any]:
+        return {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "get_device_name": lambda *_: "a pretended device",
+            "_sleep": lambda cycles: None,
+            "graph": self.graph,
+            "CUDAGraph": Graph,
+            "set_sync_debug_mode": lambda mode: setattr(self, "waiting_is_an_error", mode == "error"),
+            "memory_stats": lambda *_: {"allocation.all.allocated": self.num_allocated},
+            "host_memory_stats": lambda: {"active_requests.allocated": self.num_pinned},
+            "memory_reserved": lambda *_: self.num_bytes,
+            "default_generators": (torch.default_generator,),
+            "get_rng_state": lambda *_: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        }
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        autocast, generator = torch.autocast, torch.Generator
+
+        def on_host(device_type: str, *args: Any, **options: Any) -> Any:
+            return autocast("cpu", *args, **options)
+
+        grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+
+        def by_device(tensors: Any, *args: Any) -> Any:
+            """torch takes all tensors of Python's for the host's."""
+            ours = any(isinstance(each, Tensor) for each in tree_leaves(tensors))
+            return {(CUDA if ours else of[0], of[1]): found for of, found in grouped(tensors, *args).items()}
+
+        overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().installed())
+            ring._copy_stream.cache_clear()
+            stack.callback(ring._copy_stream.cache_clear)
+            stack.enter_context(mock.patch.multiple(torch.cuda, **self._names()))
+            stack.enter_context(mock.patch.object(torch, "autocast", on_host))
+            stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": generator()))
+            for module in ("torch.optim.optimizer", "torch.nn.utils.clip_grad"):
+                stack.enter_context(mock.patch.object(sys.modules[module], "_group_tensors_by_device_and_dtype", by_device))
+            torch.__future__.set_overwrite_module_params_on_conversion(True)
+            stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
+            yield
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.operations: list[Callable[[], Any]] = []
+
+    def replay(self) -> None:
+        for run in self.operations:
+            run()

@@ -9,7 +9,7 @@ nothing orders (torch's sanitizer judges them). What it cannot show is in `UNLIK
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,8 +20,7 @@ from unittest import mock
 import simulated_cuda
 import torch
 from pretend import READS
-from simulated_cuda import CUDA, Cuda, Event, Stream
-from torch.utils._pytree import tree_leaves, tree_map
+from simulated_cuda import CUDA, Cuda, Stream, mapped, memory_of, tensors_of
 
 from raypipe.device import ring
 
@@ -29,9 +28,16 @@ from raypipe.device import ring
 UNLIKE = {
     "test_loop_gpu": "runs in processes of Ray, which have no pretended device",
     "test_loader_gpu": "runs in processes of Ray, which have no pretended device",
+    "test_two_ranks_learn_what_one_does": "its processes have no pretended device",
+    "test_a_compiled_model_learns_what_the_plain_one_does": "a compiler makes kernels for the tensors' true device",
+    "test_pinned_memory_is_what_the_page_says": "torch's allocator of pinned memory is not imitated",
+    "test_a_device_that_has_drained_is_told_from_one_at_work[True]": "an operation is done at once: no device is busy",
+    "test_the_copy_of_a_state_is_that_of_its_step_though_the_host_never_waits_and_goes_on": (
+        "the tensors have no storage on the device"
+    ),
 }
 # On CUDA these take indices that are in host memory.
-_TAKES_HOST = ("aten.copy_", "aten._to_copy", "aten.index.", "aten.index_put")
+_TAKES_HOST = ("aten.copy_", "aten._to_copy", "aten.index.", "aten.index_put", "aten._has_compatible")
 
 
 class Tensor(simulated_cuda.Tensor):
@@ -50,6 +56,9 @@ class Tensor(simulated_cuda.Tensor):
     def cpu(self, *_: Any) -> torch.Tensor:
         self.handle.cuda.host_waits("cpu")  # type: ignore[attr-defined]
         return super().cpu()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{CUDA}')"
 
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
@@ -89,10 +98,13 @@ class EagerCuda(Cuda):
     def allocate(self, like: torch.Tensor) -> Any:
         with self._lock:
             self.num_allocated += 1
-            return super().allocate(like)
+            made = super().allocate(like)
+            if self._graph is not None and self.is_capturing():
+                self._graph.memory.append(made)
+            return made
 
     def choose(self, fitting: list[Any]) -> Any:
-        return min(fitting, key=lambda block: len(block.memory))
+        return min(fitting, key=lambda block: block.num_bytes)
 
     def _freed(self, block: Any) -> None:
         with self._lock:
@@ -107,47 +119,41 @@ class EagerCuda(Cuda):
             raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name, leaves = str(func), tree_leaves((args, kwargs))
-        hosts = [
-            each for each in leaves if isinstance(each, torch.Tensor) and not isinstance(each, Tensor) and each.ndim
-        ]
-        if hosts and not name.startswith(_TAKES_HOST):
+        name, leaves = str(func), list(tensors_of((args, kwargs)))
+        if any(not isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and not name.startswith(_TAKES_HOST):
             raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0 and cpu, in {name}")
         masks = name.startswith("aten.index") and any(
-            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
-            for each in tree_leaves(args[1:2])
+            each.dtype in (torch.bool, torch.uint8) for each in tensors_of(args[1:2])
         )
         if masks or any(read in name for read in READS):
             self.host_waits(name)
-        writes = any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
-        if writes:
+        if _writes(func):
             result = super()._operation(func, args, kwargs)  # type: ignore[misc]
-            return result if func._schema.returns else None
+            one = result[0] if isinstance(result, tuple) and len(func._schema.returns) == 1 else result
+            return one if func._schema.returns else None
         # Once, unlike there: some write to what their schema does not say (native_batch_norm).
         here = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-        given, given_named = tree_map(simulated_cuda.memory_of, (args, here))
+        given, given_named = mapped(memory_of, (args, here))
 
         def computed() -> Any:
             with torch.no_grad():
                 return func(*given, **given_named)
 
-        reads = {each.handle.number for each in leaves if isinstance(each, Tensor)}
         made: list[Any] = []
 
-        def wrapped(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
+        def placed(value: torch.Tensor) -> Any:
             made.append(self.allocate(value))
             made[-1].memory.copy_(value)
             return made[-1]
 
+        result = mapped(placed, computed())
+        places = [each.memory for each in made]
+
         def again() -> None:
-            values = (each for each in tree_leaves(computed()) if isinstance(each, torch.Tensor))
-            for place, value in zip(places, values, strict=True):
+            for place, value in zip(places, tensors_of(computed()), strict=True):
                 place.copy_(value)
 
-        result = tree_map(wrapped, computed())
-        places = [each.memory for each in made]
+        reads = {each.handle.number for each in leaves if isinstance(each, Tensor)}
         run = again if self.is_capturing() else lambda: None  # done already; a graph does it anew
         self.launch(self.current(), run, reads, {each.handle.number for each in made}, name)
         return result
@@ -197,7 +203,7 @@ class EagerCuda(Cuda):
 
         def by_device(tensors: Any, *args: Any) -> Any:
             """torch takes all tensors of Python's for the host's."""
-            ours = any(isinstance(each, Tensor) for each in tree_leaves(tensors))
+            ours = any(isinstance(each, Tensor) for each in tensors_of(tensors))
             return {(CUDA if ours else of[0], of[1]): found for of, found in grouped(tensors, *args).items()}
 
         overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
@@ -210,14 +216,25 @@ class EagerCuda(Cuda):
             stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": generator()))
             for module in ("torch.optim.optimizer", "torch.nn.utils.clip_grad"):
                 stack.enter_context(mock.patch.object(sys.modules[module], "_group_tensors_by_device_and_dtype", by_device))
+            # It would ask the driver.
+            health = "_accelerator_graph_capture_health_check"
+            stack.enter_context(mock.patch.object(torch.optim.Optimizer, health, lambda *_: None, create=True))
             torch.__future__.set_overwrite_module_params_on_conversion(True)
             stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
             yield
 
 
+@functools.cache
+def _writes(func: Any) -> bool:
+    return any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
+
+
 class Graph:
+    """Attributes: operations, what was launched while it was captured; memory, which is no other's from then on."""
+
     def __init__(self) -> None:
         self.operations: list[Callable[[], Any]] = []
+        self.memory: list[Tensor] = []
 
     def replay(self) -> None:
         for run in self.operations:

@@ -40,7 +40,7 @@ import torchvision
 from simulated_host import Host
 from torch.cuda._sanitizer import EventHandler
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from raypipe.device.jpeg_decoders import LIBRARIES, by_torchvision
 
@@ -145,7 +145,7 @@ class Cuda:
                 self._free.append(block)
             else:
                 self._deferred.append((block, events))
-        fitting = [block for block in self._free if block.stream is stream and len(block.memory) >= num_bytes]
+        fitting = [block for block in self._free if block.stream is stream and block.num_bytes >= num_bytes]
         if fitting:
             block = self.choose(fitting)
             self._free.remove(block)
@@ -367,6 +367,7 @@ class _Block:
 
     def __init__(self, cuda: Cuda, memory: torch.Tensor, stream: Stream) -> None:
         self.cuda, self.memory, self.stream, self.number = cuda, memory, stream, _ROUND * cuda.number()
+        self.num_bytes = len(memory) if memory.ndim else 0
         self.used_by: list[Stream] = []
 
 
@@ -428,15 +429,11 @@ class Tensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        cuda, schema = ours[0].handle.cuda, func._schema
-        of_returns = [returned.alias_info for returned in schema.returns]
-        if any(alias is not None and not alias.is_write for alias in of_returns):  # a view
-            there, found = tree_map(memory_of, (args, kwargs)), None
-            found = func(*there[0], **there[1])
-            made = cuda.tensor_type
-            return tree_map(lambda x: made(x, ours[0].handle) if isinstance(x, torch.Tensor) else x, found)
-        return cuda._operation(func, args, kwargs)
+        handle = next(leaf.handle for leaf in tensors_of((args, kwargs)) if isinstance(leaf, Tensor))
+        if _is_view(func):
+            there = mapped(memory_of, (args, kwargs))
+            return mapped(lambda x: handle.cuda.tensor_type(x, handle), func(*there[0], **there[1]))
+        return handle.cuda._operation(func, args, kwargs)
 
 
 def _parsed(*args: Any, **options: Any) -> Any:
@@ -445,6 +442,32 @@ def _parsed(*args: Any, **options: Any) -> Any:
         return CUDA, args[0].dtype, False, None
     with torch._C.DisableTorchFunction():
         return torch._C._nn._parse_to(*args, **options)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Those among an operator's arguments, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(each)
+
+
+def mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """An operator's arguments or results with `function` of each tensor in its place."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(function, each) for each in value])
+    if isinstance(value, dict):
+        return {key: mapped(function, each) for key, each in value.items()}
+    return value
 
 
 def memory_of(value: Any) -> Any:

@@ -50,6 +50,8 @@ _ALL = (
     Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, beside other work."),
     Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
     Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
+    Metric("raypipe_trainer_micro_batches_total", _RANK_SPLIT, "Micro-batches that a rank asked for."),
+    Metric("raypipe_trainer_drained_total", _RANK_SPLIT, "Those before which the GPU had finished its work."),
     Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
     Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the start of a loader to its first batch."),
     Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
@@ -146,7 +148,8 @@ class TrainerMetrics(Recorder):
         self._recorded_at = time.monotonic()
         for split, of in times.items():
             seconds = {f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s") for stage in STAGES}
-            self.reach(seconds | {"trainer_images_total": of.images}, split=split)
+            counts = {f"trainer_{name}_total": getattr(of, name) for name in ("images", "micro_batches", "drained")}
+            self.reach(seconds | counts, split=split)
         self.reach({"trainer_steps_total": steps})
         self.set({"trainer_first_batch_seconds": first_batch_s})
         if self._rank == 0:

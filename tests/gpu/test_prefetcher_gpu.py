@@ -115,7 +115,8 @@ def test_batches_of_many_shapes_share_the_slots() -> None:
     sizes = [16, 3, 16, 7, 1, 16, 9] * 5
     pointers, kept = set(), []
     for step, batch in enumerate(on_device(map(host_batch, range(35), sizes), CUDA, lambda at: 0)):
-        pointers.add(batch.image.data_ptr())
+        if step >= 8:  # from then on each of the three slots has held a batch of 16
+            pointers.add(batch.image.data_ptr())
         torch.cuda._sleep(BUSY // 10)
         kept.append((batch.image.clone(), batch.target.clone()))
         assert len(batch.target) == sizes[step]

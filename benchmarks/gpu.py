@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                      # JPEGs made on the spot
     python benchmarks/gpu.py --store imagenet.lmdb
+    python benchmarks/gpu.py --device cpu --quick # to try it out, in a minute or two, without a GPU
 
     resident        the training loop fed from one tensor that stays on the device: the ceiling of the device
     ring            the same, fed from host memory through the pinned ring: is the copy hidden?
@@ -15,10 +16,13 @@
                     for each preset without mixing, and for StepBatchNorm at one micro-batch to a step
     launches        kernels, copies and fills that they give to the device
     beside          rate of a loop of small torch operations while the same process consumes the stream, a
-                    micro-batch every --pace-ms, over its rate alone
+                    micro-batch every --pace-ms, over its rate alone. The stream is executed outside of the process
+                    (by Ray), and for beside_inline in it (`pool.engine: inline`)
+    stream_inline   the stream made in this process, with as many threads
+    each            where there are several GPUs: `resident`, and `ring`, by a process for each of them at once
 
 Ratios are of one run, medians over --repeats; the variants take turns, since clocks drift. The last line is one
-JSON object. On a machine without CUDA it runs on the CPU, to be tried out.
+JSON object. Each figure is of the chip that `device` names.
 """
 
 from __future__ import annotations
@@ -122,13 +126,20 @@ def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Ite
 
 
 def streamed(
-    args: Any, device: torch.device, store: str, decode: Any = "cpu", share: float = 1.0
+    args: Any,
+    device: torch.device,
+    store: str,
+    decode: Any = "cpu",
+    share: float = 1.0,
+    engine: Any = "ray",
 ) -> Iterator[Fed]:
     spec = raypipe.StreamSpec(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
         transform=TransformConfig(train=args.transform, size=args.size, decode=decode, gpu_share=share),
-        pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors),
+        pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors)
+        if engine == "ray"
+        else raypipe.PoolConfig(engine="inline", threads=args.actors),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loader = raypipe.loader(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)
@@ -209,7 +220,31 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
                 f"{prefix}decode_stream_images_per_s": decoded,
                 f"{prefix}share_stream_images_per_s": half,
             }
-        yield {"beside": measure_beside(args, device, store)}
+        inline = loop.images_per_s(streamed(args, device, store, engine="inline"), args.steps, warmup)
+        yield {"stream_inline_images_per_s": inline}
+        beside = {engine: measure_beside(args, device, store, engine) for engine in ("ray", "inline")}
+        yield {"beside": beside["ray"], "beside_inline": beside["inline"]}
+
+
+def measure_each(args: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A process for each GPU, all at once, as ranks of one host are."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if count < 2:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure_one, (args, folder), nprocs=count)
+        found = [json.loads(Path(folder, str(number)).read_text()) for number in range(count)]
+    yield {f"each_{name}_images_per_s": [each[name] for each in found] for name in ("resident", "ring")}
+
+
+def measure_one(number: int, args: Any, folder: str) -> None:
+    """Runs in a process of its own, on the GPU of that number."""
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    loop, plain = Loop(args.model, device), DeviceAugment(AugmentConfig(), device, torch.bfloat16)
+    feeds = {"resident": resident(args, plain, device), "ring": through_ring(args, plain, device)}
+    found = {name: loop.images_per_s(batches, args.steps) for name, batches in feeds.items()}
+    Path(folder, str(number)).write_text(json.dumps(found))
 
 
 def measure_host(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
@@ -255,7 +290,7 @@ def launches(part: Callable[[], Any], loop: Loop, calls: int = 8) -> float:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events()) / calls
 
 
-def measure_beside(args: Any, device: torch.device, store: str) -> float:
+def measure_beside(args: Any, device: torch.device, store: str, engine: str) -> float:
     """Of a loop of small operations, whose rate is the host's: its share beside a stream."""
     small = torch.zeros(8, device=device)
 
@@ -268,7 +303,7 @@ def measure_beside(args: Any, device: torch.device, store: str) -> float:
             count += 100
         return count / passed
 
-    batches = streamed(args, device, store)
+    batches = streamed(args, device, store, engine=engine)
     operations(0.5)
     alone = [operations(args.pace_ms / 1000) for _ in range(40)]
     for _ in range(4 * args.actors + 4):
@@ -277,6 +312,7 @@ def measure_beside(args: Any, device: torch.device, store: str) -> float:
     for _ in range(40):
         next(batches)
         beside.append(operations(args.pace_ms / 1000))
+    batches.close()  # type: ignore[attr-defined]
     return statistics.mean(beside) / statistics.mean(alone)
 
 
@@ -308,13 +344,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the CPU ceiling, about")
     parser.add_argument("--pace-ms", type=float, default=60.0, help="as resnet50 takes for 256 images on an H100")
+    parser.add_argument("--device", default="", help="cuda, cuda:1 or cpu; empty = a GPU, if there is one")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see whether all of it runs")
     parser.add_argument("--actors", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chip = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})"
+    if args.quick:
+        args.model = args.small_model = "small"
+        args.size, args.micro_batch_size, args.steps, args.repeats = 32, 8, 4, 1
+        args.seconds, args.pace_ms, args.actors = 1.0, 5.0, 1
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     found: dict[str, Any] = {"device": chip, "torch": torch.__version__}
     found |= {"model": args.model, "small_model": args.small_model, "micro_batch": args.micro_batch_size}
-    for part in measure(args, device):
+    for part in itertools.chain(measure(args, device), measure_each(args, device)):
         print(part, flush=True)
         found |= part
     table = Table(title=f"{args.model}, {args.size} px, micro-batch {args.micro_batch_size}, {chip}")

@@ -30,7 +30,6 @@ from raypipe.stores.destination import write_atomically
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long tests too, and the long forms of others")
-    parser.addoption("--pretend-cuda", action="store_true", help="run tests/gpu without a GPU, as far as that goes")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

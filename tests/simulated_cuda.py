@@ -128,6 +128,9 @@ class Cuda:
         stream.queue.append(_Operation(run))
         self.host.pause()
 
+    def host_waits(self, name: str) -> None:
+        """Called where the host waits for the device without having said so."""
+
     # Memory
 
     def allocate(self, like: torch.Tensor) -> Tensor:
@@ -414,6 +417,7 @@ class Tensor(torch.Tensor):
         self.handle.cuda.host.pause()
 
     def cpu(self, *_: Any) -> torch.Tensor:
+        self.handle.cuda.host_waits("cpu")
         self.handle.cuda.current().synchronize()
         return self.memory.clone()
 
@@ -513,6 +517,7 @@ def _operation(self: Cuda, func: Any, args: Any, kwargs: Any) -> Any:
         writes = {leaf.handle.number for leaf in written if isinstance(leaf, Tensor)}
         self.launch(stream, run, reads, writes, func.name())
         if waits:
+            self.host_waits(func.name())
             stream.synchronize()
         return written[0] if len(written) == 1 else tuple(written)
     with torch.no_grad():

@@ -148,7 +148,9 @@ class TrainerMetrics(Recorder):
         self._recorded_at = time.monotonic()
         for split, of in times.items():
             seconds = {f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s") for stage in STAGES}
-            counts = {f"trainer_{name}_total": getattr(of, name) for name in ("images", "micro_batches", "drained")}
+            counts = {
+                f"trainer_{name}_total": getattr(of, name) for name in ("images", "micro_batches", "drained")
+            }
             self.reach(seconds | counts, split=split)
         self.reach({"trainer_steps_total": steps})
         self.set({"trainer_first_batch_seconds": first_batch_s})

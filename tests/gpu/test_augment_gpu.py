@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,3 +95,37 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
         for number in range(10, 38):
             step(number)
     assert torch.isfinite(losses)
+
+
+@pytest.mark.parametrize("preset", ["light", "standard", "strong"])
+def test_compiled_it_draws_and_makes_the_same(preset: Any) -> None:
+    config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
+    plain, compiled = (
+        DeviceAugment(replace(config, compile=each), cuda(), torch.float32) for each in (False, True)
+    )
+    for seed in range(6):
+        expected, mixed = run(plain, cuda(), seed)
+        found, found_mixed = run(compiled, cuda(), seed)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert (mixed is None) == (found_mixed is None)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_stream_of_its_own_gives_the_same_bits(preset: Any) -> None:
+    config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
+    expected, _ = run(DeviceAugment(config, cuda()), cuda(), 3)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # begins on an idle device, and sends all that it needs itself
+        torch.cuda._sleep(10_000_000)
+        found, _ = run(DeviceAugment(config, cuda()), cuda(), 3)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_device_that_is_not_the_current_one_gives_the_same_bits(preset: Any) -> None:
+    config, second = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0), torch.device("cuda", 1)
+    (first, _), (found, _) = (run(DeviceAugment(config, each), each, 3) for each in (cuda(), second))
+    assert found.device == second and torch.equal(found.cpu(), first.cpu())

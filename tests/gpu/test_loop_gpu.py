@@ -99,3 +99,16 @@ def test_more_trainers_than_gpus_are_refused_at_once_with_the_settings(
     with pytest.raises(ResourceError, match=r"2 trainers need 2 GPUs, the cluster has 1: .*train\.use_gpu=false"):
         run = run_of(stores, tmp_path)
         train(dataclasses.replace(run, train=dataclasses.replace(run.train, num_workers=2)))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(("optimizer", "amp"), [("sgd", "off"), ("adamw", "bf16"), ("sgd", "fp16")])
+def test_a_process_for_each_of_two_gpus_learns_by_nccl_what_one_does(
+    optimizer: Any, amp: Any, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    run, found = run_of(stores, tmp_path, amp=amp, ordered_sum="yes"), []
+    for num_workers in (1, 2):
+        settings = dataclasses.replace(run.train, optimizer=optimizer, num_workers=num_workers)
+        found.append(losses(train(dataclasses.replace(run, train=settings, name=f"{num_workers}-workers"))))
+    assert len(found[0]) == len(found[1]) > 0 and found[1] == pytest.approx(found[0], rel=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,25 @@ def test_two_ranks_learn_what_one_does(ordered_sum: Any, backend: str, tmp_path:
         assert_same_bits(first["model"], alone["model"])
         assert_same_bits(first["optimizer"], alone["optimizer"])
     assert_same_update(before, alone, first, to=0.02)
+
+
+def meets_itself(rank: int, folder: str) -> None:
+    """Runs in a process for each rank."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    try:
+        dist.all_reduce(torch.ones(3, device=CUDA))
+        torch.cuda.synchronize()
+    except dist.DistBackendError as error:
+        Path(folder, str(rank)).write_text(str(error))
+    os._exit(0)  # NCCL may wait for the other rank as it is torn down
+
+
+@pytest.mark.timeout(110)
+def test_nccl_refuses_two_ranks_of_one_device(tmp_path: Path) -> None:
+    """Therefore gloo, above; see docs/gpu.md. Should it ever accept them, the page changes."""
+    torch.multiprocessing.spawn(meets_itself, (str(tmp_path),), nprocs=2)
+    assert any("Duplicate GPU" in (tmp_path / str(rank)).read_text() for rank in range(2))
 
 
 # Between kinds of device

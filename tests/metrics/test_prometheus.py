@@ -20,7 +20,8 @@ from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.logs import configure_logs
-from raypipe.metrics.prometheus import METRICS
+from raypipe.metrics.prometheus import METRICS, TrainerMetrics
+from raypipe.metrics.timing import StageTimes
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
@@ -114,6 +115,26 @@ def ended(stopped: tuple[Loader, Any, Scrape], spec: StreamSpec) -> Scrape:
     )
 
 
+def test_what_a_rank_has_drained_is_counted_beside_its_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[str, float, dict[str, str]]] = []
+
+    class Counter:
+        def __init__(self, name: str, *_: Any) -> None:
+            self.name = name
+
+        def inc(self, amount: float, tags: dict[str, str]) -> None:
+            counted.append((self.name, amount, tags))
+
+        set = inc
+
+    monkeypatch.setattr("raypipe.metrics.prometheus._instrument", Counter)
+    metrics, labels = TrainerMetrics("run", 1), {"run": "run", "rank": "1", "split": "train"}
+    for drained in (3, 5):
+        metrics.record({"train": StageTimes(micro_batches=8, drained=drained)}, first_batch_s=0, steps=0)
+    assert ("raypipe_trainer_micro_batches_total", 8, labels) in counted
+    assert [amount for name, amount, _ in counted if name == "raypipe_trainer_drained_total"] == [3, 2]
+
+
 @pytest.mark.cluster
 def test_gauges_tell_where_a_stream_stands(stopped: tuple[Loader, Any, Scrape]) -> None:
     _, _, scrape = stopped
@@ -127,6 +148,9 @@ def test_counters_tell_what_has_happened(ended: Scrape, spec: StreamSpec) -> Non
     value = ended.value
     assert value("raypipe_trainer_images_total", rank="0", split="train") == 2 * 64
     assert value("raypipe_trainer_images_total", rank="0", split="val") == 2 * 20
+    # All but the very first, before which there was no work; and of a CPU it cannot be told that it has drained.
+    assert value("raypipe_trainer_micro_batches_total", split="train") == 2 * 8 - 1
+    assert value("raypipe_trainer_drained_total") is None
     assert value("raypipe_trainer_steps_total") == 2 * spec.plan.steps_per_epoch == 8
     assert value("raypipe_actor_micro_batches_total", split="train") == 2 * 8
     assert value("raypipe_actor_micro_batches_total", split="val") == 2 * 4  # the last is padding

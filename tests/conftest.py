@@ -38,6 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     those of the shared cluster in the other, half of them in whichever is free first. They come first, since they
     take longest. Tests that need none stay together by module, and go to the process that is free.
     """
+    if ours := [item for item in items if "cuda_or_pretended" in getattr(item, "fixturenames", ())]:
+        import eager_cuda
+
+        eager_cuda.skip_what_cannot_run(ours)
     for item in items:
         if item.get_closest_marker("soak") and not item.config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="long: run with --soak"))
@@ -55,6 +59,21 @@ def _group(item: pytest.Item) -> str:
     if "ray_cluster" in getattr(item, "fixturenames", ()):
         return _SHARED[Path(item.path).parent.name not in ("tests", "commands")]
     return _OWN if item.get_closest_marker("cluster") else Path(item.path).stem
+
+
+@pytest.fixture
+def cuda_or_pretended() -> Iterator[None]:
+    """A CUDA device; where there is none the pretended one, on which nothing may have been left unordered."""
+    import eager_cuda
+    from without_ray import one_thread
+
+    if eager_cuda.HAS_CUDA:
+        yield
+        return
+    cuda = eager_cuda.EagerCuda()
+    with one_thread(), cuda.installed():
+        yield
+    assert not cuda.errors
 
 
 @pytest.fixture(scope="session")

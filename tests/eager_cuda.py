@@ -13,10 +13,12 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import simulated_cuda
 import torch
 from pretend import READS
@@ -48,6 +50,23 @@ LONG = {
 }
 # On CUDA these take indices that are in host memory.
 _TAKES_HOST = ("aten.copy_", "aten._to_copy", "aten.index.", "aten.index_put", "aten._has_compatible")
+
+
+HAS_CUDA = torch.cuda.is_available()
+
+
+def skip_what_cannot_run(items: list[pytest.Item]) -> None:
+    """Of what takes long, and of tests with many parameters, all run with --soak."""
+    of_test: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        of_test.setdefault((Path(item.path).stem, getattr(item, "originalname", "")), []).append(item)
+    for (module, name), found in of_test.items():
+        long = [] if found[0].config.getoption("--soak") else found if name in LONG else found[1:-1]
+        for item in found if not HAS_CUDA else ():
+            if reason := UNLIKE.get(item.name) or UNLIKE.get(name) or UNLIKE.get(module):
+                item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
+            elif item in long:
+                item.add_marker(pytest.mark.skip(reason="long without a CUDA device: run with --soak"))
 
 
 class Tensor(simulated_cuda.Tensor):

@@ -20,6 +20,8 @@ from raypipe.train.learning import Ema, build_optimizer, small_model
 from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.batch import HostBatch
 
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
+
 PRESETS = ("none", "light", "standard", "strong", "randaugment", "trivialaugment")
 SIZE, ROWS = 32, 16
 

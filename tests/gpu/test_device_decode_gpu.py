@@ -20,6 +20,8 @@ from raypipe.transform.batch import HostBatch
 from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, made, pack
 from raypipe.transform.sample_transform import EncodedSample
 
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
+
 SIZE = 96
 LIBRARIES = dict(jpeg_decoders.LIBRARIES)
 BOX = (0, 0, 240, 320)

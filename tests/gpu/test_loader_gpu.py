@@ -19,6 +19,8 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.spec import StreamSpec
 
 pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("cuda_or_pretended"),
     pytest.mark.cluster,
     pytest.mark.usefixtures("ray_cluster"),
 ]

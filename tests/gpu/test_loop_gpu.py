@@ -23,6 +23,8 @@ from raypipe.errors import ResourceError, RunError
 from raypipe.train.launch import train
 
 pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("cuda_or_pretended"),
     pytest.mark.cluster,
     pytest.mark.timeout(240),
 ]

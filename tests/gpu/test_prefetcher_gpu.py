@@ -21,6 +21,8 @@ from raypipe.metrics.timing import has_drained, mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
 
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
+
 CUDA = torch.device("cuda")
 # Cycles that keep a stream busy for some ms, far longer than the transfers here take.
 BUSY = 10_000_000

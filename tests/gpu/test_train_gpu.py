@@ -23,6 +23,8 @@ from raypipe.train.background import HostCopy
 from raypipe.train.learning import Learner, build_optimizer, small_model
 from raypipe.transform.batch import HostBatch
 
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
+
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROWS, SIDE, PER_STEP = 8, 16, 4
 KINDS = [

@@ -30,6 +30,7 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.fused import apply, draw, fuse, pack
 from raypipe.device.mixing import Mixed, draw_mix, mix
+from raypipe.device.policies import POLICIES, Policy, apply_policy, draw_policy, policy_of
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
@@ -148,6 +149,9 @@ class DeviceAugment:
             )
         if targets and self._fused:
             raise _moves(f"{PRESETS[config.preset][0]['op']} of the preset {config.preset}")
+        self._policy: Policy | None = None
+        if others and others[0]["op"] in POLICIES:
+            self._policy = policy_of(**others.pop(0))
         self._operations = [build_operation(entry, targets, channels) for entry in (*others, *config.ops)]
         if config.module:
             self._operations.append(_user_module(config.module))
@@ -211,10 +215,16 @@ class DeviceAugment:
             rows, _, height, width = image.shape
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
             draws = draw(self._fused, rng, rows, height, width, strength)
+            if self._policy:  # after the flip
+                image = apply_policy(image, draws.flip, draw_policy(self._policy, rng, rows, strength))
+                return self._by_kornia(image, seed, strength) if self._operations else self.normalize(image)
             packed = torch.from_numpy(pack(self._fused, draws, height, width)).to(image.device, non_blocking=True)
         if not self._operations:
             return self._compute(image, packed)
-        image = self._preset(image, packed)
+        return self._by_kornia(self._preset(image, packed), seed, strength)
+
+    def _by_kornia(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
+        """The configuration's own operations, the user's module, and the normalisation."""
         if not image.is_floating_point():
             image = scaled(image)
         with _seeded(seed, self.device):

@@ -36,6 +36,7 @@ _RGB = np.linalg.inv(_YIQ)
 # Columns of the packed array. Distances are in pixels from the middle of the image.
 _FLIP, _SAMPLE, _COLOUR = 0, slice(1, 7), slice(7, 16)
 _MEAN, _BLUR, _ERASE = slice(16, 19), slice(19, 24), slice(24, 28)
+_BLEND, _MEAN_GREY = slice(7, 9), 9  # in the place of a matrix, where there is no hue
 COLUMNS = 28
 
 Range = tuple[float, float]
@@ -70,6 +71,11 @@ class Fused:
     erase: float = 0.0
     area: Range = (0.02, 0.33)
     ratio: Range = (0.3, 3.3)
+
+    @property
+    def turns_hue(self) -> bool:
+        """Else a colour is blended with its grey, which takes fewer passes than a matrix."""
+        return self.hue != (0.0, 0.0)
 
     @property
     def changes_colour(self) -> bool:
@@ -177,9 +183,14 @@ def pack(fused: Fused, draws: Draws, height: int, width: int) -> np.ndarray:
         weights = np.exp(-0.5 * (np.arange(-2, 3) / np.maximum(draws.sigma, 1e-6)[:, None]) ** 2)
         packed[:, _BLUR] = weights / weights.sum(1, keepdims=True)
     if fused.changes_colour:
-        packed[:, _COLOUR] = _colours(draws)
         # What contrast adds is a grey, which neither saturation nor hue changes.
-        packed[:, _MEAN] = ((1 - draws.contrast) * draws.brightness / 255)[:, None] * GREY
+        by_mean = (1 - draws.contrast) * draws.brightness / 255
+        if fused.turns_hue:
+            packed[:, _COLOUR] = _colours(draws)
+            packed[:, _MEAN] = by_mean[:, None] * GREY
+        else:
+            packed[:, _BLEND] = _blends(draws)
+            packed[:, _MEAN_GREY] = by_mean
         packed[:, _ERASE] = draws.box
     return packed
 
@@ -191,8 +202,12 @@ def _maps(draws: Draws, height: int, width: int) -> np.ndarray:
     undo = np.array([[cos, -sin], [sin, cos]])  # (2, 2, B)
     undo = np.concatenate([undo, -(undo * np.array([draws.x, draws.y])).sum(1, keepdims=True)], 1)
     undo[0] *= np.where(draws.flip, -1, 1)
-    undo *= 2 / np.array([width, height])[:, None, None]  # grid_sample's units
-    return undo.reshape(6, -1).T
+    return grid_units(np.moveaxis(undo, 2, 0), height, width)
+
+
+def grid_units(maps: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Maps (B, 2 or 3, 3) of places in pixels about the middle of the image, as `sampled` takes them: (B, 6)."""
+    return (maps[:, :2] * (2 / np.array([width, height]))[:, None]).reshape(len(maps), 6)
 
 
 def _colours(draws: Draws) -> np.ndarray:
@@ -205,6 +220,12 @@ def _colours(draws: Draws) -> np.ndarray:
     colour = np.where(draws.grey[:, None, None], to_grey, colour)
     colour = colour * (draws.brightness * draws.contrast / 255)[:, None, None]
     return np.swapaxes(colour, 1, 2).reshape(-1, 9)
+
+
+def _blends(draws: Draws) -> np.ndarray:
+    """The shares of a row's colour and of its grey, from [0, 255] to [0, 1]; (B, 2)."""
+    saturation = np.where(draws.grey, 0.0, draws.saturation)
+    return np.stack([saturation, 1 - saturation], 1) * (draws.brightness * draws.contrast / 255)[:, None]
 
 
 def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -221,17 +242,17 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
     if fused.changes_colour and not in_255:
         image, in_255 = image * 255, True
     if fused.affine:
-        image = _sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
+        image = sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
     elif fused.flip:
         image = torch.where(packed[:, _FLIP].view(-1, 1, 1, 1) > 0, image.flip(3), image)
     if fused.blur:
         image = _blurred(image.float(), packed[:, _BLUR])
     if fused.changes_colour:
-        return _coloured(image, packed)
+        return _erased((_turned if fused.turns_hue else _blended)(image, packed), packed)
     return image * (1 / 255) if in_255 and image.is_floating_point() else image
 
 
-def _sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+def sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     """Each row through its own affine map, float32 (B, 2, 3), of places about the middle; what is outside is 0."""
     _, _, height, width = image.shape
     x, y = (torch.arange((1 - n) / 2, n / 2, device=image.device, dtype=torch.float32) for n in (width, height))
@@ -252,17 +273,36 @@ def _blurred(image: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return flat.view(shape)
 
 
-def _coloured(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """The map of colour of each row, cut off at 0 and 1, and at 0 and 0 in the box that is erased."""
-    _, _, height, width = image.shape
+def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Each row through its own map of colour, not cut off as yet."""
     means = image.mean((2, 3), dtype=torch.float32)
     offset = (means * packed[:, _MEAN]).sum(1).view(-1, 1, 1, 1)
     colour = packed[:, _COLOUR].unflatten(1, (3, 3))[..., None, None]
     out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)
     torch.addcmul(offset, image[:, 0:1], colour[:, 0], out=out)
     # Channel by channel: as a product of matrices it might be taken in TF32, of ten bits.
-    out.addcmul_(image[:, 1:2], colour[:, 1]).addcmul_(image[:, 2:3], colour[:, 2])
-    places = torch.arange(max(height, width), device=image.device)
+    return out.addcmul_(image[:, 1:2], colour[:, 1]).addcmul_(image[:, 2:3], colour[:, 2])
+
+
+def grey_of(image: torch.Tensor) -> torch.Tensor:
+    """float32 (B, 1, H, W), in the units of the image."""
+    red, green, blue = GREY.tolist()
+    return (image[:, 0:1] * red).add_(image[:, 1:2], alpha=green).add_(image[:, 2:3], alpha=blue)
+
+
+def _blended(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """The same map of colour where there is no hue: a share of it, of its grey, and of the mean of that."""
+    grey = grey_of(image)
+    offset = grey.mean((2, 3), keepdim=True) * packed[:, _MEAN_GREY].view(-1, 1, 1, 1)
+    of_colour, of_grey = packed[:, _BLEND, None, None, None].unbind(1)
+    out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)
+    return torch.addcmul(torch.addcmul(offset, grey, of_grey), image, of_colour, out=out)
+
+
+def _erased(out: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """In place: cut off at 0 and 1, and at 0 and 0 in the box that is erased."""
+    height, width = out.shape[2:]
+    places = torch.arange(max(height, width), device=out.device)
     box = packed[:, _ERASE].unflatten(1, (2, 2, 1))
     inside = (places >= box[:, :, 0]) & (places < box[:, :, 1])
     rows, columns = inside[:, 0, :height], inside[:, 1, :width]

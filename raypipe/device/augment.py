@@ -9,8 +9,8 @@ Of views each crop goes through it by itself, up to the mixing, with a seed of i
 
 All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
 configuration, the seed and the strength alone, and nothing waits for the device. Where there is neither operation
-nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused`, but
-for the policies, which are Kornia's.
+nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused` and
+`raypipe.device.policies`, whose operations are raypipe's own.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
 augmentation of `kornia.augmentation` or a policy of `kornia.augmentation.auto`. A policy chooses its operations
@@ -43,7 +43,7 @@ Operation = Callable[[torch.Tensor, float], torch.Tensor]
 _FLIP = {"op": "RandomHorizontalFlip", "p": 0.5}
 _JITTER = {"op": "ColorJitter", "brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "p": 0.8}
 _ERASE = {"op": "RandomErasing", "p": 0.25, "scale": [0.02, 0.2]}
-# As Kornia's operations, of which `fuse` makes few passes over the images.
+# As Kornia's operations, of which `fuse` and `policy_of` make few passes over the images.
 PRESETS: dict[str, list[dict[str, Any]]] = {
     "none": [],
     "light": [_FLIP],

@@ -3,7 +3,7 @@
     fuse     operations, as a configuration lists them → those of the first that are one fused whole, and the rest
     draw     what a micro-batch does, row by row, on the host
     pack     → one small float32 array (B, COLUMNS), the only thing that is sent to the device
-    apply    uint8 images → flip, or one affine sampling of all geometry → blur → one matrix of colour → erase
+    apply    uint8 images → flip, or one affine sampling of all geometry → blur → one map of colour → erase
 
 The operations are those of Kornia that a preset names, drawn from a generator of their own. They differ so:
 
@@ -29,7 +29,8 @@ import torch
 from torch.nn import functional
 
 # ITU-R BT.601, as in Kornia; the other two rows of YIQ are those of the FCC's NTSC.
-GREY = np.array([0.299, 0.587, 0.114])
+_RED, _GREEN, _BLUE = 0.299, 0.587, 0.114
+GREY = np.array([_RED, _GREEN, _BLUE])
 _YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _RGB = np.linalg.inv(_YIQ)
 
@@ -286,8 +287,7 @@ def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 def grey_of(image: torch.Tensor) -> torch.Tensor:
     """float32 (B, 1, H, W), in the units of the image."""
-    red, green, blue = GREY.tolist()
-    return (image[:, 0:1] * red).add_(image[:, 1:2], alpha=green).add_(image[:, 2:3], alpha=blue)
+    return (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
 
 
 def _blended(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:

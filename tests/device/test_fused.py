@@ -115,6 +115,12 @@ def test_brightness_contrast_and_saturation() -> None:
         close(done(draws, image, fused), all_three)
 
 
+def test_without_hue_a_blend_with_grey_is_what_the_matrix_is() -> None:
+    draws = neutral(brightness=SOME, contrast=SOME[::-1], saturation=SOME, grey=np.arange(ROWS) == 3)
+    for image in (images(), images() / 255, images().contiguous()):
+        close(done(draws, image, Fused(jitter=1.0, grey=0.5, erase=0.5)), done(draws, image), 1e-5)
+
+
 def test_colours_are_cut_off_once_at_the_end() -> None:
     bright = torch.full((ROWS, 3, HEIGHT, WIDTH), 200, dtype=torch.uint8)
     draws = neutral(brightness=np.full(ROWS, 1.5), saturation=np.full(ROWS, 1.2))

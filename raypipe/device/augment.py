@@ -10,7 +10,7 @@ Of views each crop goes through it by itself, up to the mixing, with a seed of i
 All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
 configuration, the seed and the strength alone, and nothing waits for the device. Where there is neither operation
 nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused` and
-`raypipe.device.policies`, whose operations are raypipe's own.
+`raypipe.device.fused_policies`, whose operations are raypipe's own.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
 augmentation of `kornia.augmentation` or a policy of `kornia.augmentation.auto`. A policy chooses its operations
@@ -29,8 +29,8 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.fused import apply, draw, fuse, pack
+from raypipe.device.fused_policies import POLICIES, Policy, apply_policy, draw_policy, policy_of
 from raypipe.device.mixing import Mixed, draw_mix, mix
-from raypipe.device.policies import POLICIES, Policy, apply_policy, draw_policy, policy_of
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name

@@ -18,7 +18,7 @@ from pretend import CPU
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
-from raypipe.device.policies import POLICIES, Drawn, Policy, apply_policy, draw_policy, policy_of
+from raypipe.device.fused_policies import POLICIES, Drawn, Policy, apply_policy, draw_policy, policy_of
 
 ROWS, HEIGHT, WIDTH = 5, 24, 32
 NO_FLIP, ALL = np.zeros(ROWS, bool), np.ones(ROWS, bool)

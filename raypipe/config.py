@@ -168,6 +168,7 @@ class PlanConfig(_Section, prefix="plan."):
         repeats_in: "step": the copies in different micro-batches of a step; "micro_batch": side by side in one.
         buckets: sizes of training images, as ["192x256", "224x224", "256x192"] (height x width): a micro-batch has
             images of one of them, each sample is in that of the nearest aspect ratio; empty = transform.size.
+        val_buckets: validations have these buckets too, and not transform.size.
     """
 
     epochs: AtLeast1 = 10
@@ -184,6 +185,7 @@ class PlanConfig(_Section, prefix="plan."):
     repeats: AtLeast1 = 1
     repeats_in: Literal["step", "micro_batch"] = "step"
     buckets: list[str] = field(default_factory=list)
+    val_buckets: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,15 +218,18 @@ class PlanConfig(_Section, prefix="plan."):
         ok = all(isinstance(each, str) and _SIDES.fullmatch(each) for each in self.buckets)
         ok = ok and len(set(self.bucket_sides)) == len(self.buckets)
         self._require(ok, "buckets", self.buckets, "different sizes HEIGHTxWIDTH in pixels, such as 192x256")
-        for name in ("weights", "class_balance", "mixture") if self.buckets else ():
-            value = getattr(self, name)
-            self._require(not value, name, value, "left out with plan.buckets")
+        known = bool(self.buckets) or not self.val_buckets
+        self._require(known, "val_buckets", self.val_buckets, "false without plan.buckets")
 
     @property
     def bucket_sides(self) -> list[tuple[int, int]]:
         """Height and width of each bucket."""
         pairs = (each.split("x") for each in self.buckets)
         return [(int(height), int(width)) for height, width in pairs]
+
+    def sides_in(self, split: Literal["train", "val"]) -> list[tuple[int, int]]:
+        """The same of the buckets that a split has."""
+        return self.bucket_sides if split == "train" or self.val_buckets else []
 
     @property
     def is_plain(self) -> bool:

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raypipe.plan.draws import Repeated
-from raypipe.plan.mixture import Mixture
 from raypipe.plan.schedule import Plan
-from raypipe.plan.selection import JoinedSelection
 from raypipe.plan.weights import Weighted
 from raypipe.stores.base import Store
 from raypipe.stores.scan import numbers_of
@@ -26,6 +23,8 @@ class Contents:
     Attributes:
         sources: of a mixture: draws of each source in each epoch that was asked for.
         passes: of a mixture: how often each source is walked through in the first of these epochs.
+        buckets: draws of each bucket in the first and in the last of these epochs; empty where there are none, or
+            too many micro-batches to count.
         times: how often the first epoch draws each sample that is kept, int64 (n,), or, of a weighted plan that
             draws too many to count, a pass over the store; None = nothing was counted.
         classes: by label, of plans with weights: its share of the samples that are kept, and of the draws.
@@ -33,6 +32,7 @@ class Contents:
 
     sources: Mapping[str, list[int]] = field(default_factory=dict)
     passes: Mapping[str, float] = field(default_factory=dict)
+    buckets: Mapping[str, list[int]] = field(default_factory=dict)
     times: np.ndarray | None = None
     classes: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -48,9 +48,10 @@ def contents_of(plan: Plan, train: Store, epochs: list[int]) -> Contents:
     by_epoch = [[draws * repeats for draws in found] for found in _of_sources(plan, epochs)]
     sources = dict(zip(layout.sources, map(list, zip(*by_epoch, strict=True)), strict=False))
     passes = {
-        name: draws[0] / repeats / leaf.size
-        for (name, draws), leaf in zip(sources.items(), layout.leaves, strict=False)
+        name: draws[0] / repeats / size for (name, draws), size in zip(sources.items(), layout.sizes, strict=False)
     }
+    counts = [_of_buckets(plan, epoch) for epoch in (epochs[0], epochs[-1])]
+    buckets = dict(zip(plan.config.buckets, map(list, zip(*counts, strict=True)), strict=False))
     times = _times(plan, epochs[0])
     classes: dict[int, tuple[float, float]] = {}
     weighted = plan.config.weights or plan.config.class_balance
@@ -60,13 +61,25 @@ def contents_of(plan: Plan, train: Store, epochs: list[int]) -> Contents:
         stored = np.bincount(inverse) / len(labels)
         drawn = np.bincount(inverse, times) / times.sum()
         classes = dict(zip(found.tolist(), zip(stored.tolist(), drawn.tolist(), strict=True), strict=True))
-    return Contents(sources, passes, times, classes)
+    return Contents(sources, passes, buckets, times, classes)
 
 
 def _of_sources(plan: Plan, epochs: list[int]) -> list[list[int]]:
-    draws = plan.layout.draws
-    mixture = draws.inner if isinstance(draws, Repeated) else draws
-    return [mixture.of_epoch(epoch) for epoch in epochs] if isinstance(mixture, Mixture) else []
+    mixture, steps = plan.layout.mixture, plan.steps_per_epoch
+    return [mixture.of_leaves(epoch * steps, (epoch + 1) * steps) for epoch in epochs] if mixture else []
+
+
+def _of_buckets(plan: Plan, epoch: int) -> list[int]:
+    """Draws of each bucket in an epoch."""
+    draws, config = plan.layout.draws, plan.config
+    num = plan.steps_per_epoch * config.per_step
+    if draws is None or not config.buckets or num > MAX_COUNTED:
+        return []
+    found = np.zeros(len(config.buckets), np.int64)
+    for first in range(0, num, _CHUNK):
+        numbers = np.arange(first, min(num, first + _CHUNK))
+        found += np.bincount(draws.buckets(epoch, numbers * config.micro_batch_size), minlength=len(found))
+    return (found * config.micro_batch_size).tolist()
 
 
 def _times(plan: Plan, epoch: int) -> np.ndarray | None:
@@ -79,7 +92,5 @@ def _times(plan: Plan, epoch: int) -> np.ndarray | None:
             drawn, _ = plan.train_draws(epoch, np.arange(first, min(num_draws, first + _CHUNK)))
             times += np.bincount(kept.numbers(drawn), minlength=len(times))
         return times
-    leaves = [leaf for leaf in plan.layout.leaves if isinstance(leaf, Weighted)]
-    if not leaves or isinstance(kept, JoinedSelection):
-        return None
-    return leaves[0].counts(0) * plan.config.repeats
+    leaf = plan.layout.leaves[0] if len(plan.layout.leaves) == 1 else None
+    return leaf.counts(0) * plan.config.repeats if isinstance(leaf, Weighted) else None

@@ -3,13 +3,12 @@
 plain       an order of the store's samples, each at most once in an epoch
 else        a leaf for each store: its samples once in a pass (`Once`), by weights (`Weighted`), or by buckets
             (`Bucketed`)
-            → walked through the epochs (`Walk`), mixed with others (`Mixture`), each draw repeated (`Repeated`)
+            → mixed with those of others (`Mixture`; with buckets a mixture for each, see `mixed`)
+            → walked through the epochs (`Walk`), each draw repeated (`Repeated`)
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,25 +18,14 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.buckets import Bucketed, Sides, nearest
-from raypipe.plan.draws import Draws, Leaf, Once, Repeated, Walk
-from raypipe.plan.mixture import Mixture, as_shares
-from raypipe.plan.order import (
-    Domain,
-    GlobalOrder,
-    KeptOrder,
-    Order,
-    StoredOrder,
-    WindowOrder,
-    default_window_groups,
-    derive_keys,
-)
+from raypipe.plan.buckets import Bucket, Bucketed, mixed
+from raypipe.plan.draws import Draws, Leaf, Passes, Repeated, Walk
+from raypipe.plan.leaves import Samples, buckets_of, leaf_of, parts_of, samples_of
+from raypipe.plan.mixture import Mixture, Turns, as_shares
+from raypipe.plan.order import Domain, Order, derive_keys
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection
-from raypipe.plan.weights import Weighted, balanced, check_weights
-from raypipe.storage.files import read_whole
-from raypipe.stores.base import Store, is_class
+from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.scan import numbers_of
 
 
 @dataclass(frozen=True)
@@ -47,11 +35,14 @@ class Layout:
     Attributes:
         order: of a plain plan; position → index.
         draws: of any other; position → index and repeat.
-        leaves: one for each store, of a plan that is not plain.
+        leaves: one for each store, of a plan that is not plain; of a mixture with buckets none.
         epoch_samples: draws in an epoch; of a plan that is not plain a multiple of the global batch.
         parts: what determines it, as JSON has it.
+        buckets: of each store, where there are any.
         sources: names of a mixture's stores.
         offsets: int64 (stores + 1,), of the stores' samples in a mixture's joined store.
+        mixture: of several stores.
+        sizes: draws of each of them in a pass.
     """
 
     order: Order | None
@@ -59,31 +50,11 @@ class Layout:
     leaves: tuple[Leaf, ...]
     epoch_samples: int
     parts: list[Any]
+    buckets: tuple[tuple[Bucket, ...], ...] = ()
     sources: tuple[str, ...] = ()
     offsets: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """Those of one store that are kept, and how they are shuffled.
-
-    Attributes:
-        num: how many.
-        order: of each of them once.
-        shuffle: "global", "window" or "off".
-        groups: offsets of all groups in numbers of samples; None = the store has none.
-        window_groups: groups in a window; 0 = there are no windows.
-        seed: of the store.
-    """
-
-    store: Store
-    kept: Selection
-    num: int
-    order: Order
-    shuffle: str
-    groups: np.ndarray | None
-    window_groups: int
-    seed: int
+    mixture: Mixture | None = None
+    sizes: tuple[int, ...] = ()
 
 
 def lay_out(config: PlanConfig, store: Store, kept: Selection) -> Layout:
@@ -94,63 +65,91 @@ def lay_out(config: PlanConfig, store: Store, kept: Selection) -> Layout:
     """
     if isinstance(store, JoinedStore):
         assert isinstance(kept, JoinedSelection)
-        if config.buckets:
-            raise ConfigError("plan.buckets are of a single store: name one in store.train, or leave them out")
         return _mixed(config, store, kept)
     if config.mixture:
         raise ConfigError(
             f"plan.mixture has weights of {', '.join(_names(config))}, and store.train is a single store: name "
             "several there, as {NAME: ADDRESS, …}"
         )
-    samples = _samples(config, store, kept, config.seed)
+    samples = samples_of(config, store, kept, config.seed)
     if samples.num < (config.samples_per_step if config.is_plain else 1):
         raise ConfigError(_too_small(config, samples))
     if config.is_plain:
-        return Layout(samples.order, None, (), samples.num, _parts(config, samples))
+        return Layout(samples.order, None, (), samples.num, parts_of(config, samples))
+    by_weights = bool(config.weights or config.class_balance)
     wanted = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
-    bucketed = _bucketed(config, samples) if config.buckets else None
-    size = bucketed.size if bucketed else samples.num
-    steps = _steps(config, wanted or size * config.repeats, store.address)
-    per_epoch = steps * _units(config)
     leaf: Leaf
-    if bucketed:
-        leaf, parts = bucketed, [*_parts(config, samples), *bucketed.parts()]
+    if config.buckets:
+        buckets, parts = buckets_of(config, samples)
+        unit = _unit(config)
+        size = samples.num if by_weights else sum(bucket.size // unit for bucket in buckets) * unit
+        if not size:
+            raise ConfigError(_no_place(config, samples))
+        steps = _steps(config, wanted or size * config.repeats, store.address)
+        num_places = steps * _units(config) // unit if by_weights else 0
+        leaf = Bucketed(buckets, unit, config.seed, num_places, samples.shuffle == "global")
     else:
-        leaf, parts = _leaf(config, samples, per_epoch)
-    walks = wanted or isinstance(leaf, Weighted)
-    draws = _repeated(config, Walk(leaf, per_epoch) if walks else leaf)
+        buckets = []
+        steps = _steps(config, wanted or samples.num * config.repeats, store.address)
+        leaf, parts = leaf_of(config, samples, steps * _units(config))
+    walks, per_epoch = wanted or by_weights, steps * _units(config)
+    draws = _repeated(config, Walk(Passes(leaf), per_epoch) if walks else leaf)
     parts.append({"epoch": per_epoch if walks else 0, "repeats": [config.repeats, config.repeats_in]})
-    return Layout(None, draws, (leaf,), steps * config.samples_per_step, parts)
+    return Layout(None, draws, (leaf,), steps * config.samples_per_step, parts, (tuple(buckets),))
 
 
 def _mixed(config: PlanConfig, store: JoinedStore, kept: JoinedSelection) -> Layout:
     sources = tuple(store.parts)
-    leaves, parts = list[Leaf](), list[Any]()
+    leaves, buckets, sizes, parts = list[Leaf](), list[tuple[Bucket, ...]](), list[int](), list[Any]()
     for number, (part, selection) in enumerate(zip(store.parts.values(), kept.parts, strict=True)):
         seed = int(derive_keys(1, config.seed, Domain.SOURCE, number)[0])
-        samples = _samples(config, part, selection, seed)
+        samples = samples_of(config, part, selection, seed)
         if not samples.num:
             raise ConfigError(f"{part.address} has no samples: leave {sources[number]!r} out of store.train")
-        leaf, of_part = _leaf(config, samples, samples.num)
-        leaves.append(leaf)
+        sizes.append(samples.num)
+        if config.buckets:
+            of_store, of_part = buckets_of(config, samples)
+            buckets.append(tuple(of_store))
+        else:
+            leaf, of_part = leaf_of(config, samples, samples.num)
+            leaves.append(leaf)
         parts.append(of_part)
-    sizes = [leaf.size for leaf in leaves]
     shares, ends = _shares(config, sources, sizes), _ends(config, sources, sizes)
     wanted = config.epoch_samples
     if isinstance(wanted, str) or not wanted:
         wanted = (max if wanted == "longest" else min)(ends) * config.repeats
-    steps = _steps(config, wanted, store.address)
-    mixture = Mixture(leaves, store.offsets, shares, steps, _units(config), config.seed)
+    steps, units = _steps(config, wanted, store.address), _units(config)
+    if config.buckets:
+        unit = _unit(config)
+        mixture = mixed(buckets, store.offsets, shares, steps, units // unit, unit, config.seed)
+    else:
+        passes = [Passes(leaf, int(offset)) for leaf, offset in zip(leaves, store.offsets, strict=False)]
+        mixture = Mixture(passes, Turns(shares, steps, units, config.seed))
     parts.append(
         {"shares": list(shares.items()), "steps": steps, "repeats": [config.repeats, config.repeats_in]},
     )
-    draws = _repeated(config, mixture)
-    return Layout(None, draws, tuple(leaves), steps * config.samples_per_step, parts, sources, store.offsets)
+    return Layout(
+        None,
+        _repeated(config, Walk(mixture, steps * units)),
+        tuple(leaves),
+        steps * config.samples_per_step,
+        parts,
+        tuple(buckets),
+        sources,
+        store.offsets,
+        mixture,
+        tuple(sizes),
+    )
 
 
 def _units(config: PlanConfig) -> int:
     """Draws in a step, before they are repeated."""
     return config.samples_per_step // config.repeats
+
+
+def _unit(config: PlanConfig) -> int:
+    """Draws in a micro-batch, before they are repeated in it: those of one bucket."""
+    return config.micro_batch_size // (config.repeats if config.repeats_in == "micro_batch" else 1)
 
 
 def _steps(config: PlanConfig, draws: int, address: str) -> int:
@@ -164,7 +163,7 @@ def _steps(config: PlanConfig, draws: int, address: str) -> int:
     return draws // config.samples_per_step
 
 
-def _too_small(config: PlanConfig, samples: _Samples) -> str:
+def _too_small(config: PlanConfig, samples: Samples) -> str:
     left_out = samples.kept.num_left_out
     beside = f" beside the {left_out} that are left out" if left_out else ""
     return (
@@ -173,39 +172,11 @@ def _too_small(config: PlanConfig, samples: _Samples) -> str:
     )
 
 
-def _samples(config: PlanConfig, store: Store, kept: Selection, seed: int) -> _Samples:
-    num = len(store) - kept.num_left_out
-    groups = None if store.groups is None else kept.numbers(store.groups)
-    shuffle = config.shuffle
-    if shuffle == "auto":
-        shuffle = "global" if groups is None else "window"
-    order: Order = GlobalOrder(num, seed) if shuffle == "global" else StoredOrder(num)
-    window_groups = 0
-    if shuffle == "window":
-        if groups is None:
-            raise ConfigError(f"{store.address} is not read in groups: use plan.shuffle=global")
-        window_groups = config.window_groups or default_window_groups(groups)
-        order = WindowOrder(groups, seed, window_groups)
-    if kept.num_left_out:
-        order = KeptOrder(order, kept)
-    return _Samples(store, kept, num, order, shuffle, groups, window_groups, seed)
-
-
-def _parts(config: PlanConfig, samples: _Samples) -> list[Any]:
-    """What the fingerprint of a plan has of its settings and of a store."""
-    groups = samples.groups if samples.window_groups else None
-    parts = [
-        1,  # the version of this algorithm: an old cursor must not continue under a new order
-        config.micro_batch_size,
-        config.per_step,
-        config.seed,
-        samples.shuffle,
-        samples.window_groups,
-        samples.num,
-        samples.store.fingerprint,
-        None if groups is None else hashlib.blake2b(groups.tobytes()).hexdigest(),
-    ]
-    return [*parts, samples.kept.signature()] if samples.kept.num_left_out else parts
+def _no_place(config: PlanConfig, samples: Samples) -> str:
+    return (
+        f"none of plan.buckets has the samples of a micro-batch, {_unit(config)}, of the {samples.num} of "
+        f"{samples.store.address}: lower plan.micro_batch_size, or name fewer buckets"
+    )
 
 
 def _repeated(config: PlanConfig, inner: Draws) -> Draws:
@@ -240,79 +211,6 @@ def _ends(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> l
         return [sum(sizes)]
     weights = [Fraction(config.mixture_by_epoch[0][name]) for name in sources]
     return [int(size * sum(weights) / weight) for size, weight in zip(sizes, weights, strict=True) if weight]
-
-
-def _leaf(config: PlanConfig, samples: _Samples, size: int) -> tuple[Leaf, list[Any]]:
-    """The leaf of a store, with `size` draws in a pass where there are weights; and what determines it."""
-    parts, store, classes = _parts(config, samples), samples.store, None
-    if config.class_balance:
-        if not is_class(store):
-            raise ConfigError(f"plan.class_balance balances classes, and the labels of {store.address} are none")
-        classes = numbers_of(store, "label", "plan.class_balance")[_kept_indices(samples)]
-        weights = balanced(classes, config.class_balance)
-    elif config.weights:
-        weights = _read_weights(config.weights, store)[_kept_indices(samples)]
-        if not weights.any():
-            raise ConfigError(f"plan.weights {config.weights} is 0 for all samples of {store.address}")
-    else:
-        return Once(samples.order), parts
-    # Of its own draws a window has as many groups as are usual, unless the settings say.
-    window = samples.shuffle, samples.groups if samples.shuffle == "window" else None, config.window_groups
-    leaf = Weighted(weights, size, samples.seed, samples.kept, *window, classes)
-    return leaf, [*parts, leaf.signature()]
-
-
-def _bucketed(config: PlanConfig, samples: _Samples) -> Bucketed:
-    address = samples.store.address
-    if samples.shuffle != "global":
-        raise ConfigError(
-            f"plan.buckets takes samples from all over a store, and plan.shuffle is {samples.shuffle!r} for "
-            f"{address}: set plan.shuffle=global"
-        )
-    unit = config.micro_batch_size // (config.repeats if config.repeats_in == "micro_batch" else 1)
-    members = _members_of(samples.store, samples.kept, config.bucket_sides)
-    found = Bucketed(config.bucket_sides, members, unit, samples.seed)
-    if not found.size:
-        raise ConfigError(
-            f"none of plan.buckets has the samples of a micro-batch, {unit}, of the {samples.num} of {address}: "
-            "lower plan.micro_batch_size, or name fewer buckets"
-        )
-    return found
-
-
-def _members_of(store: Store, kept: Selection, buckets: Sequence[Sides]) -> list[Chosen]:
-    """The samples of each bucket, of those of a store that are kept.
-
-    Raises:
-        ConfigError: the sizes of the images are not known, or not those of some.
-    """
-    indices = kept.indices(np.arange(len(store) - kept.num_left_out))
-    widths, heights = (numbers_of(store, name, "plan.buckets")[indices] for name in ("width", "height"))
-    unknown = np.flatnonzero(~((widths >= 1) & (heights >= 1)))  # also where it is NaN
-    if unknown.size:
-        raise ConfigError(
-            f"plan.buckets sorts images by their sizes, and {store.address} has none for {unknown.size} samples, "
-            f"the first of them {indices[unknown[0]]}: leave such out by store.filter='width > 0'"
-        )
-    found = nearest(widths, heights, buckets)
-    return [Chosen(indices[found == number], len(store)) for number in range(len(buckets))]
-
-
-def _read_weights(source: str, store: Store) -> np.ndarray:
-    """The weights of all samples of a store, float64 (N,), from a column or a file."""
-    if not source.endswith(".npy"):
-        return check_weights(numbers_of(store, source, "plan.weights"), len(store), f"plan.weights {source}")
-    content = read_whole(source)
-    try:
-        found = np.load(io.BytesIO(content or b""), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        reason = error if content is not None else "there is no such file"
-        raise ConfigError(f"plan.weights: {source} cannot be read: {reason}") from None
-    return check_weights(found, len(store), f"plan.weights {source}")
-
-
-def _kept_indices(samples: _Samples) -> Any:
-    return samples.kept.indices(np.arange(samples.num)) if samples.kept.num_left_out else slice(None)
 
 
 def selection_of(exclude: Sequence[int] | np.ndarray | Selection, store: Store | None) -> Selection:

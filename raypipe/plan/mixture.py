@@ -14,12 +14,13 @@ had before batch b is a sum of floors, which an algorithm like Euclid's adds up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
 import numpy as np
 
-from raypipe.plan.draws import Drawn, Leaf, walked
+from raypipe.plan.draws import Drawn, Part
 from raypipe.plan.order import NUM_ROUNDS, Domain, derive_keys, permute
 
 ONE = 1 << 40
@@ -27,7 +28,7 @@ ONE = 1 << 40
 _STEP = int(ONE * 0.6180339887498949) | 1  # odd, so that u takes all ONE values
 
 
-def as_shares(weights: Sequence[float]) -> tuple[int, ...]:
+def as_shares(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
     """Weights as integers that add up to ONE, in the same proportions to 2^-40."""
     total = sum(map(Fraction, weights))
     exact = [Fraction(weight) / total * ONE for weight in weights]
@@ -83,73 +84,95 @@ class Seats:
         return [batch * w + b - a for w, a, b in zip(self._whole, marks, marks[1:], strict=False)]
 
 
-class Mixture:
-    """Several leaves by weights, see `raypipe.plan.draws.Draws`. Each is walked through the run, pass after pass.
+class Turns:
+    """Whose turn it is: which part each place of a run is of, and the how-manieth place of that part it is.
 
     Args:
-        leaves: one for each store.
-        offsets: int64 (stores + 1,), of the stores' samples in the joined store.
-        shares: from epoch → share of each store, see `as_shares`; from epoch 0 on, ascending.
-        steps: global batches in an epoch.
-        batch_size: G, draws in a global batch.
-        seed: the run's seed.
+        shares: from epoch → share of each part, see `as_shares`; from epoch 0 on, ascending.
+        steps: batches in an epoch.
+        batch_size: G, places in a batch, in which the parts' places are shuffled.
+        seed: of the keys.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        offsets: np.ndarray,
-        shares: Mapping[int, Sequence[int]],
-        steps: int,
-        batch_size: int,
-        seed: int,
-    ) -> None:
-        self._leaves, self._offsets, self._steps = list(leaves), offsets, steps
-        self._batch_size, self._seed = batch_size, seed
-        # From epoch, draws of each store before it, and how many it has from there on.
+    def __init__(self, shares: Mapping[int, Sequence[int]], steps: int, batch_size: int, seed: int) -> None:
+        self.steps, self.batch_size, self._seed = steps, batch_size, seed
+        # From batch, places of each part before it, and how many it has from there on.
         self._pieces: list[tuple[int, list[int], Seats]] = []
-        before = [0] * len(leaves)
         for epoch, of_epoch in shares.items():
-            if self._pieces:
-                before = self._before(epoch, 0)
+            before = self.before(epoch * steps) if self._pieces else [0] * len(of_epoch)
             start = int(derive_keys(1, seed, Domain.MIXTURE, epoch)[0]) % ONE
-            self._pieces.append((epoch, before, Seats(of_epoch, batch_size, start)))
+            self._pieces.append((epoch * steps, before, Seats(of_epoch, batch_size, start)))
 
-    def draws(self, epoch: int, positions: np.ndarray) -> Drawn:
-        """See `Draws.draws`."""
-        batches, places = np.divmod(positions, self._batch_size)
-        sources, numbers = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+    def of(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The parts of int64 places (n,), counted through the run, and their numbers among those of the part."""
+        batches, inside_batch = np.divmod(places, self.batch_size)
+        parts, numbers = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
         for batch in np.unique(batches).tolist():
             inside = batches == batch
-            keys = derive_keys(NUM_ROUNDS, self._seed, Domain.MIXTURE, epoch, batch)
-            units = permute(places[inside], self._batch_size, keys)
-            bounds = np.append(0, np.cumsum(self.counts(epoch, batch)))
+            keys = derive_keys(NUM_ROUNDS, self._seed, Domain.MIXTURE, *divmod(batch, self.steps))
+            units = permute(inside_batch[inside], self.batch_size, keys)
+            bounds = np.append(0, np.cumsum(self.counts(batch)))
             found = np.searchsorted(bounds[1:-1], units, side="right")
-            sources[inside] = found
-            numbers[inside] = np.array(self._before(epoch, batch))[found] + units - bounds[found]
-        indices, repeats = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
-        begun = self._before(epoch, 0)
-        for source in np.unique(sources).tolist():
-            inside = sources == source
-            of_part, repeats[inside] = walked(self._leaves[source], begun[source], numbers[inside])
-            indices[inside] = self._offsets[source] + of_part
+            parts[inside] = found
+            numbers[inside] = np.array(self.before(batch))[found] + units - bounds[found]
+        return parts, numbers
+
+    def counts(self, batch: int) -> list[int]:
+        """Places of each part in a batch, counted through the run."""
+        first, _, seats = self._piece(batch)
+        return seats.of(batch - first)
+
+    def before(self, batch: int) -> list[int]:
+        """Places of each part in the run before a batch."""
+        first, before, seats = self._piece(batch)
+        return [one + other for one, other in zip(before, seats.before(batch - first), strict=True)]
+
+    def between(self, first: int, last: int) -> list[int]:
+        """Places of each part from a batch to before another."""
+        return [end - begin for begin, end in zip(self.before(first), self.before(last), strict=True)]
+
+    def _piece(self, batch: int) -> tuple[int, list[int], Seats]:
+        return next(piece for piece in reversed(self._pieces) if piece[0] <= batch)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several parts by weights, see `raypipe.plan.draws.Part`; each is walked through the run.
+
+    Attributes:
+        parts: what each place's draws are of.
+        turns: which part that is.
+        unit: draws in a place.
+    """
+
+    parts: Sequence[Part]
+    turns: Turns
+    unit: int = 1
+
+    def drawn(self, begun: int, numbers: np.ndarray) -> Drawn:
+        """See `Part.drawn`; epochs have whole batches."""
+        places, rows = np.divmod(numbers, self.unit)
+        parts, of_part = self.turns.of(places)
+        before = self.turns.before(begun // self.unit // self.turns.batch_size)
+        indices, repeats = np.empty(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
+        for part in np.unique(parts).tolist():
+            inside = parts == part
+            of_inside = of_part[inside] * self.unit + rows[inside]
+            indices[inside], again = self.parts[part].drawn(before[part] * self.unit, of_inside)
+            if again is not None:
+                repeats[inside] = again
         return indices, repeats
 
-    def counts(self, epoch: int, batch: int) -> list[int]:
-        """Draws of each store in a global batch of an epoch."""
-        first, _, seats = self._piece(epoch)
-        return seats.of((epoch - first) * self._steps + batch)
+    def buckets_of(self, numbers: np.ndarray) -> np.ndarray:
+        """See `Part.buckets_of`: of parts that are buckets."""
+        return self.turns.of(numbers // self.unit)[0]
 
-    def of_epoch(self, epoch: int) -> list[int]:
-        """Draws of each store in an epoch."""
-        ends = self._before(epoch, self._steps)
-        return [end - begin for begin, end in zip(self._before(epoch, 0), ends, strict=True)]
-
-    def _before(self, epoch: int, batch: int) -> list[int]:
-        """Draws of each store in the run before a global batch of an epoch, or before the epoch's end."""
-        first, before, seats = self._piece(epoch) if batch else self._piece(max(0, epoch - 1))
-        since = seats.before((epoch - first) * self._steps + batch)
-        return [one + other for one, other in zip(before, since, strict=True)]
-
-    def _piece(self, epoch: int) -> tuple[int, list[int], Seats]:
-        return next(piece for piece in reversed(self._pieces) if piece[0] <= epoch)
+    def of_leaves(self, first: int, last: int) -> list[int]:
+        """Draws of each leaf from a batch to before another; parts that are mixtures have the same leaves."""
+        counts, before = self.turns.between(first, last), self.turns.before(first)
+        inner = [
+            part.of_leaves(begin, begin + count)
+            for part, begin, count in zip(self.parts, before, counts, strict=True)
+            if isinstance(part, Mixture)
+        ]
+        return [sum(each) for each in zip(*inner, strict=True)] if inner else counts

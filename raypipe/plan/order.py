@@ -40,6 +40,7 @@ class Domain(IntEnum):
     VIEW_ON_DEVICE = 13
     BUCKET = 14
     BUCKET_ORDER = 15
+    BUCKET_SEATS = 16
     AUGMENT = 0x4155474D454E5453  # what a preset draws on the device: the second word of a Philox key
     MIXING = 0x4D49584D49584D49  # MixUp and CutMix, likewise
 

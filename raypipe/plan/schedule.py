@@ -4,7 +4,7 @@ A run is one schedule of segments, each made of steps of M micro-batches of B sa
 
     schedule   train 0              | val 0 | train 1 | val 1 | …
     train e    step 0 | step 1 | …  S = N // (M·B) steps; fewer than M·B samples are left out
-    val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1
+    val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1 (or each bucket's)
     step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
 
 Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1).
@@ -23,10 +23,11 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.buckets import Bucketed, Sides
+from raypipe.plan.buckets import InTurn, Sides
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.draws import Drawn
 from raypipe.plan.layout import Layout, lay_out, selection_of
+from raypipe.plan.leaves import members_of
 from raypipe.plan.order import Domain, Order, StoredOrder, derive_keys, mix64
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.selection import Selection
@@ -107,6 +108,8 @@ class Plan:
         num_val: samples of the validation store that are not excluded; 0 = no validation.
         fingerprint: 16 hex digits over everything that determines the stream's order.
         kept: which samples of each store these are.
+        num_val_rows: samples of a validation, and the padding of its buckets.
+        val_buckets: those of the validations; None = they have none.
         end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
             cut off.
     """
@@ -117,6 +120,8 @@ class Plan:
     num_val: int
     fingerprint: str
     kept: dict[Split, Selection] = field(repr=False, compare=False)
+    num_val_rows: int
+    val_buckets: InTurn | None = field(default=None, repr=False, compare=False)
     end_step: int | None = None
 
     @staticmethod
@@ -147,7 +152,12 @@ class Plan:
         num_val = len(val) - kept["val"].num_left_out if val is not None and config.val_interval else 0
         layout = lay_out(config, train, kept["train"])
         fingerprint = hashlib.blake2b(json.dumps(layout.parts).encode(), digest_size=8).hexdigest()
-        return Plan(config, layout, num_train, num_val, fingerprint, kept)
+        val_buckets = None
+        if val is not None and num_val and config.val_buckets:
+            members = members_of(val, kept["val"], config.bucket_sides, "store.val_filter")
+            val_buckets = InTurn(members, config.micro_batch_size)
+        num_val_rows = val_buckets.size if val_buckets else num_val
+        return Plan(config, layout, num_train, num_val, fingerprint, kept, num_val_rows, val_buckets)
 
     def bound_to(self, also: Any) -> Plan:
         """This plan, whose fingerprint has something else, as JSON has it, that determines the stream."""
@@ -182,7 +192,7 @@ class Plan:
     @cached_property
     def val_steps(self) -> int:
         """Steps in a validation; 0 = there is none."""
-        return -(-self.num_val // self.global_batch_size)
+        return -(-self.num_val_rows // self.global_batch_size)
 
     def progress(self, epoch: int, step: int) -> float:
         """The share of the run's training steps, in [0, 1], that come before a step."""
@@ -277,6 +287,8 @@ class Plan:
         repeats = None
         if split == "train":
             found, repeats = self.train_draws(epoch, positions)
+        elif self.val_buckets:
+            found = self.val_buckets.indices(positions)
         else:
             numbers = np.minimum(positions, self.num_val - 1)
             found = np.where(positions < self.num_val, self.kept["val"].indices(numbers), PADDING)
@@ -289,19 +301,19 @@ class Plan:
             return self.layout.draws.draws(epoch, positions)
         return self.train_order.indices(epoch, positions), None
 
-    @property
-    def buckets(self) -> Bucketed | None:
-        """The training samples in their buckets; None of a plan without."""
-        leaf = self.layout.leaves[0] if self.layout.leaves else None
-        return leaf if isinstance(leaf, Bucketed) else None
-
     def bucket_of(self, at: MicroBatchId) -> Sides | None:
-        """Height and width of the bucket that a micro-batch is of; None for a validation, and without buckets."""
-        if at.split == "val" or (buckets := self.buckets) is None:
+        """Height and width of the bucket that a micro-batch is of; None where its split has none."""
+        number = self._bucket(at)
+        return None if number is None else self.config.bucket_sides[number]
+
+    def _bucket(self, at: MicroBatchId) -> int | None:
+        first = np.array([(at.step * self.config.per_step + at.micro) * self.config.micro_batch_size])
+        if at.split == "val":
+            return int(self.val_buckets.buckets(first)[0]) if self.val_buckets else None
+        if not self.config.buckets:
             return None
-        first = (at.step * self.config.per_step + at.micro) * self.config.micro_batch_size
-        drawn, _ = self.train_draws(at.epoch, np.array([first]))
-        return buckets.sides[buckets.bucket_of(int(drawn[0]))]
+        assert self.layout.draws is not None, "a plan with buckets is not plain"
+        return int(self.layout.draws.buckets(at.epoch, first)[0])
 
     def find(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
         """The first micro-batch of a training epoch that draws a sample, None where none does, and the row there.
@@ -326,8 +338,8 @@ class Plan:
     def without_draws(self) -> Plan:
         """This plan for one who needs its schedule alone: it has no lists of samples, whatever they weigh."""
         order = StoredOrder(self.num_train)
-        layout = replace(self.layout, order=order, draws=None, leaves=(), offsets=None)
-        return replace(self, layout=layout, kept={})
+        layout = replace(self.layout, order=order, draws=None, leaves=(), buckets=(), offsets=None, mixture=None)
+        return replace(self, layout=layout, kept={}, val_buckets=None)
 
     def source_of(self, indices: np.ndarray) -> np.ndarray:
         """Of a mixture, which source each sample of int64 indices (n,) is from: int64 (n,), -1 = padding."""
@@ -360,16 +372,18 @@ class Plan:
         """The sample that replaces a bad one: a function of (seed, e, index, attempt), of its source or bucket."""
         parts = (Domain.SUBSTITUTE, at.epoch, index, attempt)
         key = derive_keys(1, self.config.seed, *parts)[0]
-        if at.split == "train" and self.buckets:
-            return self.buckets.another(index, key)
-        leaves, offsets = self.layout.leaves, self.layout.offsets
-        if not leaves:
+        layout = self.layout
+        if layout.order is not None:
             number = key % np.uint64(self.num_train)
             return int(self.kept["train"].indices(np.array([number], np.int64))[0])
-        source = 0 if offsets is None else int(self.source_of(np.array([index]))[0])
-        position = key % np.uint64(leaves[source].size)
-        found = int(leaves[source].draws(0, np.array([position], np.int64))[0][0])
-        return found if offsets is None else found + int(offsets[source])
+        source, offset = 0, 0
+        if layout.offsets is not None:
+            source = int(self.source_of(np.array([index]))[0])
+            offset = int(layout.offsets[source])
+        if (bucket := self._bucket(at)) is not None:
+            return offset + layout.buckets[source][bucket].another(key)
+        position = key % np.uint64(layout.leaves[source].size)
+        return offset + int(layout.leaves[source].draws(0, np.array([position], np.int64))[0][0])
 
 
 @lru_cache(maxsize=8)

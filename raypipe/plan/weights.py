@@ -13,12 +13,13 @@ neighbours: in stored order a pattern, such as classes in turn, might be in step
 
 from __future__ import annotations
 
+import copy
 import hashlib
 
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.plan.draws import Drawn
+from raypipe.plan.draws import Drawn, Leaf
 from raypipe.plan.order import Domain, GlobalOrder, StoredOrder, WindowOrder, default_window_groups, derive_keys
 from raypipe.plan.selection import Selection
 
@@ -26,7 +27,7 @@ from raypipe.plan.selection import Selection
 _MAX_TOTAL_BITS = 61
 
 
-class Weighted:
+class Weighted(Leaf):
     """A leaf that draws by weights, see `raypipe.plan.draws.Leaf`.
 
     Args:
@@ -38,6 +39,9 @@ class Weighted:
         groups: offsets of the groups in numbers of samples, int64, of shuffle "window".
         window_groups: of shuffle "window"; 0 = as many as are usual.
         classes: of the samples, (n,), for shuffle "global"; None = those of a weight are a class.
+
+    Attributes:
+        total: of the weights, as integers.
 
     Raises:
         ValueError: these are no weights, or no sample has any.
@@ -62,8 +66,9 @@ class Weighted:
             self._arranged = arranged.astype(np.min_scalar_type(len(exact)))
             exact = exact[arranged]
         self.cumulative = np.append(0, np.cumsum(exact))
-        self._total = int(self.cumulative[-1])
-        self.copies = -(-int(np.diff(self.cumulative).max()) * size // self._total)
+        self.total = int(self.cumulative[-1])
+        self._heaviest = int(np.diff(self.cumulative).max())
+        self.copies = self._copies()
         self._groups, self.window_groups = groups, window_groups
         self._layout: tuple[int, GlobalOrder | StoredOrder | WindowOrder] | None = None
         if shuffle == "window":
@@ -75,10 +80,17 @@ class Weighted:
         draws = self._order(number).indices(number, positions)
         offset = self._offset(number)
         # In Python's integers: products of two such numbers have more than 64 bits.
-        points = np.array([(draw * self._total + offset) // self.size for draw in draws.tolist()], np.int64)
+        points = np.array([(draw * self.total + offset) // self.size for draw in draws.tolist()], np.int64)
         places = np.searchsorted(self.cumulative, points, side="right") - 1
         samples = places if self._arranged is None else self._arranged[places].astype(np.int64)
         return self._kept.indices(samples), draws - self.first_draws(number, places)
+
+    def resized(self, size: int) -> Weighted:
+        """The same with so many draws in a pass."""
+        other = copy.copy(self)
+        other.size = size
+        other.copies = other._copies()
+        return other
 
     def counts(self, number: int) -> np.ndarray:
         """How often a pass draws each sample that is kept, int64 (n,), by its number."""
@@ -92,7 +104,7 @@ class Weighted:
     def first_draws(self, number: int, samples: np.ndarray) -> np.ndarray:
         """The first draw of a pass, int64 (n,), of each sample or a later one; by their places in the table."""
         offset, before = self._offset(number), self.cumulative[samples].tolist()
-        return np.array([max(0, -(-(each * self.size - offset) // self._total)) for each in before], np.int64)
+        return np.array([max(0, -(-(each * self.size - offset) // self.total)) for each in before], np.int64)
 
     def signature(self) -> str:
         """A hash of the weights."""
@@ -101,9 +113,12 @@ class Weighted:
             digest.update(self._arranged.astype(np.int64).tobytes())
         return digest.hexdigest()
 
+    def _copies(self) -> int:
+        return -(-self._heaviest * self.size // self.total)
+
     def _offset(self, number: int) -> int:
         """Where the first draw of a pass falls, in [0, Σ)."""
-        return int(derive_keys(1, self._seed, Domain.WEIGHTED, number)[0]) * self._total >> 64
+        return int(derive_keys(1, self._seed, Domain.WEIGHTED, number)[0]) * self.total >> 64
 
     def _order(self, number: int) -> GlobalOrder | StoredOrder | WindowOrder:
         """The order of a pass's draw numbers; where groups begin differs from pass to pass."""

@@ -97,7 +97,7 @@ class MicroBatchMaker:
                 self._given[split],
                 self._config,
                 size=size,
-                sides=sides_of(size) if has_sizes(self._config, split, self.plan.config.bucket_sides) else None,
+                sides=sides_of(size) if has_sizes(self._config, split, self.plan.config.sides_in(split)) else None,
                 probe=functools.partial(self._first_samples, split),
                 exact=split == "val",
                 store_address=store.address,
@@ -273,7 +273,7 @@ def try_samples(
         at = MicroBatchId(split, 0, 0, 0)
         indices = plan.indices(at)
         indices = indices[indices != PADDING][:num]
-        buckets = plan.config.bucket_sides
+        buckets = plan.config.sides_in(split)
         several = sizes_of(config, split, buckets) if has_sizes(config, split, buckets) else []
         content, *others = (
             micro_batch_transform(

@@ -345,10 +345,10 @@ def _check_views(config: TransformConfig, split: Split) -> None:
 
 def check_sizes(config: TransformConfig, split: Split, transform: Any, plan: PlanConfig) -> None:
     """Raise ConfigError where a split's images have several sizes, and its transform can make but one."""
-    if has_sizes(config, split, plan.bucket_sides) and not takes_size(transform):
+    if has_sizes(config, split, plan.sides_in(split)) and not takes_size(transform):
         known = isinstance(transform, str | list) or makes_views(transform)
         what = brief(transform) if known else f"a {type(transform).__name__}"
-        several = "plan.buckets" if plan.buckets else "transform.size"
+        several = "plan.buckets" if plan.sides_in(split) else "transform.size"
         raise ConfigError(
             f"transform.{split} is {what}, which is made once, and {several} has several "
             "sizes: use a preset, or module:function, which is called with each size and returns a transform"

@@ -1,7 +1,4 @@
-"""The sizes of images: of an epoch, where `transform.size` is a schedule, and of a bucket of (height, width).
-
-Buckets are of the training alone.
-"""
+"""The sizes of images: of an epoch, where `transform.size` is a schedule, and of a bucket of (height, width)."""
 
 from __future__ import annotations
 
@@ -38,19 +35,17 @@ def size_in(config: TransformConfig, split: Split, epoch: int, bucket: Sides | N
 
 def has_sizes(config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()) -> bool:
     """Whether a split's images have sizes, mostly several, that its transform must make."""
-    return split == "train" and (len(config.size_by_epoch) > 1 or bool(buckets))
+    return bool(buckets) or (split == "train" and len(config.size_by_epoch) > 1)
 
 
 def sizes_of(config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()) -> list[Size]:
-    """The sizes of a split's images, the first epoch's first."""
-    if split == "val":
-        return [config.final_size]
+    """The sizes of a split's images, the first epoch's first; `buckets` are the split's."""
     shapes: Sequence[Sides | None] = buckets or [None]
     found = (size_in(config, split, epoch, each) for epoch in config.size_by_epoch for each in shapes)
     return list(dict.fromkeys(found))
 
 
 def most_pixels(config: TransformConfig, buckets: Sequence[Sides] = ()) -> int:
-    """Pixels of the largest image."""
-    splits: tuple[Split, ...] = ("train", "val")
-    return max(math.prod(sides_of(size)) for split in splits for size in sizes_of(config, split, buckets))
+    """Pixels of the largest image, of the training, which has these buckets, and of validations."""
+    found = [*sizes_of(config, "train", buckets), *sizes_of(config, "val")]
+    return max(math.prod(sides_of(size)) for size in found)

@@ -9,6 +9,7 @@ import numpy as np
 from raypipe import pages
 from raypipe.commands.inspection import evenly
 from raypipe.pages import Series, number
+from raypipe.plan.buckets import Bucketed
 from raypipe.plan.contents import Contents, contents_of
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import write_text
@@ -28,11 +29,12 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
         `global_batch` (samples), `stored` and `left_out` (samples of the store, and those that a filter or a list
         excludes), `left_over` (samples that epoch 0 never draws; None = not counted), `drawn` (how often it draws
         one: `min`, `mean`, `max`), `val_samples`, `val_steps`, `val_padding` and `validations`; and of plans that
-        have them `sizes` (first epoch → side of the images), `buckets` (its name → `samples`, and of these
-        `left_over`, too few for a micro-batch, and `micro_batches`, of which an epoch has all but
-        `buckets_left_over`, too few for a step; None where an epoch goes on where the last one ended),
-        `sources` (name → `samples`, `left_out`, `share` of the draws in the first and the last epoch,
-        `passes` in the first) and `classes` (label → share of the samples, share of the draws).
+        have them `sizes` (first epoch → side of the images), `buckets` (its name → `samples`, of these
+        `left_over`, too few for a micro-batch, `micro_batches` of epoch 0, `share` of the draws in the first and
+        the last epoch; None = not counted), `buckets_left_over` (micro-batches of a pass, too few for a step; None
+        where no epoch leaves any over), `val_buckets` (its name → `samples`, `micro_batches`), `sources`
+        (name → `samples`, `left_out`, `share` likewise, `passes` in the first) and `classes` (label → share of the
+        samples, share of the draws).
         And what was counted, see `Contents`.
     """
     plan, store = spec.plan, spec.stores["train"]
@@ -59,18 +61,8 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
     sizes = spec.transform.size_by_epoch
     if len(sizes) > 1:
         found["sizes"] = {str(epoch): size for epoch, size in sizes.items()}
-    if (buckets := plan.buckets) is not None:
-        copies = config.repeats if config.repeats_in == "step" else 1
-        found["buckets"] = {
-            name: {
-                "samples": len(members.chosen),
-                "micro_batches": int(count) * copies,
-                "left_over": len(members.chosen) - int(count) * buckets.unit,
-            }
-            for name, members, count in zip(config.buckets, buckets.members, buckets.counts, strict=True)
-        }
-        drawn = plan.steps_per_epoch * config.per_step
-        found["buckets_left_over"] = None if config.epoch_samples else int(buckets.counts.sum()) * copies - drawn
+    if config.buckets:
+        found |= _of_buckets(plan, contents)
     if contents.sources:
         kept: Any = plan.kept["train"]
         stores: Any = store
@@ -86,6 +78,31 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
     if contents.classes:
         found["classes"] = {str(label): list(shares) for label, shares in contents.classes.items()}
     return found, contents
+
+
+def _of_buckets(plan: Plan, contents: Contents) -> dict[str, Any]:
+    """See `summary`; only those that draw each sample once in a pass leave any over."""
+    config, stores = plan.config, plan.layout.buckets
+    leaf = plan.layout.leaves[0] if plan.layout.leaves else None
+    fixed = leaf if isinstance(leaf, Bucketed) and not leaf.has_weights else None
+    num_draws = plan.steps_per_epoch * plan.global_batch_size
+    buckets: dict[str, dict[str, Any]] = {}
+    for name, of_stores in zip(config.buckets, zip(*stores, strict=True), strict=True):
+        num = sum(bucket.size for bucket in of_stores)
+        draws = contents.buckets.get(name)
+        buckets[name] = {
+            "samples": num,
+            "left_over": num % fixed.unit if fixed else 0,
+            "micro_batches": draws and draws[0] // config.micro_batch_size,
+            "share": draws and [each / num_draws for each in draws],
+        }
+    found: dict[str, Any] = {"buckets": buckets, "buckets_left_over": None}
+    if fixed and not config.epoch_samples:
+        found["buckets_left_over"] = (fixed.size * config.repeats - num_draws) // config.micro_batch_size
+    if plan.val_buckets:
+        counts = zip(config.buckets, plan.val_buckets.sizes, plan.val_buckets.counts, strict=True)
+        found["val_buckets"] = {name: {"samples": num, "micro_batches": count} for name, num, count in counts}
+    return found
 
 
 def _spread(times: np.ndarray) -> dict[str, float]:
@@ -118,13 +135,15 @@ def rows(found: dict[str, Any], plan: Plan) -> Rows:
         parts = [f"{size} from epoch {epoch} on" for epoch, size in sizes.items()]
         told.append(("side of the images, pixels", ", ".join(parts)))
     for name, bucket in found.get("buckets", {}).items():
-        held = f"{number(bucket['samples'])} samples, {number(bucket['micro_batches'])} micro-batches"
-        told.append((f"bucket {name}", f"{held}, {number(bucket['left_over'])} samples left over"))
+        held = f"{number(bucket['samples'])} samples"
+        if bucket["share"]:
+            held += f", {number(bucket['micro_batches'])} micro-batches, {_shares(bucket['share'])}"
+        left_over = f"; {number(bucket['left_over'])} samples left over" if bucket["left_over"] else ""
+        told.append((f"bucket {name}", held + left_over))
     if found.get("buckets_left_over"):
         told.append(("micro-batches left over in an epoch", number(found["buckets_left_over"])))
     for name, source in found.get("sources", {}).items():
-        first, last = source["share"]
-        share = f"{first:.2%}" if first == last else f"{first:.2%} in the first epoch, {last:.2%} in the last"
+        share = _shares(source["share"])
         left_out = f" without {number(source['left_out'])}" if source["left_out"] else ""
         samples = f"{number(source['samples'])} samples{left_out}"
         told.append((f"source {name}", f"{share}; {samples}, {source['passes']:.3g} times in epoch 0"))
@@ -137,7 +156,15 @@ def rows(found: dict[str, Any], plan: Plan) -> Rows:
         told.append(("samples of a validation", number(found["val_samples"])))
         told.append(("steps of a validation", number(found["val_steps"]) + padding))
         told.append(("validations", number(found["validations"])))
+    for name, bucket in found.get("val_buckets", {}).items():
+        held = f"{number(bucket['samples'])} samples, {number(bucket['micro_batches'])} micro-batches"
+        told.append((f"bucket {name} of a validation", held))
     return told
+
+
+def _shares(share: list[float]) -> str:
+    first, last = share
+    return f"{first:.2%}" if first == last else f"{first:.2%} in the first epoch, {last:.2%} in the last"
 
 
 def _of(part: int, whole: int) -> str:
@@ -174,6 +201,11 @@ def render(spec: StreamSpec, found: dict[str, Any], contents: Contents) -> str:
         places = list(range(1, len(stored) + 1))
         lines = [Series("stored", places, stored), Series("drawn", places, drawn)]
         charts.append(pages.chart("share of a class, %", lines, "classes, the largest first"))
+    buckets = [
+        (name, bucket["samples"] / max(1, found["stored"] - found["left_out"]), bucket["share"][0])
+        for name, bucket in found.get("buckets", {}).items()
+        if bucket["share"]
+    ]
     largest = sorted(contents.classes.items(), key=lambda entry: -entry[1][0])[:_NUM_CLASSES]
     names = store.classes or ()
     classes = [
@@ -181,5 +213,11 @@ def render(spec: StreamSpec, found: dict[str, Any], contents: Contents) -> str:
         for label, (stored, drawn) in largest
     ]
     return pages.render(
-        "plan.html", store=store, found=found, rows=rows(found, spec.plan), charts=charts, classes=classes
+        "plan.html",
+        store=store,
+        found=found,
+        rows=rows(found, spec.plan),
+        charts=charts,
+        classes=classes,
+        buckets=buckets,
     )

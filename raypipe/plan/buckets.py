@@ -101,6 +101,7 @@ class Bucketed(Leaf):
 
     Attributes:
         size: draws in a pass, T·U.
+        has_weights: whether the buckets' places are by weights.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Bucketed(Leaf):
             self._seats = Seats(as_shares([bucket.weight for bucket in buckets]), num_places, start)
             largest = [(leaf, count + 1) for leaf, count in zip(self._leaves, self._seats.of(0), strict=True)]
             self.copies = max(_sized(leaf, count * unit).copies for leaf, count in largest if leaf)
+        self.has_weights = num_places > 0
         self.num_places = num_places or sum(self._fixed)
         self.size = self.num_places * unit
 
@@ -189,7 +191,7 @@ def mixed(
             for of_bucket in by_bucket
         ]
     whole = {epoch: as_shares([sum(of_bucket) for of_bucket in table]) for epoch, table in tables.items()}
-    turns = Turns(whole, steps, batch_size, seed)
+    turns = Turns(whole, steps, batch_size, seed, is_small=True)
     parts = list[Part]()
     for number, of_bucket in enumerate(by_bucket):
         inner = {}  # from a place of the bucket on, by its number in the run
@@ -199,7 +201,7 @@ def mixed(
         key = int(derive_keys(1, seed, Domain.BUCKET, number)[0])
         leaves = [bucket.leaf or Once(StoredOrder(0)) for bucket in of_bucket]  # one without samples has no draws
         passes = [Passes(leaf, int(offset)) for leaf, offset in zip(leaves, offsets, strict=False)]
-        parts.append(Mixture(passes, Turns(inner, 1, unit, key)))
+        parts.append(Mixture(passes, Turns(inner, 1, unit, key, is_small=True)))
     return Mixture(parts, turns, unit)
 
 
@@ -212,11 +214,13 @@ class InTurn:
 
     Attributes:
         size: rows, those of padding included.
+        sizes, counts: samples and places of each bucket.
     """
 
     def __init__(self, members: Sequence[Chosen], unit: int) -> None:
         self._members, self._unit = list(members), unit
-        self.counts = [-(-len(each.chosen) // unit) for each in members]
+        self.sizes = [len(each.chosen) for each in members]
+        self.counts = [-(-size // unit) for size in self.sizes]
         self._ends = np.cumsum(self.counts)
         self.size = int(self._ends[-1]) * unit
 
@@ -231,6 +235,6 @@ class InTurn:
         for bucket in np.unique(buckets).tolist():
             members = self._members[bucket]
             rows = positions - (self._ends[bucket] - self.counts[bucket]) * self._unit
-            here = (buckets == bucket) & (rows < len(members.chosen))
+            here = (buckets == bucket) & (rows < self.sizes[bucket])
             found[here] = members.indices(rows[here])
         return found

@@ -21,7 +21,7 @@ from itertools import accumulate
 import numpy as np
 
 from raypipe.plan.draws import Drawn, Part
-from raypipe.plan.order import NUM_ROUNDS, Domain, derive_keys, permute
+from raypipe.plan.order import NUM_ROUNDS, Domain, derive_keys, permute, shuffled
 
 ONE = 1 << 40
 """What the weights of a mixture add up to."""
@@ -92,10 +92,18 @@ class Turns:
         steps: batches in an epoch.
         batch_size: G, places in a batch, in which the parts' places are shuffled.
         seed: of the keys.
+        is_small: whether a batch has so few places that all are shuffled at once.
     """
 
-    def __init__(self, shares: Mapping[int, Sequence[int]], steps: int, batch_size: int, seed: int) -> None:
-        self.steps, self.batch_size, self._seed = steps, batch_size, seed
+    def __init__(
+        self,
+        shares: Mapping[int, Sequence[int]],
+        steps: int,
+        batch_size: int,
+        seed: int,
+        is_small: bool = False,
+    ) -> None:
+        self.steps, self.batch_size, self._seed, self._is_small = steps, batch_size, seed, is_small
         # From batch, places of each part before it, and how many it has from there on.
         self._pieces: list[tuple[int, list[int], Seats]] = []
         for epoch, of_epoch in shares.items():
@@ -110,7 +118,10 @@ class Turns:
         for batch in np.unique(batches).tolist():
             inside = batches == batch
             keys = derive_keys(NUM_ROUNDS, self._seed, Domain.MIXTURE, *divmod(batch, self.steps))
-            units = permute(inside_batch[inside], self.batch_size, keys)
+            if self._is_small:
+                units = shuffled(self.batch_size, keys[0])[inside_batch[inside]]
+            else:
+                units = permute(inside_batch[inside], self.batch_size, keys)
             bounds = np.append(0, np.cumsum(self.counts(batch)))
             found = np.searchsorted(bounds[1:-1], units, side="right")
             parts[inside] = found

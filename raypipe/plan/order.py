@@ -92,6 +92,14 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray, inverse: bool = 
     return out.astype(np.int64).reshape(positions.shape)
 
 
+def shuffled(size: int, key: np.uint64) -> np.ndarray:
+    """A keyed permutation of [0, size), int64 (size,), whole: the numbers, sorted by their hashes.
+
+    Of few numbers it is many times faster than `permute`, which walks cycles of at least 2^MIN_BITS.
+    """
+    return np.argsort(mix64(np.arange(size, dtype=np.uint64) ^ key), kind="stable")
+
+
 @dataclass(frozen=True)
 class GlobalOrder:
     """Every sample may stand anywhere: for stores with cheap random access."""

@@ -1,14 +1,14 @@
+"""Buckets; test_compositions.py has random plans with them."""
+
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from fractions import Fraction
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
@@ -17,7 +17,6 @@ from raypipe.plan.buckets import nearest
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import MemoryStore
-from raypipe.stores.joined import JoinedStore
 
 THREE = ["192x256", "224x224", "256x192"]
 SIDES = [(192, 256), (224, 224), (256, 192)]
@@ -89,87 +88,6 @@ def test_buckets_of_one_ratio_are_told_apart_by_their_area_and_a_draw_goes_to_th
     assert nearest(np.array([50]), np.array([50]), [(40, 30), (30, 40)]).tolist() == [0]
 
 
-# What holds for any plan
-
-
-@st.composite
-def compositions(draw: st.DrawFn) -> Plan:
-    per_step, micro_batch = draw(st.sampled_from([1, 2, 4, 6])), draw(st.sampled_from([1, 2, 4]))
-    repeats_in = draw(st.sampled_from(["step", "micro_batch"]))
-    of = per_step if repeats_in == "step" else micro_batch
-    train = varied(draw(st.integers(20, 60)), draw(st.integers(0, 99)))
-    try:
-        return plan_of(
-            train,
-            draw(st.sets(st.integers(0, len(train) - 1), max_size=60)),
-            micro_batch_size=micro_batch,
-            global_batch_size=per_step * micro_batch,
-            seed=draw(st.integers(0, 2**40)),
-            shuffle=draw(st.sampled_from(["auto", "global"])),
-            repeats=draw(st.sampled_from([k for k in (1, 2, 4) if of % k == 0])),
-            repeats_in=repeats_in,
-            epoch_samples=draw(st.sampled_from([0, per_step * micro_batch, 50, 200])),
-            buckets=draw(st.lists(few, min_size=1, max_size=4, unique=True).map(as_texts)),
-        )
-    except ConfigError as error:
-        assert "smaller than a global batch" in str(error) or "has the samples of a micro-batch" in str(error)
-        assume(False)
-        raise
-
-
-def as_texts(buckets: list[tuple[int, int]]) -> list[str]:
-    return [f"{height}x{width}" for height, width in buckets]
-
-
-@given(compositions())
-@settings(max_examples=12, deadline=None)
-def test_each_micro_batch_has_one_bucket_and_an_epoch_no_draw_twice(plan: Plan) -> None:
-    config, buckets = plan.config, plan.buckets
-    assert buckets is not None
-    kept, found = plan.kept["train"], micro_batches(plan)
-    for at, of_batch in found:
-        assert {buckets.sides[buckets.bucket_of(index)] for index, _ in of_batch} == {plan.bucket_of(at)}
-    for epoch in range(config.epochs):
-        drawn = [each for at, of_batch in found if at.epoch == epoch for each in of_batch]
-        assert len(set(drawn)) == len(drawn) == plan.steps_per_epoch * plan.global_batch_size
-        indices = np.array([index for index, _ in drawn])
-        assert (kept.indices(kept.numbers(indices)) == indices).all(), "a sample that is left out is not drawn"
-        keys = plan.sample_keys(MicroBatchId("train", epoch, 0, 0), *np.array(drawn).T)
-        assert len(np.unique(keys[:, 0])) == len(drawn)
-        times = Counter(index for index, _ in drawn)
-        if not config.epoch_samples:
-            assert set(times.values()) == {config.repeats}
-            # Left over are less than a unit of each bucket, and less than a step of whole units.
-            units = config.samples_per_step // config.repeats
-            left = plan.num_train - len(times) - sum(len(each.chosen) % buckets.unit for each in buckets.members)
-            assert 0 <= left < units and left % buckets.unit == 0
-
-
-@given(compositions())
-@settings(max_examples=8, deadline=None)
-def test_ranks_of_every_world_size_share_each_step_and_a_resume_anywhere_gives_the_tail(plan: Plan) -> None:
-    found, per_step = micro_batches(plan), plan.config.per_step
-    for world_size in (w for w in range(1, per_step + 1) if per_step % w == 0):
-        shares = [[each for each in found if each[0].micro % world_size == rank] for rank in range(world_size)]
-        assert [each for turn in zip(*shares, strict=True) for each in turn] == found
-    again = pickle.loads(pickle.dumps(plan))
-    for global_step in range(plan.config.epochs * plan.steps_per_epoch):
-        left = again.micro_batches(again.cursor_at(global_step))
-        assert [(at, draws(again, at)) for at in islice(left, 1)] == [found[global_step * per_step]]
-        assert len([at for at in left if at.split == "train"]) == len(found) - global_step * per_step - 1
-
-
-@given(compositions())
-@settings(max_examples=10, deadline=None)
-def test_a_bad_sample_is_replaced_by_one_of_its_bucket(plan: Plan) -> None:
-    assert plan.buckets is not None
-    for at, drawn in micro_batches(plan)[:5]:
-        for attempt in range(3):
-            index = plan.substitute(at, drawn[0][0], attempt)
-            assert plan.buckets.sides[plan.buckets.bucket_of(index)] == plan.bucket_of(at)
-    assert plan.bucket_of(MicroBatchId("val", 0, 0, 0)) is None
-
-
 # One by one
 
 
@@ -185,8 +103,8 @@ def test_epochs_leave_over_other_samples_and_draw_in_another_order() -> None:
 
 def test_epochs_of_a_length_walk_through_all_places_of_a_pass() -> None:
     plan = plan_of(varied(50), micro_batch_size=2, global_batch_size=4, epoch_samples=12, epochs=12)
-    assert plan.buckets is not None and plan.steps_per_epoch == 3
-    per_pass = plan.buckets.size
+    assert plan.steps_per_epoch == 3
+    per_pass = sum(bucket.size // 2 * 2 for bucket in plan.layout.buckets[0])
     run = [index for _, drawn in micro_batches(plan) for index, _ in drawn]
     assert 46 <= per_pass <= 50 and len(set(run[:per_pass])) == per_pass == len(set(run[per_pass : 2 * per_pass]))
 
@@ -228,7 +146,6 @@ def test_the_buckets_are_part_of_the_fingerprint_and_plans_without_keep_theirs()
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"shuffle": "off"}, "takes samples from all over a store, and plan.shuffle is 'off' for"),
         (
             {"micro_batch_size": 64, "global_batch_size": 64},
             "none of plan.buckets has the samples of a micro-batch, 64",
@@ -250,9 +167,7 @@ def test_stores_that_have_no_sizes_or_several_parts_or_groups_are_told_what_to_d
     assert plan_of(unknown, [17, 18, 19]).steps_per_epoch == 2
     with pytest.raises(ConfigError, match=r"none for 1 samples, the first of them 1"):
         plan_of(MemoryStore([b"x"] * 3, None, columns={"width": [4, None, 5], "height": [4, 4, 5]}))
-    with pytest.raises(ConfigError, match="a single store"):
-        plan_of(JoinedStore({"a": varied(20), "b": varied(30)}))
-    with pytest.raises(ConfigError, match=r"plan.shuffle is 'window' for .*: set plan\.shuffle=global"):
+    with pytest.raises(ConfigError, match=r"plan\.shuffle 'window' reads .*: set plan\.shuffle=global"):
         plan_of(grouped := store([5] * 20, [5] * 20, group_size=5))
     assert plan_of(grouped, shuffle="global").steps_per_epoch == 2
 
@@ -261,12 +176,6 @@ def test_stores_that_have_no_sizes_or_several_parts_or_groups_are_told_what_to_d
 def test_what_is_no_bucket_is_refused(buckets: Any) -> None:
     with pytest.raises(ConfigError, match=r"plan\.buckets must be different sizes HEIGHTxWIDTH"):
         PlanConfig(buckets=buckets)
-
-
-@pytest.mark.parametrize("other", [{"weights": "width"}, {"class_balance": 0.5}, {"mixture": {"a": 1}}])
-def test_weights_and_mixtures_do_not_go_with_buckets(other: Any) -> None:
-    with pytest.raises(ConfigError, match=r"must be left out with plan\.buckets"):
-        PlanConfig(buckets=THREE, **other)
 
 
 def test_a_plan_without_draws_has_the_same_schedule_and_little_weight() -> None:

@@ -391,7 +391,7 @@ def check(made: Composition) -> None:
 
 
 @given(compositions())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_composition_draws_what_it_declares_for_any_ranks_and_from_any_step(made: Composition) -> None:
     check(made)
 
@@ -404,7 +404,7 @@ def test_many_compositions_draw_what_they_declare_for_any_ranks_and_from_any_ste
 
 
 @given(compositions(), st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_sample_is_found_where_it_is_drawn_first_and_substitutes_keep_to_its_source_and_bucket(
     made: Composition, data: st.DataObject
 ) -> None:

@@ -1,3 +1,5 @@
+"""Plans one by one; test_compositions.py has random ones."""
+
 from __future__ import annotations
 
 import pickle
@@ -7,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
@@ -47,115 +47,6 @@ def epochs(plan: Plan) -> list[list[tuple[int, int]]]:
         if at.split == "train":
             found[at.epoch] += drawn
     return found
-
-
-@st.composite
-def compositions(draw: st.DrawFn) -> Plan:
-    per_step, micro_batch = draw(st.sampled_from([1, 2, 4, 6])), draw(st.sampled_from([1, 2, 4]))
-    repeats_in = draw(st.sampled_from(["step", "micro_batch"]))
-    of = per_step if repeats_in == "step" else micro_batch
-    sizes = draw(st.lists(st.integers(per_step * micro_batch, 60), min_size=1, max_size=3))
-    parts = [store(size, draw(st.sampled_from([None, 3, 10])), salt=number) for number, size in enumerate(sizes)]
-    exclude = draw(st.sets(st.integers(0, sum(sizes) - 1), max_size=8))
-    weighted = draw(st.sampled_from([{}, {"weights": "weight"}, {"class_balance": 1.0}, {"class_balance": 0.5}]))
-    mixture: dict[Any, Any] = {}
-    if len(parts) > 1 and draw(st.booleans()):
-        for epoch in draw(st.sampled_from([[0], [0, 1], [0, 2]])):
-            values = draw(st.tuples(*[st.integers(0, 5)] * len(parts)).filter(any))
-            mixture[epoch] = {f"s{number}": float(value) for number, value in enumerate(values)}
-    config = PlanConfig(
-        epochs=3,
-        micro_batch_size=micro_batch,
-        global_batch_size=micro_batch * per_step,
-        seed=draw(st.integers(0, 2**40)),
-        shuffle=draw(st.sampled_from(["auto", "global", "off"])),
-        repeats=draw(st.sampled_from([k for k in (1, 2, 4) if of % k == 0])),
-        repeats_in=repeats_in,
-        epoch_samples=draw(st.integers(per_step * micro_batch, 100)),
-        mixture=mixture,
-        **weighted,
-    )
-    train: Store = parts[0]
-    if len(parts) > 1:
-        train = JoinedStore({f"s{number}": part for number, part in enumerate(parts)})
-    try:
-        return Plan.from_stores(config, train, store(5, salt=9), exclude=[i for i in exclude if i < len(train)])
-    except ConfigError as error:
-        assert (
-            "has no samples" in str(error)
-            or "has 0 samples" in str(error)
-            or "smaller than a global batch" in str(error)
-        )
-        return plan_of(store(9), repeats=2)
-
-
-# What holds for any of them
-
-
-@given(compositions())
-@settings(max_examples=60, deadline=None)
-def test_an_epoch_draws_whole_steps_of_distinct_draws_with_keys_of_their_own(plan: Plan) -> None:
-    for epoch, drawn in enumerate(epochs(plan)):
-        assert len(drawn) == plan.steps_per_epoch * plan.global_batch_size
-        assert len(set(drawn)) == len(drawn)
-        kept = plan.kept["train"]
-        indices = np.array([index for index, _ in drawn])
-        assert (kept.indices(kept.numbers(indices)) == indices).all(), "a sample that is left out is not drawn"
-        at = MicroBatchId("train", epoch, 0, 0)
-        keys = plan.sample_keys(at, indices, np.array([repeat for _, repeat in drawn]))
-        assert len(np.unique(keys[:, 0])) == len(np.unique(keys[:, 1])) == len(drawn)
-
-
-@given(compositions())
-@settings(max_examples=30, deadline=None)
-def test_copies_meet_in_one_step_and_in_as_many_micro_batches_as_declared(plan: Plan) -> None:
-    times = plan.config.repeats
-    for step in range(
-        0, len(whole := [each for each in stream(plan) if each[0].split == "train"]), plan.config.per_step
-    ):
-        micro_batches = [dict.fromkeys(drawn) for _, drawn in whole[step : step + plan.config.per_step]]
-        units = Counter((index, repeat // times) for drawn in micro_batches for index, repeat in drawn)
-        assert set(units.values()) == {times}
-        spread = Counter((i, r) for drawn in micro_batches for i, r in {(i, r // times) for i, r in drawn})
-        assert set(spread.values()) == {times if plan.config.repeats_in == "step" else 1}
-
-
-@given(compositions())
-@settings(max_examples=30, deadline=None)
-def test_ranks_of_every_world_size_share_each_step_and_a_resume_anywhere_gives_the_tail(plan: Plan) -> None:
-    per_step, found = plan.config.per_step, stream(plan)
-    for world_size in (w for w in range(1, per_step + 1) if per_step % w == 0):
-        shares = [[each for each in found if each[0].micro % world_size == rank] for rank in range(world_size)]
-        assert [each for turn in zip(*shares, strict=True) for each in turn] == found
-    again = pickle.loads(pickle.dumps(plan))
-    tails = {at: number for number, (at, _) in enumerate(found)}
-    for global_step in range(plan.config.epochs * plan.steps_per_epoch):
-        cursor = plan.cursor_at(global_step)
-        left = list(again.micro_batches(cursor))
-        assert left == [at for at, _ in found[tails[left[0]] :]]
-        indices, repeats = again.draws(left[0])  # alone, and without what came before
-        drawn = list(
-            zip(indices.tolist(), [0] * len(indices) if repeats is None else repeats.tolist(), strict=True)
-        )
-        assert drawn == found[tails[left[0]]][1]
-
-
-@given(compositions())
-@settings(max_examples=30, deadline=None)
-def test_a_sample_is_found_where_it_is_drawn_first_and_substitutes_keep_to_its_source(plan: Plan) -> None:
-    first = {index: number for number, (index, _) in reversed(list(enumerate(epochs(plan)[1])))}
-    for index in range(0, plan.num_train, 7):
-        at, row = plan.find(1, index)
-        number = first.get(index)
-        assert (at is None) == (number is None)
-        if at is not None and number is not None:
-            assert (at.step * plan.config.per_step + at.micro) * plan.config.micro_batch_size + row == number
-        found = plan.substitute(MicroBatchId("train", 1, 0, 0), index, 2)
-        if plan.layout.sources:
-            assert plan.source_of(np.array([found])) == plan.source_of(np.array([index]))
-
-
-# One by one
 
 
 def test_a_single_store_by_weights_draws_each_sample_as_often_as_declared() -> None:

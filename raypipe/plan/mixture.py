@@ -30,7 +30,7 @@ _STEP = int(ONE * 0.6180339887498949) | 1  # odd, so that u takes all ONE values
 
 def as_shares(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
     """Weights as integers that add up to ONE, in the same proportions to 2^-40."""
-    total = sum(map(Fraction, weights))
+    total = sum(Fraction(weight) for weight in weights)
     exact = [Fraction(weight) / total * ONE for weight in weights]
     shares = [int(share) for share in exact]
     # What rounding has left over goes to those that lost most.

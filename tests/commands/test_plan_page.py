@@ -10,7 +10,6 @@ from documented import ROOT, blocks, commands
 from raypipe.commands import cli
 from raypipe.commands.plan_page import render, rows, summary
 from raypipe.config import PlanConfig, TransformConfig
-from raypipe.plan.schedule import Plan
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.spec import StreamSpec
 
@@ -69,34 +68,59 @@ def test_a_schedule_of_sizes_is_told(stores: dict[str, Path]) -> None:
     assert dict(rows(found, spec.plan))["side of the images, pixels"] == "8 from epoch 0 on, 16 from epoch 1 on"
 
 
+BUCKETS = ["16x16", "16x24", "16x99"]
+
+
+def sized(num_squares: int, num_wide: int) -> MemoryStore:
+    num = num_squares + num_wide
+    columns = {"width": [50] * num_squares + [75] * num_wide, "height": [50] * num}
+    return MemoryStore([b"x"] * num, [0] * num, columns=columns)
+
+
+def bucketed(train: Any, **config: Any) -> tuple[dict[str, Any], StreamSpec]:
+    plan = {"epochs": 2, "micro_batch_size": 4, "global_batch_size": 8, "buckets": BUCKETS, **config}
+    spec = StreamSpec(train, sized(9, 2), plan=PlanConfig(**plan))
+    return summary(spec)[0], spec
+
+
 def test_the_left_overs_of_buckets_are_told() -> None:
-    columns = {"width": [40] * 30 + [75] * 23, "height": [50] * 53}
-    store = MemoryStore([b"x"] * 53, [0] * 53, columns=columns)
-    buckets = ["16x16", "16x24", "16x99"]
-
-    def found_of(**config: Any) -> tuple[dict[str, Any], Plan]:
-        plan = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, buckets=buckets, **config)
-        spec = StreamSpec(store, plan=plan)
-        return summary(spec)[0], spec.plan
-
-    found, plan = found_of()
+    found, spec = bucketed(sized(30, 23))
     assert found["buckets"] == {
-        "16x16": {"samples": 30, "micro_batches": 7, "left_over": 2},
-        "16x24": {"samples": 23, "micro_batches": 5, "left_over": 3},
-        "16x99": {"samples": 0, "micro_batches": 0, "left_over": 0},
+        "16x16": {"samples": 30, "micro_batches": 7, "left_over": 2, "share": [7 / 12] * 2},
+        "16x24": {"samples": 23, "micro_batches": 5, "left_over": 3, "share": [5 / 12] * 2},
+        "16x99": {"samples": 0, "micro_batches": 0, "left_over": 0, "share": [0, 0]},
     }
     assert (found["steps"], found["buckets_left_over"], found["left_over"]) == (6, 0, 5)
-    assert dict(rows(found, plan))["bucket 16x24"] == "23 samples, 5 micro-batches, 3 samples left over"
-    found, plan = found_of(repeats=2)
+    told = dict(rows(found, spec.plan))
+    assert told["bucket 16x24"] == "23 samples, 5 micro-batches, 41.67%; 3 samples left over"
+    found, _ = bucketed(sized(30, 23), repeats=2)
     assert (found["steps"], found["buckets"]["16x24"]["micro_batches"], found["buckets_left_over"]) == (12, 10, 0)
-    found, plan = found_of(repeats=2, repeats_in="micro_batch")
+    found, _ = bucketed(sized(30, 23), repeats=2, repeats_in="micro_batch")
     assert (found["steps"], found["buckets_left_over"]) == (13, 0)
-    found, plan = found_of(epoch_samples=20)
+    found, _ = bucketed(sized(30, 23), epoch_samples=20)
     assert (found["steps"], found["buckets_left_over"]) == (2, None)
-    plan_16 = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=20, buckets=buckets)
-    found, _ = summary(spec := StreamSpec(store, plan=plan_16))
+    found, spec = bucketed(sized(30, 23), global_batch_size=20)
     assert (found["steps"], found["buckets_left_over"], found["left_over"]) == (2, 2, 13)
     assert dict(rows(found, spec.plan))["micro-batches left over in an epoch"] == "2"
+
+
+def test_buckets_of_mixtures_and_of_validations_are_told() -> None:
+    stores = {"a": sized(40, 10), "b": sized(5, 45)}
+    mixture = {0: {"a": 1, "b": 0}, 1: {"a": 1, "b": 1}}
+    found, spec = bucketed(stores, mixture=mixture, val_buckets=True, epoch_samples=400, class_balance=0.5)
+    squares, wide = found["buckets"]["16x16"], found["buckets"]["16x24"]
+    assert (squares["samples"], squares["left_over"]) == (45, 0)
+    assert squares["share"] == pytest.approx([0.8, 0.45], abs=0.02) and abs(wide["micro_batches"] - 20) <= 2
+    assert found["sources"]["b"]["share"] == [0, pytest.approx(0.5, abs=0.02)]
+    assert found["buckets_left_over"] is None and found["val_buckets"]["16x16"] == {
+        "samples": 9,
+        "micro_batches": 3,
+    }
+    told = dict(rows(found, spec.plan))
+    assert "45 samples" in told["bucket 16x16"] and "% in the first epoch" in told["bucket 16x16"]
+    assert told["bucket 16x24 of a validation"] == "2 samples, 1 micro-batches"
+    page = render(spec, *summary(spec))
+    assert "<h2>Buckets</h2>" in page and f"{squares['share'][0]:.2%}" in page
 
 
 def test_a_plan_is_not_shown_while_a_store_is_verified(

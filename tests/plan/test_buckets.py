@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
@@ -17,19 +18,21 @@ from raypipe.plan.buckets import nearest
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import MemoryStore
+from raypipe.stores.joined import JoinedStore
 
 THREE = ["192x256", "224x224", "256x192"]
 SIDES = [(192, 256), (224, 224), (256, 192)]
 
 
-def store(widths: Any, heights: Any, **options: Any) -> MemoryStore:
+def store(widths: Any, heights: Any, labels: list[int] | None = None, **options: Any) -> MemoryStore:
     columns = {"width": np.asarray(widths), "height": np.asarray(heights)}
-    return MemoryStore([bytes([i % 256]) for i in range(len(widths))], None, columns=columns, **options)
+    images = [bytes([i % 256]) for i in range(len(widths))]
+    return MemoryStore(images, labels, columns=columns, **options)
 
 
-def varied(num: int, seed: int = 0) -> MemoryStore:
+def varied(num: int, seed: int = 0, labels: list[int] | None = None) -> MemoryStore:
     rng = np.random.default_rng(seed)
-    return store(rng.integers(50, 400, num), rng.integers(50, 400, num))
+    return store(rng.integers(50, 400, num), rng.integers(50, 400, num), labels)
 
 
 def plan_of(train: Any, exclude: Any = (), **config: Any) -> Plan:
@@ -123,8 +126,61 @@ def test_golden_orders_and_fingerprints() -> None:
     ]
 
 
+def test_golden_orders_of_buckets_with_weights_and_of_several_stores() -> None:
+    def first(train: Any, **config: Any) -> tuple[str, list[tuple[tuple[int, int] | None, Drawn]]]:
+        plan = plan_of(train, micro_batch_size=2, global_batch_size=4, **config)
+        found = [(plan.bucket_of(at), drawn) for at, drawn in micro_batches(plan) if at.epoch == 1]
+        return plan.fingerprint, found[:4]
+
+    assert first(varied(20), weights="width") == (
+        "1f62d147b5c4d580",
+        [
+            ((256, 192), [(6, 0), (1, 0)]),
+            ((192, 256), [(19, 0), (15, 0)]),
+            ((192, 256), [(11, 0), (11, 1)]),
+            ((256, 192), [(4, 0), (2, 0)]),
+        ],
+    )
+    assert first(JoinedStore({"a": varied(20), "b": varied(30, 1)}), mixture={"a": 1, "b": 1}) == (
+        "b6320cdfc5944e8c",
+        [
+            ((256, 192), [(6, 0), (46, 0)]),
+            ((192, 256), [(40, 0), (14, 0)]),
+            ((224, 224), [(9, 0), (44, 0)]),
+            ((192, 256), [(16, 1), (33, 0)]),
+        ],
+    )
+
+
+def test_a_mixture_with_buckets_walks_through_every_sample_and_leaves_none_over() -> None:
+    # One store has a single wide image, which alone would fill no micro-batch.
+    stores = {"a": store([50] * 29 + [90], [50] * 30), "b": store([50] * 15 + [90] * 15, [50] * 30)}
+    plan = plan_of(JoinedStore(stores), buckets=["8x8", "8x14"], mixture={"a": 3, "b": 1}, epochs=8)
+    seen = Counter(index for _, drawn in micro_batches(plan) for index, _ in drawn)
+    assert len(seen) == 60
+    assert all(abs(seen[index] - 8 * 40 * 0.75 / 30) <= 2 for index in range(30))
+    mixed_inside = [
+        {index < 30 for index, _ in drawn} for at, drawn in micro_batches(plan) if plan.bucket_of(at) == (8, 8)
+    ]
+    assert sum(len(each) == 2 for each in mixed_inside) > len(mixed_inside) / 4
+
+
+def test_padding_of_validations_is_told_apart_from_their_samples() -> None:
+    plan = plan_of(
+        varied(50), val_buckets=True, global_batch_size=16
+    )  # 5 samples, in micro-batches of 4, 4 in a step
+    found = [
+        (plan.bucket_of(at), plan.indices(at).tolist())
+        for at in plan.micro_batches(plan.start())
+        if at.split == "val"
+    ]
+    padding = (256, 192), [-1, -1, -1, -1]
+    assert found == [((192, 256), [0, 1, 2, 3]), ((256, 192), [4, -1, -1, -1]), padding, padding] * 2
+    assert (plan.num_val, plan.val_steps, plan.without_draws().val_steps) == (5, 1, 1)
+
+
 def test_the_buckets_are_part_of_the_fingerprint_and_plans_without_keep_theirs() -> None:
-    train = varied(60)
+    train = varied(60, labels=[0, 1, 2] * 20)
     found = [
         plan_of(train, **config).fingerprint
         for config in (
@@ -136,9 +192,18 @@ def test_the_buckets_are_part_of_the_fingerprint_and_plans_without_keep_theirs()
             {"epoch_samples": 40},
             {"exclude": [5]},
             {"buckets": []},
+            {"shuffle": "off"},
+            {"weights": "width"},
+            {"weights": "height"},
+            {"class_balance": 0.5},
+            {"class_balance": 1.0},
+            {"class_balance": 1.0, "epoch_samples": 40},
         )
     ]
     assert len(set(found)) == len(found)
+    both = JoinedStore({"a": train, "b": varied(30, 1)})
+    mixed = [{}, {"mixture": {"a": 1, "b": 1}}, {"buckets": THREE[:2]}, {"weights": "width"}, {"buckets": []}]
+    assert len({plan_of(both, **config).fingerprint for config in mixed}) == len(mixed)
     other = store(*(np.array(list(train.read(np.arange(60), ("width", "height")).values())) + 1))
     assert plan_of(other).fingerprint != found[0]
 
@@ -170,6 +235,18 @@ def test_stores_that_have_no_sizes_or_several_parts_or_groups_are_told_what_to_d
     with pytest.raises(ConfigError, match=r"plan\.shuffle 'window' reads .*: set plan\.shuffle=global"):
         plan_of(grouped := store([5] * 20, [5] * 20, group_size=5))
     assert plan_of(grouped, shuffle="global").steps_per_epoch == 2
+
+
+def test_buckets_of_validations_need_buckets_and_their_errors_name_the_validation() -> None:
+    with pytest.raises(ConfigError, match=r"plan\.val_buckets must be false without plan\.buckets"):
+        PlanConfig(val_buckets=True)
+    config = PlanConfig(micro_batch_size=4, buckets=THREE, val_buckets=True)
+    with pytest.raises(
+        ConfigError, match=r"none for 1 samples, .*: leave such out by store\.val_filter='width > 0'"
+    ):
+        Plan.from_stores(config, varied(50), store([4, 0], [4, 4]))
+    assert Plan.from_stores(config, varied(50), store([4, 0], [4, 4]), val_exclude=[1]).num_val == 1
+    assert Plan.from_stores(config, varied(50)).val_steps == 0
 
 
 @pytest.mark.parametrize("buckets", [["224"], ["0x5"], ["5x-1"], ["192x256", "0192x256"], ["4x4", "4x4"], [224]])

@@ -20,6 +20,7 @@ from raypipe.plan.order import (
     default_window_groups,
     derive_keys,
     permute,
+    shuffled,
 )
 from raypipe.plan.selection import Kept
 
@@ -55,9 +56,14 @@ def test_golden_global_order() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_all_permutations_are_about_equally_frequent(size: int) -> None:
+@pytest.mark.parametrize("sorts", [False, True])
+def test_all_permutations_are_about_equally_frequent(size: int, sorts: bool) -> None:
     epochs = 1200
-    counts = Counter(tuple(whole(GlobalOrder(size, seed=11), epoch)) for epoch in range(epochs))
+    if sorts:
+        keys = [derive_keys(1, 11, epoch)[0] for epoch in range(epochs)]
+        counts = Counter(tuple(shuffled(size, key).tolist()) for key in keys)
+    else:
+        counts = Counter(tuple(whole(GlobalOrder(size, seed=11), epoch)) for epoch in range(epochs))
     possible = list(permutations(range(size)))
     expected = epochs / len(possible)
     chi_square = sum((counts[p] - expected) ** 2 / expected for p in possible)

@@ -40,10 +40,14 @@ def pictures(num: int, bad: tuple[int, ...] = (), **columns: Any) -> MemoryStore
 TRAIN, VAL = pictures(50), MemoryStore([picture(1000 + i) for i in range(9)], [0] * 9)
 
 
-def spec_of(store: Any = TRAIN, plan: dict[str, Any] | None = None, **options: Any) -> StreamSpec:
+def spec_of(
+    store: Any = TRAIN, plan: dict[str, Any] | None = None, val_store: Any = VAL, **options: Any
+) -> StreamSpec:
     given = {"epochs": 2, "micro_batch_size": 4, "global_batch_size": 8, "buckets": BUCKETS, **(plan or {})}
     transform = TransformConfig(**{"train": "light", "val": "center", "size": 8, **options})
-    return StreamSpec(store, VAL, plan=PlanConfig(**given), transform=transform, pool=PoolConfig(engine="inline"))
+    return StreamSpec(
+        store, val_store, plan=PlanConfig(**given), transform=transform, pool=PoolConfig(engine="inline")
+    )
 
 
 def shapes(batches: list[HostBatch], split: str = "train") -> set[tuple[int, ...]]:
@@ -118,18 +122,50 @@ def test_a_schedule_of_sizes_makes_the_buckets_smaller() -> None:
     assert shapes([batch for batch in found if batch.at.epoch == 1]) == SIDES
 
 
-def test_a_bad_sample_is_replaced_by_one_of_its_bucket() -> None:
-    spec = spec_of(pictures(50, bad=(3, 8)), max_bad_fraction=1.0)
-    num_bad = 0
-    for batch in host_batches(spec):
-        num_bad += batch.num_bad
-        if batch.at.split == "train":
-            buckets = spec.plan.buckets
-            assert buckets is not None
-            assert {buckets.sides[buckets.bucket_of(index)] for index in batch.index.tolist()} == {
-                batch.image.shape[1:3]
+def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
+    num_bad, bad = 0, {3, 8, 52}
+    for train in (pictures(50, (3, 8)), {"a": pictures(50, (3, 8)), "b": pictures(20, (2,))}):
+        spec = spec_of(train, {"class_balance": 0.5}, max_bad_fraction=1.0)
+        columns = spec.stores["train"].read(np.arange(len(spec.stores["train"])), ("width", "height"))
+        for batch in host_batches(spec):
+            num_bad += batch.num_bad
+            if batch.at.split == "train":
+                assert not bad & set(batch.index.tolist()) and batch.weight.all()
+                (sides,) = set(zip(columns["height"][batch.index], columns["width"][batch.index], strict=True))
+                assert {(40, 60): (12, 16), (50, 50): (14, 14), (60, 40): (16, 12)}[sides] == batch.image.shape[
+                    1:3
+                ]
+                planned = spec.plan.indices(batch.at)
+                assert ((planned < 50) == (batch.index < 50)).all()
+    assert num_bad >= 4
+
+
+@pytest.mark.parametrize("decode", ["cpu", "gpu"])
+def test_validations_in_buckets_have_each_sample_once_in_the_shape_of_its_bucket(decode: str) -> None:
+    val = pictures(23)
+    spec = spec_of(plan={"val_buckets": True}, val_store=val, size={0: 4, 1: 8}, decode=decode)
+    sides = val.read(np.arange(23), ("height", "width"))
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for epoch in loader(spec, augment=AugmentConfig()).epochs():
+        list(epoch.train)
+        for batch in epoch.val:
+            counted = batch.index[batch.weight > 0].tolist()
+            seen[epoch.number] += counted
+            shape = tuple(batch.image.shape[2:])  # the same in both epochs: a schedule is of the training alone
+            assert {(sides["height"][i], sides["width"][i]) for i in counted} <= {
+                {(12, 16): (40, 60), (14, 14): (50, 50), (16, 12): (60, 40)}[shape]
             }
-    assert num_bad >= 2
+            assert (batch.target[batch.weight > 0] == batch.index[batch.weight > 0] % 5).all()
+    assert sorted(seen[0]) == list(range(23)) and seen[0] == seen[1]
+
+
+def test_a_validation_of_one_size_and_a_store_without_sizes_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"transform\.val is .*CenterCrop, which is made once, and plan\.buckets has"
+    ):
+        spec_of(plan={"val_buckets": True}, val_store=pictures(9), val=[{"CenterCrop": {"height": 8, "width": 8}}])
+    with pytest.raises(ConfigError, match=r"plan\.buckets names 'width'"):
+        spec_of(plan={"val_buckets": True})
 
 
 def test_a_transform_that_has_one_size_is_refused() -> None:

@@ -192,12 +192,13 @@ def mixed(
         ]
     whole = {epoch: as_shares([sum(of_bucket) for of_bucket in table]) for epoch, table in tables.items()}
     turns = Turns(whole, steps, batch_size, seed, is_small=True)
+    before = {epoch: turns.before(epoch * steps) for epoch in shares}
     parts = list[Part]()
     for number, of_bucket in enumerate(by_bucket):
         inner = {}  # from a place of the bucket on, by its number in the run
         for epoch, table in tables.items():
             some = any(table[number])  # else it has no places from here on
-            inner[turns.before(epoch * steps)[number]] = as_shares(table[number] if some else [1] * len(stores))
+            inner[before[epoch][number]] = as_shares(table[number] if some else [1] * len(stores))
         key = int(derive_keys(1, seed, Domain.BUCKET, number)[0])
         leaves = [bucket.leaf or Once(StoredOrder(0)) for bucket in of_bucket]  # one without samples has no draws
         passes = [Passes(leaf, int(offset)) for leaf, offset in zip(leaves, offsets, strict=False)]

@@ -2,8 +2,8 @@
 
 python benchmarks/plan_seek.py
 
-Buckets have a table of their samples, 4 to 8 bytes for each. Of 10^9 samples the benchmark has none, and a bucket is
-an order of so many numbers; of 10^7 it has them, and says what it takes to make them.
+Buckets have a table of their samples, 4 to 8 bytes for each. For 10^9 samples the benchmark has none, and a bucket
+is an order of so many numbers; for 10^7 it has them, and says what it takes to make them.
 """
 
 from __future__ import annotations

@@ -68,8 +68,14 @@ def mixture() -> StreamSpec:
     return spec_of({"a": pictures(60, 0), "b": pictures(40, 100)}, plan, filter={"a": "label != 3"})
 
 
-def buckets() -> StreamSpec:
-    return spec_of(pictures(90, 0), {"buckets": ["8x12", "10x10", "12x8"]}, filter="label != 3")
+def mixture_in_buckets() -> StreamSpec:
+    plan = {
+        "mixture": {0: {"a": 3, "b": 1}, 2: {"a": 1, "b": 1}},
+        "weights": "width",
+        "buckets": ["8x12", "10x10", "12x8"],
+        "val_buckets": True,
+    }
+    return spec_of({"a": pictures(60, 0), "b": pictures(40, 100)}, plan, filter={"b": "label != 3"})
 
 
 def kill_an_actor(rng: random.Random) -> bool:
@@ -80,7 +86,7 @@ def kill_an_actor(rng: random.Random) -> bool:
     return bool(found)
 
 
-@pytest.mark.parametrize("plan", [mixture, buckets])
+@pytest.mark.parametrize("plan", [mixture, mixture_in_buckets])
 def test_the_digest_is_one_for_any_workers_any_actors_and_ten_kills(plan: Any) -> None:
     spec, rng, kills = plan(), random.Random(0), list[float]()
     alone = without_ray.digests(spec)

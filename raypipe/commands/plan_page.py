@@ -137,7 +137,7 @@ def rows(found: dict[str, Any], plan: Plan) -> Rows:
     for name, bucket in found.get("buckets", {}).items():
         held = f"{number(bucket['samples'])} samples"
         if bucket["share"]:
-            held += f", {number(bucket['micro_batches'])} micro-batches, {_shares(bucket['share'])}"
+            held += f", {number(bucket['micro_batches'])} micro-batches of epoch 0, {_shares(bucket['share'])}"
         left_over = f"; {number(bucket['left_over'])} samples left over" if bucket["left_over"] else ""
         told.append((f"bucket {name}", held + left_over))
     if found.get("buckets_left_over"):

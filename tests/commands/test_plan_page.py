@@ -92,7 +92,7 @@ def test_the_left_overs_of_buckets_are_told() -> None:
     }
     assert (found["steps"], found["buckets_left_over"], found["left_over"]) == (6, 0, 5)
     told = dict(rows(found, spec.plan))
-    assert told["bucket 16x24"] == "23 samples, 5 micro-batches, 41.67%; 3 samples left over"
+    assert told["bucket 16x24"] == "23 samples, 5 micro-batches of epoch 0, 41.67%; 3 samples left over"
     found, _ = bucketed(sized(30, 23), repeats=2)
     assert (found["steps"], found["buckets"]["16x24"]["micro_batches"], found["buckets_left_over"]) == (12, 10, 0)
     found, _ = bucketed(sized(30, 23), repeats=2, repeats_in="micro_batch")

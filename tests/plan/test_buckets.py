@@ -158,6 +158,7 @@ def test_a_mixture_with_buckets_walks_through_every_sample_and_leaves_none_over(
     plan = plan_of(JoinedStore(stores), buckets=["8x8", "8x14"], mixture={"a": 3, "b": 1}, epochs=8)
     seen = Counter(index for _, drawn in micro_batches(plan) for index, _ in drawn)
     assert len(seen) == 60
+    assert max(repeat for _, drawn in micro_batches(plan) for _, repeat in drawn) <= 2, "an epoch counts anew"
     assert all(abs(seen[index] - 8 * 40 * 0.75 / 30) <= 2 for index in range(30))
     mixed_inside = [
         {index < 30 for index, _ in drawn} for at, drawn in micro_batches(plan) if plan.bucket_of(at) == (8, 8)

@@ -87,7 +87,7 @@ def compositions(draw: st.DrawFn) -> Composition:
     def whole(least: int, most: int) -> int:
         return draw(st.integers(least, most))
 
-    per_step, micro_batch, repeats_in = pick(1, 2, 4, 6), pick(1, 2, 4), pick("step", "micro_batch")
+    per_step, micro_batch, repeats_in = pick(1, 2, 4, 6), pick(1, 2, 4, 8), pick("step", "micro_batch")
     of = per_step if repeats_in == "step" else micro_batch
     buckets = draw(st.lists(st.sampled_from(BUCKETS), min_size=0, max_size=3, unique=True))
     group_size = None if buckets else pick(None, 3, 10)
@@ -335,6 +335,11 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
                     near = round(exact) if abs(exact - round(exact)) < 1e-9 else exact
                     least, most = math.floor(near), math.ceil(near)
                     assert passes * least <= times[index] <= (passes + (rest > 0)) * most
+        # Repeats tell an epoch's own passes apart, whatever came before.
+        for samples in leaves.values():
+            repeats = [r for step in steps for place in step for i, r in place if i in set(samples.tolist())]
+            if repeats and made.weights is None:
+                assert max(repeats) <= -(-len(repeats) // len(samples))
 
 
 def check_declared(made: Composition, found: Found) -> None:

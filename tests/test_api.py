@@ -165,12 +165,12 @@ def test_each_package_imports_only_from_those_before_it_annotations_included() -
                 assert place[imported] <= place[module.split(".")[0]], f"{module} imports {name}"
 
 
-def test_no_modules_import_one_another_in_a_circle_nor_in_a_chain_of_more_than_twelve() -> None:
+def test_no_modules_import_one_another_in_a_circle_nor_in_a_chain_of_more_than_fourteen() -> None:
     graph = {m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")} for m in MODULES}
     chain: dict[str, int] = {}
     for module in graphlib.TopologicalSorter(graph).static_order():
         chain[module] = 1 + max((chain[name] for name in graph.get(module, ())), default=0)
-    assert max(chain.values()) <= 12, max(chain, key=chain.__getitem__)
+    assert max(chain.values()) <= 14, max(chain, key=chain.__getitem__)
 
 
 def test_each_side_knows_only_its_own_framework() -> None:

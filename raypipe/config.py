@@ -365,7 +365,8 @@ class PoolConfig(_Section, prefix="pool."):
 
     Attributes:
         engine: "ray": actors make the stream; "inline": this process does, for debugging (docs/tuning.md).
-        threads: of engine "inline"; 0 = the thread that asks for a micro-batch makes it.
+        threads: of engine "inline", 0 = the thread that asks for a micro-batch makes it; or of cache "device", to
+            decode the store at the start, 0 = one for each CPU.
         executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/scale.md).
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.

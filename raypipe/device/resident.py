@@ -1,7 +1,7 @@
 """Decoded images that stay on a device, and what is done to those of a micro-batch. Knows torch, not Ray.
 
-The stages are those of `raypipe.transform.resident`, whose numbers come from the host: nothing waits for the device,
-and nothing is drawn there.
+The stages are those of `raypipe.transform.resident`, whose numbers come from the host: nothing is drawn on the
+device, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class ResidentImages:
         return images.view(-1, 3).index_select(0, places.view(-1)).view(*places.shape, 3)
 
     def _box_places(self, numbers: torch.Tensor, size: Sides) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the pixels of a resized box come from, as OpenCV has it: pixels are squares, the box has an edge."""
+        """Where the pixels of a resized box come from, by OpenCV's rule: nothing outside of the box is seen."""
         top, left, height, width = numbers[:, :, None].unbind(1)
 
         def places(start: torch.Tensor, length: torch.Tensor, num: int) -> torch.Tensor:
-            inside = (self._count[:num] + 0.5) * (length / num) - 0.5
+            inside = (self._count[:num].float() + 0.5) * (length / num) - 0.5
             return start + torch.minimum(inside.clamp(min=0), length - 1)
 
         return places(left, width, size[1])[:, None], places(top, height, size[0])[:, :, None]

@@ -58,7 +58,6 @@ class Source(NamedTuple):
     gather: Gather | None = None
 
 
-
 class Loader:
     """This rank's share of the stream: the rest of the run, once, in the order of the plan.
 

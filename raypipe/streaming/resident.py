@@ -1,10 +1,10 @@
-"""A stream whose decoded images stay on the training device (`pool.cache: device`): nothing is read or decoded twice.
+"""A stream whose decoded images stay on the training device (`pool.cache: device`).
 
-    once    store → decode → the transform's first steps → uint8 (N, H, W, 3) on the device; all else stays on the host
+    once    store → decode → the transform's first steps → uint8 (N, H, W, 3) on the device; the rest on the host
     then    plan → MicroBatchMaker, of rows and draws → HostBatch → the device gathers its images
 
-Order, keys, substitutes, columns and the budget of bad samples are those of any stream, by the same code. Each rank
-has the whole store, and makes its own micro-batches.
+Order, keys, substitutes, columns and the budget of bad samples are those of any stream, by the same code. Each
+rank has the whole store, and makes its own micro-batches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,8 +58,7 @@ class ResidentStream:
         self._spec, self._rank, self._world_size = spec, rank, world_size
         transforms = resident_transforms(spec.transforms, spec.transform)
         parts = {split: _Part(spec, split, transforms[split]) for split in spec.stores}
-        num_bytes = sum(part.num_bytes for part in parts.values())
-        _check_room(spec, device, num_bytes, world_size)
+        num_bytes = _check_room(spec.pool.cache_bytes, parts.values(), device, world_size)
         pixels = {split: part.load(device, self._tell) for split, part in parts.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # any stream may read them from now on
@@ -87,20 +86,34 @@ class ResidentStream:
             yield replace(batch, image=self.gather(batch.at.split, drawn).numpy(), drawn={})
 
 
-def _check_room(spec: StreamSpec, device: torch.device, num_bytes: int, world_size: int) -> None:
-    limit, free = spec.pool.cache_bytes, free_bytes(device)
-    what = f"pool.cache_bytes={limit}"
-    if not limit:
+def check_resident(spec: StreamSpec, device: torch.device | None = None, world_size: int = 1) -> None:
+    """Look at the first image of each store, and raise ConfigError unless there is room for as many of its size.
+
+    Args:
+        device: where they are to stay; None = not known yet: only pool.cache_bytes limits them.
+    """
+    transforms = resident_transforms(spec.transforms, spec.transform)
+    parts = [_Part(spec, split, transforms[split]) for split in spec.stores]
+    _check_room(spec.pool.cache_bytes, parts, device, world_size)
+
+
+def _check_room(cache_bytes: int, parts: Iterable[_Part], device: torch.device | None, world_size: int) -> int:
+    """Bytes that the images of all take; raises ConfigError as `check_resident`."""
+    num_bytes = sum(part.num_bytes for part in parts)
+    limits = {f"pool.cache_bytes={cache_bytes}": cache_bytes} if cache_bytes else {}
+    if device is not None:
+        free = free_bytes(device)
         # GPUs have memory of their own; of a machine's, each of its trainers takes a part.
-        share = _DEFAULT_SHARE / (1 if device.type == "cuda" else world_size)
-        limit, what = int(share * free), f"{share:.0%} of the {free:,} bytes that are free on {device}"
-    elif limit > free:
-        limit, what = free, f"what is free on {device}"
-    if num_bytes > limit:
-        raise ConfigError(
-            f"pool.cache='device': the decoded images take {num_bytes:,} bytes, and {what} is {limit:,}: set "
-            "pool.cache_bytes, if there is room for them, or set pool.cache='disk', which keeps them on each node"
-        )
+        share = 1.0 if cache_bytes else _DEFAULT_SHARE / (1 if device.type == "cuda" else world_size)
+        limits[f"{share:.0%} of what is free on {device}"] = int(share * free)
+    for what, limit in limits.items():
+        if num_bytes > limit:
+            raise ConfigError(
+                f"pool.cache='device': the decoded images take {num_bytes:,} bytes, and {what} allows {limit:,}: "
+                "raise pool.cache_bytes if the device has the room, use smaller images, or set pool.cache='disk', "
+                "which keeps them on the disk of each node"
+            )
+    return num_bytes
 
 
 class _Part:

@@ -86,6 +86,10 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             columns=spec.columns,
             channels=len(run.augment.mean),
         )
+        if spec.pool.cache == "device":
+            from raypipe.streaming.resident import check_resident
+
+            check_resident(spec)
         if len(set(sizes.values())) > 1:
             made = ", ".join(f"transform.{split} makes {h} x {w}" for split, (h, w) in sizes.items())
             progress(logger, f"sizes      of images differ: {made} (height x width)")

@@ -178,7 +178,9 @@ class ResidentTransform:
             raise self._refused(f"raised {type(error).__name__}: {error} (of images of {size})") from error
         stages = []
         # Windows in a row are one stage; each step that interpolates is one.
-        for (kind, _), run in groupby(enumerate(self._kinds), lambda step: (step[1], step[1] != "window" and step[0])):
+        for (kind, _), run in groupby(
+            enumerate(self._kinds), lambda step: (step[1], step[1] != "window" and step[0])
+        ):
             numbers, to = [number for number, _ in run], size
             steps = slice(numbers[0], numbers[-1] + 1)
             for operation in operations[steps]:
@@ -214,7 +216,9 @@ class ResidentContent:
         self.stages = transform.stages(size)
         self._nothing = [stage.placed([None] * (stage.steps.stop)) for stage in self.stages]
 
-    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> tuple[int, list[Any]]:
+    def one(
+        self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None
+    ) -> tuple[int, list[Any]]:
         """The row of a sample, and what was drawn for it."""
         row: Any = sample.image  # type: ignore[union-attr]
         if row < 0:
@@ -233,7 +237,9 @@ class ResidentContent:
         return arrays
 
 
-def resident_transforms(transforms: Mapping[Split, Any], config: TransformConfig) -> dict[Split, ResidentTransform]:
+def resident_transforms(
+    transforms: Mapping[Split, Any], config: TransformConfig
+) -> dict[Split, ResidentTransform]:
     """Those of a stream.
 
     Raises:

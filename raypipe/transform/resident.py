@@ -4,14 +4,14 @@
     for each sample      the draws of the other steps, from the same key     here: numbers
     a micro-batch        what was drawn, done to the images                  `raypipe.device.resident`
 
-    step                                                         on the device, a stage
-    none at all                                                  the images as they are held
-    RandomCrop, CenterCrop, HorizontalFlip, VerticalFlip         "window": those in a row are one, pixels are only moved
-    RandomResizedCrop                                            "crop_resize": bilinear, rounded to uint8
-    Affine                                                       "warp": the same, black outside of the image
+    step                                                    on the device, a stage
+    none at all                                             the images as they are held
+    RandomCrop, CenterCrop, HorizontalFlip, VerticalFlip    "window": pixels are moved; several in a row are one
+    RandomResizedCrop                                       "crop_resize": bilinear, rounded to uint8
+    Affine                                                  "warp": the same, black outside of the image
 
-Windows give the pixels of the CPU to the bit. What interpolates differs by the roundings of OpenCV, and with them a
-stream has a fingerprint of its own. Each stage rounds, as each step does.
+Windows give the pixels of the CPU to the bit. What interpolates differs by OpenCV's roundings, of one level at
+most, so a stream with such a stage has a fingerprint of its own.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Stage(NamedTuple):
 
         Returns:
             Of a window int64 (B, 3): the number of the pixel, among those of all images, that the first one comes
-            from, and the steps to those that the next ones down and to the right come from. Of crop_resize float32
-            (B, 4): top, left, height, width. Of warp float32 (B, 6): a row-major matrix (2, 3), from (x, y, 1) of a
-            pixel that comes out to the place that it comes from.
+            from, and the steps to those that the next ones down and to the right come from. Of crop_resize
+            float32 (B, 4): top, left, height, width. Of warp float32 (B, 6): a row-major matrix (2, 3), from
+            (x, y, 1) of a pixel that comes out to the place that it comes from.
         """
         if self.kind == "window":
             top, down, left, right = np.array(placed, np.int64).T
@@ -88,7 +88,7 @@ class Stage(NamedTuple):
 
 
 def _window(operations: Sequence[Any], size: Sides) -> tuple[int, int, int, int]:
-    """(top, 1 or -1, left, 1 or -1): where the first pixel comes from, and which way the next ones down and right."""
+    """(top, ±1, left, ±1): where the first pixel comes from, and which way those below and beside it."""
     (top, down), (left, right), (height, width) = (0, 1), (0, 1), size
     for operation in operations:
         if isinstance(operation, Crop):
@@ -151,10 +151,10 @@ class ResidentTransform:
 
     def _refused(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"pool.cache='device': {self._name}{self._shown and f' ({self._shown})'} {reason}. Begin it with crops, "
-            "flips, RandomResizedCrop and Affine alone (presets none, flip-crop, light, small, center, resize) and "
-            "leave the rest, such as changes of colour, to augment.preset and augment.ops, which run on the device "
-            "as well; or set pool.cache='disk'"
+            f"pool.cache='device': {self._name}{self._shown and f'={self._shown}'} {reason}. Use one of "
+            "none, flip-crop, light, small, center and resize, or steps of their kind (resizes and paddings first, "
+            "then crops, flips and Affine), and leave the rest, such as changes of colour, to augment.preset and "
+            "augment.ops, which run on the device as well; or set pool.cache='disk'"
         )
 
     def first(self, image: np.ndarray) -> np.ndarray:
@@ -178,10 +178,9 @@ class ResidentTransform:
             raise self._refused(f"raised {type(error).__name__}: {error} (of images of {size})") from error
         stages = []
         # Windows in a row are one stage; each step that interpolates is one.
-        for (kind, _), run in groupby(
-            enumerate(self._kinds), lambda step: (step[1], step[1] != "window" and step[0])
-        ):
-            numbers, to = [number for number, _ in run], size
+        kinds = [(kind, kind != "window" and number) for number, kind in enumerate(self._kinds)]
+        for (kind, _), run in groupby(range(len(kinds)), kinds.__getitem__):
+            numbers, to = [*run], size
             steps = slice(numbers[0], numbers[-1] + 1)
             for operation in operations[steps]:
                 if isinstance(operation, Crop):
@@ -247,8 +246,8 @@ def resident_transforms(
     """
     if len(config.size_by_epoch) > 1:
         raise ConfigError(
-            f"pool.cache='device' holds images of one size, and transform.size has {config.size_text}: choose one, "
-            "or set pool.cache='disk'"
+            f"pool.cache='device' holds images of one size, and transform.size has {config.size_text}: choose "
+            "one, or set pool.cache='disk'"
         )
     made = {}
     for split, transform in transforms.items():

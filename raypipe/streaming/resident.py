@@ -67,7 +67,7 @@ class ResidentStream:
         stores: dict[Split, Store] = {split: part.held() for split, part in parts.items()}
         self._maker = MicroBatchMaker(*spec.replace(stores=stores).recipe, contents=contents)
         what = ", ".join(f"{split} {part.described}" for split, part in parts.items())
-        took = f"{num_bytes / 1e6:,.0f} MB, decoded in {time.perf_counter() - started:.1f} s"
+        took = f"{num_bytes / 1e6:,.1f} MB, decoded in {time.perf_counter() - started:.1f} s"
         self._tell(f"cache      on {device}: {what}; {took}")
 
     def _tell(self, text: str) -> None:

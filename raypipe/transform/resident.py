@@ -152,8 +152,8 @@ class ResidentTransform:
     def _refused(self, reason: str) -> ConfigError:
         return ConfigError(
             f"pool.cache='device': {self._name}{self._shown and f'={self._shown}'} {reason}. Use one of "
-            "none, flip-crop, light, small, center and resize, or steps of their kind (resizes and paddings first, "
-            "then crops, flips and Affine), and leave the rest, such as changes of colour, to augment.preset and "
+            "none, flip-crop, light, small, center and resize, or steps of their kind (resizes and paddings first,"
+            " then crops, flips and Affine), and leave the rest, such as changes of colour, to augment.preset and "
             "augment.ops, which run on the device as well; or set pool.cache='disk'"
         )
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cv2
 import numpy as np
@@ -48,10 +49,12 @@ def cut(image: np.ndarray, box: Box) -> np.ndarray:
     return image[top : top + height, left : left + width]
 
 
-# The operations of steps that draw; `raypipe.transform.resident` has a device do them.
+# The operations of steps that draw, which `raypipe.transform.resident` has a device do. Not frozen: making them would
+# take longer.
 
 
-class Crop(NamedTuple):
+@dataclass(slots=True)
+class Crop:
     """Cuts a box."""
 
     box: Box
@@ -64,7 +67,8 @@ class Crop(NamedTuple):
         return out
 
 
-class Flip(NamedTuple):
+@dataclass(slots=True)
+class Flip:
     """Mirrors left to right (axis 1), or upside down (axis 0)."""
 
     axis: int
@@ -73,7 +77,8 @@ class Flip(NamedTuple):
         return cv2.flip(image, self.axis, out)
 
 
-class CropResize(NamedTuple):
+@dataclass(slots=True)
+class CropResize:
     """Cuts a box and resizes it to the target; `interpolation` is OpenCV's, by the size of the crop."""
 
     box: Box
@@ -85,7 +90,8 @@ class CropResize(NamedTuple):
         return _resize(self.target, self.interpolation(crop.shape[:2], "image"), crop, out)
 
 
-class Warp(NamedTuple):
+@dataclass(slots=True)
+class Warp:
     """Moves the pixel (x, y) to `matrix` @ (x, y, 1), float64 (2, 3); `interpolation` … `fill` are OpenCV's."""
 
     matrix: np.ndarray

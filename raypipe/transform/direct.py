@@ -49,8 +49,8 @@ def cut(image: np.ndarray, box: Box) -> np.ndarray:
     return image[top : top + height, left : left + width]
 
 
-# The operations of steps that draw, which `raypipe.transform.resident` has a device do. Not frozen: making them would
-# take longer.
+# The operations of steps that draw, which `raypipe.transform.resident` has a device do. Not frozen: to make those
+# takes longer.
 
 
 @dataclass(slots=True)

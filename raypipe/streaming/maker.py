@@ -122,9 +122,9 @@ class MicroBatchMaker:
         found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
         return next(found, None)
 
-    def batch(self, at: MicroBatchId) -> HostBatch:
+    def batch(self, at: MicroBatchId, drawn: Drawn | None = None) -> HostBatch:
         """One micro-batch; its bad samples are recorded."""
-        made = self.make(at)
+        made = self.make(at, drawn=drawn)
         self.settle(made)
         return made.host_batch()
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 # Of the memory that is free at the start: model, gradients and activations come after.
 _DEFAULT_SHARE = 0.5
+_BLOCK = 16  # micro-batches that the plan is asked for at a time, which takes as long as for one
 _CHUNK = 1024  # samples that a thread reads and decodes at a time
 _TOLD_EVERY_S = 10.0
 
@@ -76,8 +78,13 @@ class ResidentStream:
 
     def batches(self, cursor: Cursor) -> Iterator[HostBatch]:
         """The rank's micro-batches from a cursor on, without their images, which `gather` makes."""
-        places = self._spec.plan.micro_batches(cursor)
-        return (self._maker.batch(at) for at in places if at.micro % self._world_size == self._rank)
+        plan = self._spec.plan
+        places = (at for at in plan.micro_batches(cursor) if at.micro % self._world_size == self._rank)
+        for _, segment in groupby(places, lambda at: (at.split, at.epoch)):
+            while block := list(islice(segment, _BLOCK)):
+                drawn, repeats = plan.block_draws(block)
+                for number, at in enumerate(block):
+                    yield self._maker.batch(at, (drawn[number], None if repeats is None else repeats[number]))
 
     def whole_batches(self, cursor: Cursor) -> Iterator[HostBatch]:
         """The same with their images, in host memory."""

@@ -12,7 +12,7 @@
     share_stream    the same with `transform.gpu_share: 0.5`
     small_…         resident and streams with --small-model, which takes more than the CPUs can decode
     cache_…         --small-model on images of 32 px that pool.cache=device keeps on the device, with flip-crop
-                    (model), against one batch of them (bound); and without a model, as fast as the host draws (alone)
+                    (model), against one batch of them (bound); and without a model, as the host draws (alone)
     host_ms         of a micro-batch: what the calls take of the training thread, which never waits for the device,
                     for each preset without mixing, and for StepBatchNorm at one micro-batch to a step
     launches        kernels, copies and fills that they give to the device

@@ -59,14 +59,10 @@ class ResidentImages:
         return images.view(-1, 3).index_select(0, places.view(-1)).view(*places.shape, 3)
 
     def _box_places(self, numbers: torch.Tensor, size: Sides) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the pixels of a resized box come from, by OpenCV's rule: nothing outside of the box is seen."""
-        top, left, height, width = numbers[:, :, None].unbind(1)
-
-        def places(start: torch.Tensor, length: torch.Tensor, num: int) -> torch.Tensor:
-            inside = (self._count[:num].float() + 0.5) * (length / num) - 0.5
-            return start + torch.minimum(inside.clamp(min=0), length - 1)
-
-        return places(left, width, size[1])[:, None], places(top, height, size[0])[:, :, None]
+        x, dx, left, right, y, dy, top, bottom = numbers[:, :, None].unbind(1)
+        across, down = self._count[: size[1]], self._count[: size[0]]
+        x, y = (x + dx * across).clamp(left, right), (y + dy * down).clamp(top, bottom)
+        return x[:, None], y[:, :, None]
 
     def _warp_places(self, numbers: torch.Tensor, size: Sides) -> tuple[torch.Tensor, torch.Tensor]:
         xx, xy, x, yx, yy, y = numbers[:, :, None, None].unbind(1)
@@ -75,11 +71,9 @@ class ResidentImages:
 
 
 def _interpolated(images: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Images at places, float32 that broadcast to (B, h, w), in pixels of uint8 (B, H, W, 3); black outside."""
-    height, width = images.shape[1:3]
-    # grid_sample counts from -1 to 1, the outer edges of the image.
-    places = torch.broadcast_tensors((2 * x + 1) / width - 1, (2 * y + 1) / height - 1)
-    found = grid_sample(images.permute(0, 3, 1, 2).float(), torch.stack(places, -1), align_corners=False)
+    """Images at places that broadcast to (B, h, w), of which -1 and 1 are the outer edges; black outside."""
+    places = torch.stack(torch.broadcast_tensors(x, y), -1)
+    found = grid_sample(images.permute(0, 3, 1, 2).float(), places, align_corners=False)
     return found.round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 

@@ -72,19 +72,32 @@ class Stage(NamedTuple):
 
         Returns:
             Of a window int64 (B, 3): the number of the pixel, among those of all images, that the first one comes
-            from, and the steps to those that the next ones down and to the right come from. Of crop_resize
-            float32 (B, 4): top, left, height, width. Of warp float32 (B, 6): a row-major matrix (2, 3), from
-            (x, y, 1) of a pixel that comes out to the place that it comes from.
+            from, and the steps to those that the next ones down and to the right come from. Of the others float32,
+            where -1 and 1 are the outer edges of the image that goes in: of crop_resize (B, 8), the place that the
+            first pixel comes from, the step to the next, and the first and last place, of x, then of y; of warp
+            (B, 6), a row-major matrix (2, 3) from (x, y, 1) of a pixel that comes out to its place.
         """
         if self.kind == "window":
             top, down, left, right = np.array(placed, np.int64).T
             height, width = self.of
             return np.stack([(rows * height + top) * width + left, down * width, right], 1)
         if self.kind == "crop_resize":
-            return np.array(placed, np.float32)
+            top, left, height, width = np.array(placed, np.float64).T
+            axes = (left, width, self.to[1], self.of[1]), (top, height, self.to[0], self.of[0])
+            return np.concatenate([_resized(*axis) for axis in axes], 1).astype(np.float32)
         forth = np.tile(np.eye(3), (len(placed), 1, 1))
         forth[:, :2] = placed
-        return np.linalg.inv(forth)[:, :2].reshape(-1, 6).astype(np.float32)
+        back = np.linalg.inv(forth)[:, :2] * 2 / np.array(self.of[::-1])[:, None]
+        back[:, :, 2] += 1 / np.array(self.of[::-1]) - 1
+        return back.reshape(-1, 6).astype(np.float32)
+
+
+def _resized(start: np.ndarray, length: np.ndarray, num: int, full: int) -> np.ndarray:
+    """Of one axis, float64 (B, 4): where `num` pixels come from, by OpenCV's rule; none from beside the box."""
+    step = length / num
+    places = np.stack([start + (step - 1) / 2, step, start, start + length - 1], 1)
+    is_place = np.array([1, 0, 1, 1])
+    return (2 * places + is_place) / full - is_place
 
 
 def _window(operations: Sequence[Any], size: Sides) -> tuple[int, int, int, int]:

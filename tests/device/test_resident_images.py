@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from budgets import Counted
 
 from raypipe.device.resident import ResidentImages, free_bytes
 from raypipe.errors import ConfigError
@@ -51,7 +52,7 @@ RESAMPLED: dict[str, Any] = {
 }
 
 
-def both(transform: Any) -> tuple[list[np.ndarray], np.ndarray]:
+def both(transform: Any, limit: int = 99) -> tuple[list[np.ndarray], np.ndarray]:
     """What a CPU makes of samples in turn, and what a device does, which gets a row of padding as well."""
     on_cpu, split = (
         SampleTransform(build_transform(transform, 24)),
@@ -65,7 +66,10 @@ def both(transform: Any) -> tuple[list[np.ndarray], np.ndarray]:
     made: Any = [content.one(EncodedSample(row % 12), key) for row, key in enumerate(KEYS)]  # type: ignore[arg-type]
     drawn = content.pack(lambda position, _: [*made, None][position], len(KEYS) + 1, lambda make: make(1))
     tensors = {name.removeprefix("drawn."): torch.from_numpy(array) for name, array in drawn.items()}
-    return expected, images.gather("train", tensors).numpy()
+    with Counted(0) as seen:
+        found = images.gather("train", tensors).numpy()
+    assert sum(seen.operations.values()) <= limit, seen.operations
+    return expected, found
 
 
 @pytest.mark.parametrize("transform", WINDOWS.values(), ids=WINDOWS)
@@ -111,6 +115,11 @@ def test_a_crop_of_more_than_the_image_is_refused_at_once() -> None:
     split = ResidentTransform(build_transform([{"RandomCrop": {"height": 60, "width": 9}}], 24))
     with pytest.raises(ConfigError, match="raised CropSizeError"):
         split.stages(SHAPE)
+
+
+@pytest.mark.parametrize(("transform", "limit"), [("none", 1), ("flip-crop", 5), ("light", 18), ("small", 15)])
+def test_a_micro_batch_takes_few_operations(transform: str, limit: int) -> None:
+    both(transform, limit)
 
 
 def test_only_what_interpolates_says_that_its_pixels_differ() -> None:

@@ -51,7 +51,7 @@ class DecodeTransform:
 def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.loader import Loader
+    from raypipe.streaming.loader import Loader, Source
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_batches
     from raypipe.streaming.spec import StreamSpec
@@ -67,7 +67,7 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
         )
         (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
         start = spec.plan.start()
-        loader = Loader(spec, lambda _: (host_batches(iterator), None), cursor=start)
+        loader = Loader(spec, lambda _: Source(host_batches(iterator)), cursor=start)
         for epoch in loader.epochs():
             yield ((batch.image, batch.target) for batch in epoch.train)
 

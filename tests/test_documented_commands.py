@@ -163,9 +163,18 @@ def test_readme_sizes_a_cluster_by_what_it_has_measured(capsys: pytest.CaptureFi
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", samples(200), CLASSES)
-    off, kept = of("cache.md", "digest")
+    off, kept, *_ = of("cache.md", "digest")
     assert run(off, capsys)["samples"] == 2 * 192
     assert run(kept, capsys)["equal"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_docs_cache_has_the_same_digest_from_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    write_atomically("train.lmdb", samples(200), CLASSES)
+    *_, streamed, on_device = of("cache.md", "digest")
+    assert run(streamed, capsys)["micro_batches"] == 40 * 3
+    found = run(on_device, capsys)
+    assert found["equal"] and [*found["settings"]] == ["cache"]
 
 
 @runs(("cloud.md", "convert"))

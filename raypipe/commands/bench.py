@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
+from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import versions
 from raypipe.pages import number
@@ -58,6 +59,10 @@ def bench(
     """
     from raypipe.streaming.spec import open_train
 
+    if run.pool.cache == "device":
+        raise ConfigError(
+            "pool.cache=device has no stream to measure: use benchmarks/resident.py, or another pool.cache"
+        )
     if output:
         check_place(output)
     opened = open_train(run)

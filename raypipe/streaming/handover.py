@@ -17,6 +17,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.resident import ResidentStream
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
@@ -40,7 +41,7 @@ def loader(
     starts while the model is built.
 
     Outside of Ray Train one process gets the whole stream. If torch.distributed has several processes, as with
-    torchrun, each gets its share, and needs pool.engine "inline" to make it.
+    torchrun, each gets its share, and needs pool.engine "inline", or pool.cache "device", to make it.
 
     Args:
         spec: the stream.
@@ -67,7 +68,7 @@ def loader(
         rank, world_size = context.get_world_rank(), context.get_world_size()
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if world_size > 1 and spec.pool.engine != "inline":
+        if world_size > 1 and not spec.pool.in_process:
             raise ConfigError(
                 f"{world_size} processes outside of Ray Train do not share a stream that Ray makes: start them by "
                 "a TorchTrainer, or let each make its own share (pool.engine=inline)"
@@ -75,13 +76,19 @@ def loader(
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
+    resident: ResidentStream | None = None
+
     def open_at(start: Cursor) -> Source:
+        nonlocal resident
+        if spec.pool.cache == "device":
+            resident = resident or ResidentStream(spec, device, rank, world_size)
+            return Source(resident.batches(start), gather=resident.gather)
         if spec.pool.engine == "inline":
-            return inline_batches(spec, start, rank, world_size), None
+            return Source(inline_batches(spec, start, rank, world_size))
         iterators, supervisor = _handed_round(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
-        return host_batches(iterators[rank]), supervisor
+        return Source(host_batches(iterators[rank]), supervisor)
 
     return Loader(
         spec,

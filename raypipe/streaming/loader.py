@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,11 +39,23 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.columns import SampleColumns
+from raypipe.transform.resident import Gather
 from raypipe.transform.sizes import Size, size_in
 from raypipe.transform.views import makes_views
 
-Source = tuple[Iterator[HostBatch], Any]
-"""A rank's micro-batches in host memory, and the supervisor's handle, or None."""
+
+class Source(NamedTuple):
+    """What a rank's batches are made of.
+
+    Attributes:
+        batches: micro-batches in host memory.
+        supervisor: handle of who supervises the stream, if anybody does.
+        gather: makes the images where the device holds them.
+    """
+
+    batches: Iterator[HostBatch]
+    supervisor: Any = None
+    gather: Gather | None = None
 
 
 class Loader:
@@ -128,7 +140,7 @@ class Loader:
     def _open(self) -> None:
         """Start the stream."""
         self._created = time.perf_counter()
-        self._source, self._supervisor = self._open_at(self._start)
+        self._source, self._supervisor, gather = self._open_at(self._start)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         copied = functools.partial(self._clocks["train"].add, "transfer")
         if transform.device_share:
@@ -145,7 +157,9 @@ class Loader:
                 copied,
             )
         else:
-            self._batches = on_device(self._source, self.device, seed_of, self._depth, self.keep, on_copied=copied)
+            self._batches = on_device(
+                *(self._source, self.device, seed_of, self._depth, self.keep), on_copied=copied, gather=gather
+            )
 
     def _size_at(self, at: MicroBatchId) -> Size:
         return size_in(self._spec.transform, at.split, at.epoch, self.plan.bucket_of(at))

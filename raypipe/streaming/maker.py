@@ -65,7 +65,8 @@ _without_records: set[str] = set()
 class MicroBatchMaker:
     """Reads, decodes and transforms micro-batches. Holds no state that a result could depend on.
 
-    Args: as the attributes of a StreamSpec.
+    Args: as the attributes of a StreamSpec; and `contents`, what the samples of a split become, where that is not
+        what its transform says.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class MicroBatchMaker:
         pool: PoolConfig,
         quarantine: str = "",
         columns: SampleColumns = NO_COLUMNS,
+        contents: Mapping[Split, Content] | None = None,
     ) -> None:
         self.plan, self._stores, self._quarantine = plan, stores, quarantine
         self._targets, self._columns = config.target_columns, columns
-        self._config, self._given = config, transforms
+        self._config, self._given, self._contents = config, transforms, contents or {}
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
         self.caches = open_caches(pool, stores, config)
         self._attempt = FIRST_ATTEMPT
@@ -104,6 +106,7 @@ class MicroBatchMaker:
                 sample_name=functools.partial(name_of, store),
                 decoded=self.caches[split].decoded if split in self.caches else None,
                 columns=ColumnMaker(self._columns) if self._columns else None,
+                content=self._contents.get(split),
             )
         return self._transforms[split, size]
 
@@ -119,9 +122,9 @@ class MicroBatchMaker:
         found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
         return next(found, None)
 
-    def batch(self, at: MicroBatchId) -> HostBatch:
+    def batch(self, at: MicroBatchId, drawn: Drawn | None = None) -> HostBatch:
         """One micro-batch; its bad samples are recorded."""
-        made = self.make(at)
+        made = self.make(at, drawn=drawn)
         self.settle(made)
         return made.host_batch()
 
@@ -213,18 +216,21 @@ def micro_batch_transform(
     sides: Sides | None = None,
     probe: Callable[[], Iterable[EncodedSample]] = tuple,
     store_address: str = "",
+    content: Content | None = None,
     **options: Any,
 ) -> MicroBatchTransform:
     """The transform of a split's micro-batches, see `MicroBatchTransform`, which gets the options, and `Images`.
 
     Args:
         size: of the images; None = the config's last.
+        content: used instead of what the transform would make.
 
     Raises:
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
     """
-    content: Content
-    if config.device_share == 1:
+    if content is not None:
+        pass
+    elif config.device_share == 1:
         content = EncodedTransform(transform, config, size)
     else:
         built = build_transform(transform, size or config.final_size)

@@ -24,6 +24,7 @@ from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
 from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform, takes_size
+from raypipe.transform.resident import resident_transforms
 from raypipe.transform.sample_cache import check_cache
 from raypipe.transform.sizes import has_sizes
 from raypipe.transform.targets import check_columns, target_pipeline
@@ -133,6 +134,8 @@ class StreamSpec:
             )
         for split in stores:
             check_sizes(transform, split, transforms[split], plan_config)
+        if pool.cache == "device":
+            laid_out = _bound_to_device(laid_out, transforms, transform)
         given = columns if isinstance(columns, Mapping) else list(columns)
         make = make_columns or transform.make_columns or None
         found = _columns_of(stores, column_options(given), make, laid_out, pool)
@@ -186,12 +189,26 @@ def _columns_of(
         return kept.indices(np.arange(min(NUM_PROBED, len(stores[split]) - kept.num_left_out)))
 
     found = find_columns(stores, declared, make, first)
-    if found and pool.cache != "off":
+    if found and pool.cache == "disk":
         raise ConfigError(
             f"pool.cache={pool.cache!r} keeps images and classes, and no columns or other targets: set "
             "pool.cache='off', or leave store.columns out"
         )
     return found
+
+
+def _bound_to_device(plan: Plan, transforms: Mapping[Split, Any], config: TransformConfig) -> Plan:
+    """The plan of a stream whose images a device holds: with another fingerprint where that makes other pixels.
+
+    Raises:
+        ConfigError: a setting, or a transform, does not go with it.
+    """
+    if plan.config.buckets:
+        raise ConfigError(
+            "pool.cache='device' holds images of one size, and plan.buckets are of several: set pool.cache='disk'"
+        )
+    resamples = any(each.resamples for each in resident_transforms(transforms, config).values())
+    return plan.bound_to({"cache": "device"}) if resamples else plan
 
 
 def open_stores(train: Train, **options: Any) -> Store:

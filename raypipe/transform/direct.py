@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,20 +49,76 @@ def cut(image: np.ndarray, box: Box) -> np.ndarray:
     return image[top : top + height, left : left + width]
 
 
+# The operations of steps that draw, which `raypipe.transform.resident` has a device do. Not frozen: to make those
+# takes longer.
+
+
+@dataclass(slots=True)
+class Crop:
+    """Cuts a box."""
+
+    box: Box
+
+    def __call__(self, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        part = cut(image, self.box)
+        if out is None:
+            return part
+        out[...] = part
+        return out
+
+
+@dataclass(slots=True)
+class Flip:
+    """Mirrors left to right (axis 1), or upside down (axis 0)."""
+
+    axis: int
+
+    def __call__(self, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        return cv2.flip(image, self.axis, out)
+
+
+@dataclass(slots=True)
+class CropResize:
+    """Cuts a box and resizes it to the target; `interpolation` is OpenCV's, by the size of the crop."""
+
+    box: Box
+    target: Size
+    interpolation: Callable[[Size, str], int]
+
+    def __call__(self, image: np.ndarray | Undecoded, out: np.ndarray | None) -> np.ndarray:
+        crop = cut(image, self.box) if isinstance(image, np.ndarray) else image[1](self.box)
+        return _resize(self.target, self.interpolation(crop.shape[:2], "image"), crop, out)
+
+
+@dataclass(slots=True)
+class Warp:
+    """Moves the pixel (x, y) to `matrix` @ (x, y, 1), float64 (2, 3); `interpolation` … `fill` are OpenCV's."""
+
+    matrix: np.ndarray
+    interpolation: int
+    border_mode: int
+    fill: Any
+
+    def __call__(self, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        size = image.shape[1::-1]
+        return cv2.warpAffine(image, self.matrix, size, out, self.interpolation, self.border_mode, self.fill)
+
+
 class DirectPipeline:
     """A function of an image, or of one that is not decoded, where a random resized crop comes first.
 
     Attributes:
         rest: the steps that are left to the library.
         is_random: a draw decides something.
+        steps: those that are known here.
+        num_fixed: of these, how many stand at the beginning and draw nothing.
     """
 
     def __init__(self, pipeline: Any, draws: list[Draw], rest: list[Any]) -> None:
         self.rest = rest
-        self.is_random = bool(rest) or any(
-            0 < step.p < 1 or type(step).__name__ in ("RandomResizedCrop", "RandomCrop", "Affine")
-            for step in pipeline.transforms
-        )
+        self.is_random = bool(rest) or any(map(_is_random, pipeline.transforms))
+        self.steps: list[Any] = pipeline.transforms[: len(draws)]
+        self.num_fixed = [*map(_is_random, self.steps), True].index(True)
         self._draws, self._random = draws, pipeline.py_random.random
 
     def __call__(self, image: np.ndarray | Undecoded, out: np.ndarray | None = None) -> np.ndarray:
@@ -87,6 +144,27 @@ class DirectPipeline:
         for step in self.rest:
             data = step(**data)
         return data["image"]
+
+    def fixed(self, image: np.ndarray) -> np.ndarray:
+        """What the steps that draw nothing, at the beginning, make of an image; it may be the image itself."""
+        for draw in self._draws[: self.num_fixed]:
+            _, operation = draw(image.shape[:2])
+            if operation is not None:
+                image = operation(image, None)
+        return image
+
+    def drawn(self, size: Size) -> list[Operation | None]:
+        """What the known steps after these do to an image of this size: as a call would draw it, of each step."""
+        self._random()
+        operations = []
+        for draw in self._draws[self.num_fixed :]:
+            size, operation = draw(size)
+            operations.append(operation)
+        return operations
+
+
+def _is_random(step: Any) -> bool:
+    return 0 < step.p < 1 or (step.p > 0 and type(step).__name__ in ("RandomResizedCrop", "RandomCrop", "Affine"))
 
 
 def direct_pipeline(pipeline: Any) -> DirectPipeline | None:
@@ -124,12 +202,8 @@ def _random_resized_crop(step: Any) -> Draw:
     target: Size = tuple(step.size)
     drawn, interpolation = step.get_params_dependent_on_data, step._get_interpolation_for_resize
 
-    def crop_and_resize(box: Box, image: np.ndarray | Undecoded, out: np.ndarray | None) -> np.ndarray:
-        crop = cut(image, box) if isinstance(image, np.ndarray) else image[1](box)
-        return _resize(target, interpolation(crop.shape[:2], "image"), crop, out)
-
     def draw(size: Size) -> tuple[Size, Operation]:
-        return target, partial(crop_and_resize, _box(drawn({"shape": size}, {})))
+        return target, CropResize(_box(drawn({"shape": size}, {})), target, interpolation)
 
     return draw
 
@@ -141,7 +215,7 @@ def _random_or_center_crop(step: Any) -> Draw | None:
 
     def draw(size: Size) -> tuple[Size, Operation]:
         box = _box(drawn({"shape": size}, {}))
-        return box[2:], partial(_cut, box)
+        return box[2:], Crop(box)
 
     return draw
 
@@ -151,18 +225,8 @@ def _box(drawn: dict[str, Any]) -> Box:
     return top, left, bottom - top, right - left
 
 
-def _cut(box: Box, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    part = cut(image, box)
-    if out is None:
-        return part
-    out[...] = part
-    return out
-
-
 def _flip(axis: int, step: Any) -> Draw:
-    def flip(image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        return cv2.flip(image, axis, out)
-
+    flip = Flip(axis)
     return lambda size: (size, flip)
 
 
@@ -215,11 +279,7 @@ def _affine(step: Any) -> Draw | None:
         matrix = functional.create_affine_transformation_matrix(translate, shear, scale, rotate, center)
         if (np.abs(matrix - identity) <= tolerance).all():
             return size, None
-        return size, partial(warp, matrix[:2])
-
-    def warp(matrix: np.ndarray, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        size = image.shape[1::-1]
-        return cv2.warpAffine(image, matrix, size, out, step.interpolation, step.border_mode, fill)
+        return size, Warp(matrix[:2], step.interpolation, step.border_mode, fill)
 
     return draw
 

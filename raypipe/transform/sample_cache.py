@@ -176,7 +176,7 @@ def open_caches(
     Raises:
         ConfigError: there is no such place, or no room in it.
     """
-    if pool.cache == "off":
+    if pool.cache != "disk":
         return {}
     try:
         root = local_file.make_cache_folder("samples")

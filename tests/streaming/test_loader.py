@@ -30,7 +30,7 @@ from raypipe.stores.destination import write_atomically
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Loader
+from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import host_batches, made_row
 from raypipe.streaming.spec import StreamSpec
@@ -68,7 +68,7 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
     spec, rows = source.spec, cast(Any, source)
     return Loader(
         spec,
-        lambda _: (host_batches(rows), None),
+        lambda _: Source(host_batches(rows)),
         source.rank,
         source.world_size,
         CPU,
@@ -356,7 +356,7 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: Str
 
 
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
-    return Loader(spec, lambda start: (inline_batches(spec, start, rank, world_size), None), rank, world_size)
+    return Loader(spec, lambda start: Source(inline_batches(spec, start, rank, world_size)), rank, world_size)
 
 
 def test_a_loader_whose_checkpoint_does_not_tell_its_place_does_not_begin_anew_in_silence(

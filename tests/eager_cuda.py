@@ -212,6 +212,8 @@ class EagerCuda(Cuda):
             "memory_stats": lambda *_: {"allocation.all.allocated": self.num_allocated},
             "host_memory_stats": lambda: {"active_requests.allocated": self.num_pinned},
             "memory_reserved": lambda *_: self.num_bytes,
+            "memory_allocated": lambda *_: self.num_bytes,
+            "mem_get_info": lambda *_: (1 << 30, 2 << 30),
             "default_generators": (torch.default_generator,),
             "get_rng_state": lambda *_: torch.get_rng_state(),
             "set_rng_state": lambda state, *_: torch.set_rng_state(state),

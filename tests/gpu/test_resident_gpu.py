@@ -20,7 +20,7 @@ from raypipe.streaming.spec import StreamSpec
 
 from conftest import picture  # isort: skip
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
 NUM, SIDE = 300, 32
 
@@ -43,7 +43,10 @@ def test_cuda_makes_the_pixels_of_the_cpu_transform(train: str, most: int) -> No
     for batch in every_batch(loader(spec, device="cuda")):
         host = next(expected)
         assert batch.image.is_cuda and batch.at == host.at and np.array_equal(batch.index, host.index)
-        assert batch.target.tolist() == host.label.tolist() and batch.weight.tolist() == host.weight.tolist()
+        assert (
+            batch.target.cpu().tolist() == host.label.tolist()
+            and batch.weight.cpu().tolist() == host.weight.tolist()
+        )
         pixels = batch.image.permute(0, 2, 3, 1).cpu().numpy()
         difference = np.abs(pixels.astype(int) - host.image)
         assert difference.max() <= (most if batch.at.split == "train" else 0)

@@ -402,6 +402,7 @@ def test_any_composition_draws_what_it_declares_for_any_ranks_and_from_any_step(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @given(compositions())
 @settings(max_examples=2000, deadline=None)
 def test_many_compositions_draw_what_they_declare_for_any_ranks_and_from_any_step(made: Composition) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 import threading
 import weakref
 from collections import deque
@@ -36,7 +37,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.cuda._sanitizer
-import torchvision
+import torchvision.io  # noqa: F401
 from simulated_host import Host
 from torch.cuda._sanitizer import EventHandler
 from torch.overrides import TorchFunctionMode
@@ -200,10 +201,11 @@ class Cuda:
 
     # nvJPEG and graphs
 
-    def decode_jpeg(self, encoded: Any, mode: Any, device: Any) -> Any:
+    def decode_jpeg(self, library: Any, encoded: Any, mode: Any, device: Any) -> Any:
+        """As a library's own, which decodes for it."""
         if torch.device(device).type != "cuda":
-            return _decode_jpeg(encoded, mode=mode, device=device)
-        images = _decode_jpeg(encoded, mode=mode, device="cpu")
+            return library(encoded, mode=mode, device=device)
+        images = library(encoded, mode=mode, device="cpu")
         found = [self.allocate(image) for image in images]
         for tensor, image in zip(found, images, strict=True):
             write = functools.partial(tensor.memory.copy_, image)
@@ -232,18 +234,19 @@ class Cuda:
         streams = {"stream": self.stream, "current_stream": self.current, "synchronize": self.synchronize}
         streams |= {"default_stream": lambda *_: self.default, "set_device": self.enter_thread}
         device = {"current_device": lambda: 0, "is_current_stream_capturing": self.is_capturing}
-        with (
-            mock.patch.multiple(torch.cuda, **events, **streams, **device),
-            mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES),
-            mock.patch.object(torchvision.io, "decode_jpeg", self.decode_jpeg),
-            mock.patch.dict(LIBRARIES, {"torchvision": by_torchvision}, clear=True),
-            _Factories(self),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.multiple(torch.cuda, **events, **streams, **device))
+            stack.enter_context(mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES))
+            for name in ("torchvision.io", "torchcodec.decoders"):
+                if library := sys.modules.get(name):
+                    ours = functools.partial(self.decode_jpeg, library.decode_jpeg)
+                    stack.enter_context(mock.patch.object(library, "decode_jpeg", ours))
+            stack.enter_context(mock.patch.dict(LIBRARIES, {"torchvision": by_torchvision}, clear=True))
+            stack.enter_context(_Factories(self))
             self._thread.entered = True
             yield
 
 
-_decode_jpeg = torchvision.io.decode_jpeg
 # The sanitizer takes a stack for each access, which takes more time than all else.
 _NO_TRACES = SimpleNamespace(StackSummary=SimpleNamespace(extract=lambda *_, **__: []), walk_stack=lambda _: [])
 

@@ -143,6 +143,8 @@ def test_lightning_is_told_what_the_plan_has(stores: dict[str, Path]) -> None:
     spec = ranks.spec_of(str(stores["train"]))
     settings = StreamDataModule.settings(loader(spec))
     assert settings["max_epochs"] == 2 and settings["accumulate_grad_batches"] == 4
-    without = dataclasses.replace(spec.plan, config=PlanConfig(epochs=2, val_interval=0), num_val=0)
+    without = dataclasses.replace(
+        spec.plan, config=PlanConfig(epochs=2, val_interval=0), num_val=0, num_val_rows=0
+    )
     module = StreamDataModule(loader(spec.replace(plan=without)))
     assert module.val_dataloader() == []

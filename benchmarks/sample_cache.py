@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from raypipe import PoolConfig, TransformConfig, open_store
-from raypipe.streaming.spec import micro_batch_transform
+from raypipe.streaming.maker import micro_batch_transform
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import SampleCache, open_caches
 from raypipe.transform.sample_transform import EncodedSample

@@ -1,8 +1,9 @@
-"""User code, and installed packages, by name."""
+"""What there is: user code and installed packages, by name, and CPUs."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import sys
 from importlib import metadata
@@ -59,6 +60,11 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def num_cpus() -> int:
+    """CPUs that this process may run on; where the system does not say, as on macOS, those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str | None]:

@@ -203,6 +203,17 @@ def test_public_modules_import_by_name() -> None:
         assert importlib.import_module(f"raypipe.{module}").__doc__
 
 
+def test_what_benchmarks_and_jobs_import_is_there() -> None:
+    """Few of them run in tests."""
+    for folder in ("benchmarks", "jobs"):
+        for path in sorted((ROOT.parent / folder).glob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "raypipe":
+                    module = importlib.import_module(node.module or "")
+                    missing = [name.name for name in node.names if not hasattr(module, name.name)]
+                    assert [name for name in missing if f"{node.module}.{name}"[8:] not in MODULES] == [], path
+
+
 def test_no_checkpoint_is_unpickled() -> None:
     loads = [call for path in ROOT.rglob("*.py") for call in re.findall(r"torch\.load\(.*\)", path.read_text())]
     assert loads and all("weights_only=True" in call for call in loads), loads

@@ -4,12 +4,12 @@ what has become of a run."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import shown, table
+from raypipe.lookup import num_cpus
 from raypipe.pages import number
 from raypipe.plan.schedule import shares
 from raypipe.storage.filesystem import as_uri, join
@@ -170,7 +170,7 @@ def digest(
         # A few actors may share a CPU, so that pools can be compared anywhere; a large run's is made smaller.
         pool = dataclasses.replace(spec.pool, min_actors=min(spec.pool.min_actors, _SHARING))
         few = max(pool.least_actors, min(pool.max_actors, _SHARING))
-        connect(num_cpus=max(len(os.sched_getaffinity(0)), few))
+        connect(num_cpus=max(num_cpus(), few))
         most, spec = preflight(pool).max_actors, spec.replace(pool=pool)
         iterators = splits(spec, cursor, max_actors=most, world_size=workers)
         digests = list(iterate_digests(spec.plan, cursor, iterators))

@@ -28,7 +28,7 @@ import numpy as np
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
-from raypipe.lookup import versions
+from raypipe.lookup import num_cpus, versions
 from raypipe.pages import number
 from raypipe.storage.files import check_place, write_json
 from raypipe.stores import Store
@@ -88,7 +88,7 @@ def bench(
 def _cpus_here() -> int:
     """Free CPUs of the cluster that a job was submitted to, or those of this process."""
     if not _on_cluster():
-        return len(os.sched_getaffinity(0))
+        return num_cpus()
     import ray
 
     from raypipe.rayext.cluster import connect
@@ -228,7 +228,7 @@ def measured_settings(store: Store, transform: TransformConfig, actors: int, mic
         "actors": actors,
         "micro_batch": min(micro_batch, len(store)),
         "read": "actor" if store.groups is None else "stage",
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": num_cpus(),
         "machine": platform.machine(),
         "versions": versions(),
     }

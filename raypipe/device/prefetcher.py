@@ -161,9 +161,7 @@ def _without_leaves(host: HostBatch) -> HostBatch:
     """What the host still needs of a micro-batch: no view of the block that it came in."""
     leaves: dict[str, Any] = {field: _ELSEWHERE for field, name in _leaves(host) if not name}
     columns = {
-        name: column._replace(values=_ELSEWHERE)
-        if column.offsets is None
-        else column._replace(values=column.values.copy(), offsets=column.offsets.copy())
+        name: column._replace(values=_ELSEWHERE) if column.kind == "array" else column.copied()
         for name, column in host.columns.items()
     }
     of_host = {"label": host.label.copy(), "index": host.index.copy(), "columns": columns}
@@ -277,12 +275,7 @@ def _without_image(host: HostBatch) -> HostBatch:
     assert host.encoded is not None
     of_host: dict[str, Any] = {name: getattr(host, name).copy() for name in ("label", "weight", "index")}
     of_host["encoded"] = {name: array.copy() for name, array in host.encoded.items()}
-    of_host["columns"] = {
-        name: column._replace(
-            values=column.values.copy(), offsets=None if column.offsets is None else column.offsets.copy()
-        )
-        for name, column in host.columns.items()
-    }
+    of_host["columns"] = {name: column.copied() for name, column in host.columns.items()}
     return replace(host, image=_ELSEWHERE, **of_host)
 
 

@@ -158,7 +158,7 @@ class Loader:
             )
         else:
             self._batches = on_device(
-                *(self._source, self.device, seed_of, self._depth, self.keep), on_copied=copied, gather=gather
+                self._source, self.device, seed_of, self._depth, self.keep, on_copied=copied, gather=gather
             )
 
     def _size_at(self, at: MicroBatchId) -> Size:

@@ -219,25 +219,40 @@ def micro_batch_transform(
     content: Content | None = None,
     **options: Any,
 ) -> MicroBatchTransform:
-    """The transform of a split's micro-batches, see `MicroBatchTransform`, which gets the options, and `Images`.
+    """The transform of a split's micro-batches: of `content_of`, and with the options of `MicroBatchTransform`.
 
     Args:
-        size: of the images; None = the config's last.
         content: used instead of what the transform would make.
 
     Raises:
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
     """
-    if content is not None:
-        pass
-    elif config.device_share == 1:
-        content = EncodedTransform(transform, config, size)
-    else:
-        built = build_transform(transform, size or config.final_size)
-        content = Images(built, config, probe, store_address, sides)
-        if config.device_share:
-            content = DeviceShare(EncodedTransform(transform, config, size), content, config)
+    content = content or content_of(transform, config, size, sides, probe, store_address)
     return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
+
+
+def content_of(
+    transform: Any,
+    config: TransformConfig,
+    size: Size | None = None,
+    sides: Sides | None = None,
+    probe: Callable[[], Iterable[EncodedSample]] = tuple,
+    store_address: str = "",
+) -> Content:
+    """What a transform makes of samples: `Images`, which get the rest, or what of them the device is to decode.
+
+    Args:
+        size: of the images; None = the config's last.
+
+    Raises:
+        ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
+    """
+    if config.device_share == 1:
+        return EncodedTransform(transform, config, size)
+    images = Images(build_transform(transform, size or config.final_size), config, probe, store_address, sides)
+    if not config.device_share:
+        return images
+    return DeviceShare(EncodedTransform(transform, config, size), images, config)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:
@@ -282,13 +297,13 @@ def try_samples(
         buckets = plan.config.sides_in(split)
         several = sizes_of(config, split, buckets) if has_sizes(config, split, buckets) else []
         content, *others = (
-            micro_batch_transform(
+            content_of(
                 transforms[split],
                 config,
-                size=size,
-                sides=sides_of(size) if several else None,
+                size,
+                sides_of(size) if several else None,
                 store_address=store.address,
-            ).content
+            )
             for size in several or [config.final_size]
         )
         samples, labels = read_samples(store, indices, config.target_columns, columns)

@@ -10,7 +10,6 @@ rank has the whole store, and makes its own micro-batches.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import torch
 from raypipe.device.resident import ResidentImages, free_bytes
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import progress
+from raypipe.lookup import num_cpus
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import Split
 from raypipe.stores.base import Columns, Store, check_columns, name_of, title_of
@@ -177,7 +177,7 @@ class _Part:
                 self._put(first + number, image, images[number])
             return images, found
 
-        with ThreadPoolExecutor(self._spec.pool.threads or _num_threads(), "raypipe-decode") as pool:
+        with ThreadPoolExecutor(self._spec.pool.threads or num_cpus(), "raypipe-decode") as pool:
             try:
                 for first, (images, found) in zip(
                     range(0, count, _CHUNK), pool.map(decoded, range(0, count, _CHUNK)), strict=True
@@ -222,10 +222,6 @@ class _Part:
         named[self._indices[bad]] = ~np.arange(len(bad))
         held: Any = _HeldStore(self._store, row_of, named, self._values)
         return held
-
-
-def _num_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _joined(parts: list[Any]) -> Any:

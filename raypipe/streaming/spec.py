@@ -333,7 +333,7 @@ def columns_of(run: RunConfig) -> dict[str, Any]:
 def check_transforms(
     config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
 ) -> None:
-    """Raise ConfigError where `micro_batch_transform` would, as far as can be known without the user's code."""
+    """Raise ConfigError where `content_of` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
         if config.device_share:

@@ -80,6 +80,12 @@ class PackedColumn(NamedTuple):
     values: np.ndarray
     offsets: np.ndarray | None = None
 
+    def copied(self) -> PackedColumn:
+        """The same in memory of its own."""
+        return self._replace(
+            values=self.values.copy(), offsets=None if self.offsets is None else self.offsets.copy()
+        )
+
     def unpacked(self) -> np.ndarray | list[Any]:
         """An array (B, …), or a list of B: arrays, text, bytes, or what JSON holds."""
         if self.offsets is None:

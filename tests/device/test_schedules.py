@@ -273,16 +273,36 @@ def any_loader(code: Code, cuda: Cuda) -> None:
 
 def decoding(code: Code, cuda: Cuda) -> None:
     """Decoded ahead in a thread; consumed on any stream."""
+    decode_ahead(code, cuda, encoded_batch, lambda number, _: decoded(number))
+
+
+def decoding_a_share(code: Code, cuda: Cuda) -> None:
+    """The same beside images that come through a ring."""
+
+    def images(number: int, host: HostBatch) -> np.ndarray:
+        return np.concatenate([decoded(number), host.image.transpose(0, 3, 1, 2)])
+
+    decode_ahead(code, cuda, with_others, images, share=0.5)
+
+
+def decode_ahead(
+    code: Code,
+    cuda: Cuda,
+    made: Callable[[int], HostBatch],
+    images: Callable[[int, HostBatch], np.ndarray],
+    **options: Any,
+) -> None:
     rng, consumer = cuda.rng, Consumer(cuda)
-    given = [encoded_batch(number) for number in range(4)]
+    given = [made(number) for number in range(4)]
     consumer.leave_garbage()
     decoder = code.device_decode.DeviceDecoder(SIZE, CUDA)
     consumer.leave_garbage()
-    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, rng.randrange(1, 3))
+    depth = rng.randrange(1, 3)
+    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, depth, **options)
     for number, host in enumerate(given[: rng.choice([4, 2])]):
         with consumer.turn():
             batch = next(iterator)
-            consumer.use(batch.image, decoded(number))
+            consumer.use(batch.image, images(number, host))
             consumer.use(batch.target, host.label)
             consumer.use(batch.weight, host.weight)
             del batch
@@ -300,25 +320,6 @@ def decoding_directly(code: Code, cuda: Cuda) -> None:
             image = decoder.decode(**encoded_batch(number).encoded).image
             consumer.use(image, decoded(number))
             del image
-    consumer.check()
-
-
-def decoding_a_share(code: Code, cuda: Cuda) -> None:
-    """Decoded ahead in a thread, beside images that come through a ring; consumed on any stream."""
-    rng, consumer = cuda.rng, Consumer(cuda)
-    given = [with_others(number) for number in range(4)]
-    consumer.leave_garbage()
-    decoder = code.device_decode.DeviceDecoder(SIZE, CUDA)
-    consumer.leave_garbage()
-    depth = rng.randrange(1, 3)
-    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, depth, share=0.5)
-    for number, host in enumerate(given[: rng.choice([4, 2])]):
-        with consumer.turn():
-            batch = next(iterator)
-            consumer.use(batch.image, np.concatenate([decoded(number), host.image.transpose(0, 3, 1, 2)]))
-            consumer.use(batch.target, host.label)
-            del batch
-    iterator.close()
     consumer.check()
 
 

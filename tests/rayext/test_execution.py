@@ -11,7 +11,10 @@ import pytest
 import ray
 import ray.data
 from ray import cloudpickle
+from ray.data._internal.execution.node_trackers import actor_location
+from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
+from ray.data._internal.utils import cached_ray_internals
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
@@ -93,8 +96,12 @@ def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
     assert re.match(r"no transform actor runs: 1 wait for 1 CPUs each; the run ends in [0-4] s", text), text
 
 
-# A local cluster has no statistics
+# A local cluster has no statistics, and one node
 
+TRACKING = {
+    "get_or_create_actor_location_tracker": actor_location.get_or_create_actor_location_tracker,
+    "get_actor_locations": cached_ray_internals.get_actor_locations,
+}
 METHODS = [name for name in vars(_StatsManager) if not name.startswith("_")]
 
 
@@ -104,10 +111,12 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     methods = {name: vars(_StatsManager)[name] for name in METHODS}
     for name, method in methods.items():
         monkeypatch.setattr(_StatsManager, name, method)
+    for name, function in TRACKING.items():
+        monkeypatch.setattr(actor_pool_map_operator, name, function)
     return methods
 
 
-def test_in_a_local_cluster_nothing_asks_for_the_actor(
+def test_in_a_local_cluster_nothing_asks_for_the_actors(
     manager: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LOCAL_CLUSTER, "1")
@@ -117,6 +126,10 @@ def test_in_a_local_cluster_nothing_asks_for_the_actor(
     assert first != second and len(first) == 32
     for name in set(METHODS) - {"gen_dataset_id_from_stats_actor"}:
         getattr(_StatsManager, name)(1, 2, 3)
+    tracker = actor_pool_map_operator.get_or_create_actor_location_tracker()
+    sent = cloudpickle.loads(cloudpickle.dumps(tracker))  # to each actor
+    assert sent.update_actor_location.remote("actor", "node") is None
+    assert actor_pool_map_operator.get_actor_locations(("actor",)) == {}
 
 
 def test_in_any_other_cluster_ray_keeps_its_statistics(
@@ -127,3 +140,4 @@ def test_in_any_other_cluster_ray_keeps_its_statistics(
     own = {name: vars(_StatsManager)[name] for name in METHODS}
     execution._quiet()
     assert {name: vars(_StatsManager)[name] for name in METHODS} == own
+    assert {name: getattr(actor_pool_map_operator, name) for name in TRACKING} == TRACKING

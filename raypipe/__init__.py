@@ -18,6 +18,11 @@ os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
 # Ray shows a line that several workers have written only once, with a remark at its end: JSON it would be no more.
 os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 
+# Ray Train makes these in each `fit`: workers that end with an error of raypipe's own are not started again.
+_CALLBACKS = (os.environ.get("RAY_TRAIN_CALLBACKS", ""), "raypipe.rayext.trainer.FinalErrors")
+if _CALLBACKS[1] not in _CALLBACKS[0]:
+    os.environ["RAY_TRAIN_CALLBACKS"] = ",".join(filter(None, _CALLBACKS))
+
 if TYPE_CHECKING:
     from raypipe.commands.convert import convert as convert
     from raypipe.commands.inspection import describe as describe
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from raypipe.plan.schedule import Plan as Plan
     from raypipe.rayext.cluster import connect as connect
     from raypipe.stores import open_store as open_store
+    from raypipe.streaming.handover import check_resources as check_resources
     from raypipe.streaming.handover import loader as loader
     from raypipe.streaming.pipeline import stream as stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
@@ -50,7 +56,7 @@ _NAMES = {
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],
     "stores": ["open_store"],
-    "streaming.handover": ["loader"],
+    "streaming.handover": ["check_resources", "loader"],
     "streaming.pipeline": ["stream"],
     "streaming.plain": ["plain_loaders"],
     "streaming.source": ["read_lmdb"],

@@ -86,9 +86,18 @@ def is_final(failures: Iterable[BaseException]) -> bool:
     final error of one explains the broken connections of the others.
     """
     failures = list(failures)
-    if any(_is_of_train(error) and type(error).__name__ in _LOST for error in failures):
-        return False
-    return any(isinstance(cause_of(error), RaypipeError) or not _is_death(error) for error in failures)
+    return own_error(failures) is not None or not (_has_lost(failures) or all(map(_is_death, failures)))
+
+
+def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
+    """raypipe's own error among those of `is_final`, which would come again; None = something else has failed."""
+    failures = list(failures)
+    own = (found for found in map(cause_of, failures) if isinstance(found, RaypipeError))
+    return None if _has_lost(failures) else next(own, None)
+
+
+def _has_lost(failures: list[BaseException]) -> bool:
+    return any(_is_of_train(error) and type(error).__name__ in _LOST for error in failures)
 
 
 def _is_of_train(error: BaseException) -> bool:

@@ -100,6 +100,7 @@ def test_the_public_names_are_pinned() -> None:
         "StreamSpec",
         "StrengthConfig",
         "TransformConfig",
+        "check_resources",
         "connect",
         "convert",
         "describe",

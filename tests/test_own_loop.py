@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,23 @@ from documented import ROOT, blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watched import lines, planned
+
+# A train function on a machine of two CPUs, with the line of README.md that comes before `fit`.
+TWO_WORKERS = """
+import raypipe
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+raypipe.connect(num_cpus=2)
+spec = raypipe.StreamSpec({store!r}, plan=raypipe.PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8))
+scaling_config = ScalingConfig(num_workers=2)
+{check}
+TorchTrainer(
+    lambda config: list(raypipe.loader(spec).epochs()),
+    scaling_config=scaling_config,
+    run_config=RunConfig(storage_path={folder!r}, failure_config=FailureConfig(max_failures=3)),
+).fit()
+"""
 
 EVERY, DIES_AT = 8, 18
 FUNCTIONS = {"train_sharded": "own-loop.md", "train_ray": "integrations.md"}
@@ -104,3 +123,20 @@ def test_two_ranks_that_are_killed_in_mid_epoch_go_on_with_the_samples_of_an_unb
         # Where Ray Train has not seen the checkpoint of step 16 yet, it has that of the first epoch's end.
         assert after in [planned(plan, rank, 2, from_step=step) for step in (2 * EVERY, plan.steps_per_epoch)]
     assert result.metrics["accuracy"] > 0.5
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+def test_the_readmes_loop_says_before_it_starts_that_two_workers_have_no_room(
+    tmp_path: Path, stores: dict[str, Path]
+) -> None:
+    (block,) = (code for code in blocks("python", ROOT / "README.md") if "def train_fn" in code)
+    (check,) = (line for line in block.splitlines() if "ScalingConfig" in line or "scaling_config" in line)
+    program = tmp_path / "program.py"
+    program.write_text(TWO_WORKERS.format(store=str(stores["train"]), check=check, folder=str(tmp_path)))
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False
+    )
+    said = done.stderr.splitlines()
+    assert done.returncode and "2 trainers and 1 transform actor need 3 CPUs" in said[-1], done.stderr
+    assert "ScalingConfig(num_workers=1)" in said[-1] and len(said) + len(done.stdout.splitlines()) < 20

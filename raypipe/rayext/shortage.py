@@ -58,19 +58,30 @@ def _pool_mends(pool: PoolConfig, left: float, trains: bool) -> list[str]:
     return [*mends, "pool.engine=inline"] if trains else mends
 
 
-def check_own(cpus: float, workers: int, per_worker: float, pool: PoolConfig) -> None:
-    """Raise ResourceError where the trainers of one's own loop leave its pool no room, which would wait for it.
+def check_own(
+    cpus: float, workers: int, per_worker: float, pool: PoolConfig, gpus: float = 0.0, gpus_per_worker: float = 0.0
+) -> None:
+    """Raise ResourceError where the trainers of one's own loop, or the pool beside them, would wait for room.
 
     Args:
-        cpus: as above.
+        cpus, gpus: as above.
         workers, per_worker: the trainers, and the CPUs that Ray reserves for each.
+        gpus_per_worker: and the GPUs.
     """
+    if workers * gpus_per_worker > gpus:
+        fewer = int(gpus / gpus_per_worker + 1e-9)
+        mend = f"num_workers={fewer}" if fewer else "use_gpu=False"
+        raise ResourceError(
+            f"{workers} trainer{'s' * (workers > 1)} of {gpus_per_worker:g} GPU each need "
+            f"{workers * gpus_per_worker:g} GPUs; the cluster has, or can scale to, {gpus:g}: set "
+            f"ScalingConfig({mend}), or add GPU nodes"
+        )
     pool_cpus = pool.least_actors * pool.cpus_per_actor
     if workers * per_worker + pool_cpus <= cpus:
         return
     mends = []
     if per_worker and (fewer := int((cpus - pool_cpus) / per_worker + 1e-9)) > 0:
         mends.append(f"ScalingConfig(num_workers={fewer})")
-    if share := floor((cpus - pool_cpus) / workers):
+    if workers and (share := floor((cpus - pool_cpus) / workers)):
         mends.append(f'ScalingConfig(resources_per_worker={{"CPU": {share:g}}})')
     raise too_few_cpus(cpus, workers, per_worker, pool, mends)

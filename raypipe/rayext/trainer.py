@@ -13,12 +13,13 @@ from typing import Any
 import ray
 from ray.train.v2._internal.callbacks import datasets, placement_group_callback
 from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2.api.config import ScalingConfig
-from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import ResourceError
-from raypipe.failures import is_final, told
+from raypipe.failures import is_final, own_error, told
 from raypipe.rayext.cluster import largest_divisor, started_here
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,25 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         if decision != failure_handling.FailureDecision.RAISE:  # else it is told once the run has ended
             logger.warning("the trainers are started again: %s", told(error))
         return decision
+
+
+class FinalErrors(WorkerGroupCallback):
+    """Ends any run of Ray Train's at an error of raypipe's own that would come again.
+
+    `raypipe` names it in RAY_TRAIN_CALLBACKS, from which each `fit` makes one; it works in Ray Train's controller.
+    Errors of other code are retried as `FailureConfig` says.
+    """
+
+    def __init__(self) -> None:
+        self._has_failed = False
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        failures = list(worker_group_status.errors.values())
+        error = own_error(failures)
+        # Resources that went away in mid-run, with a node, may come back.
+        if error and not (self._has_failed and isinstance(error, ResourceError)):
+            raise ControllerError(error)  # which Ray Train does not retry
+        self._has_failed |= bool(failures)
 
 
 class RunTrainer(TorchTrainer):

@@ -15,6 +15,7 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
+from raypipe.plan.schedule import shares
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.resident import ResidentStream
@@ -24,6 +25,7 @@ from raypipe.streaming.supervisor import start_supervisor
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
+    from ray.train import ScalingConfig
 
 
 def loader(
@@ -102,6 +104,30 @@ def loader(
         depth=depth,
         keep=keep,
     )
+
+
+def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
+    """Raise what a `TorchTrainer` of this stream would end with, in seconds; call it before `fit`.
+
+    Connects to Ray as `raypipe.connect()` does, unless this process is connected.
+
+    Raises:
+        ConfigError: the number of workers does not divide M, or pool.executions does not divide it.
+        ResourceError: the cluster has not, and cannot scale to, what the workers and the smallest pool need.
+    """
+    from raypipe.rayext.cluster import cluster_resources, connect
+    from raypipe.rayext.shortage import check_own
+
+    config: Any = scaling_config  # of Ray Train's version 2, which its type does not say
+    workers = config.num_workers
+    if isinstance(workers, int):
+        spec.plan.check_workers(workers or 1)  # 0 = the train function runs in this process
+        shares(workers or 1, spec.pool.executions)
+    else:
+        workers = min(workers)  # elastic
+    connect()
+    each, offer = config._resources_per_worker_not_none, cluster_resources()
+    check_own(offer.cpus, workers, each.get("CPU", 0.0), spec.pool, offer.gpus, each.get("GPU", 0.0))
 
 
 def _handed_round(

@@ -21,6 +21,13 @@ def test_trainers_of_ones_own_loop_count_and_the_message_names_every_setting_tha
     check_own(2, 2, 1.0, PoolConfig(engine="inline"))
 
 
+@pytest.mark.parametrize(("gpus", "mend"), [(1, "num_workers=1"), (0, "use_gpu=False")])
+def test_trainers_of_ones_own_loop_that_want_more_gpus_than_there_are_are_told(gpus: int, mend: str) -> None:
+    check_own(1, 2, 0.0, PoolConfig(), 2, 1.0)
+    with pytest.raises(ResourceError, match=rf"2 trainers of 1 GPU each need 2 GPUs; .* {gpus}: .*\({mend}\)"):
+        check_own(1, 2, 0.0, PoolConfig(), gpus, 1.0)
+
+
 @pytest.mark.parametrize("name", ["min_actors", "executions", "cpus_per_actor"])
 def test_each_setting_of_the_pool_that_is_named_would_mend_it_alone(name: str) -> None:
     pool = {"executions": 4, "min_actors": 2, "cpus_per_actor": 1.0}

@@ -1,12 +1,23 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
+from ray.train import FailureConfig, RunConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
+from ray.train.v2.api.exceptions import ControllerError
 
-from raypipe.errors import ResourceError
+from raypipe.errors import ConfigError, ResourceError
+from raypipe.failures import cause_of
 from raypipe.rayext.trainer import BoundedScalingPolicy, DivisorScalingPolicy, FixedPolicy
 
 
@@ -81,3 +92,51 @@ def test_trainers_without_room_say_so_and_do_not_wait_for_ever(
     assert said_after(59) == []
     with pytest.raises(ResourceError, match=r"2 trainers of 2 CPU each have had no room for 60 s"):
         said_after(61)
+
+
+# Errors of raypipe's own in a plain TorchTrainer
+
+LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
+NO_ROOM = ResourceError("2 trainers and 1 transform actor need 3 CPUs")
+
+
+def failed(*errors: Exception | None) -> WorkerGroupPollStatus:
+    """The workers' state as Ray Train's controller sees it, by rank."""
+    return WorkerGroupPollStatus({rank: WorkerStatus(error is None, error) for rank, error in enumerate(errors)})
+
+
+def test_a_plain_trainer_does_not_retry_an_error_of_raypipe() -> None:
+    (callback,) = _initialize_env_callbacks()  # as `TorchTrainer.fit` makes it
+    callback.after_worker_group_poll_status(failed(None, None))
+    with pytest.raises(ControllerError, match="need 3 CPUs") as caught:
+        callback.after_worker_group_poll_status(failed(NO_ROOM, RuntimeError("gloo/ Connection closed by peer")))
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=3))
+    assert policy.make_decision(caught.value) == FailureDecision.RAISE and cause_of(caught.value) is NO_ROOM
+
+
+def test_a_plain_trainer_retries_a_loss_and_an_error_of_the_users_as_it_is_told() -> None:
+    (callback,) = _initialize_env_callbacks()
+    callback.after_worker_group_poll_status(failed(ValueError("of the user's")))
+    callback.after_worker_group_poll_status(failed(ConfigError("since its peer is gone"), LOST))
+    callback.after_worker_group_poll_status(failed(NO_ROOM))  # a node that was lost may come back
+    with pytest.raises(ControllerError, match="a setting"):
+        callback.after_worker_group_poll_status(failed(ConfigError("a setting")))
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(tmp_path: Path) -> None:
+    def train_fn(config: dict[str, Any]) -> None:
+        with Path(config["tries"]).open("a") as file:
+            file.write("tried\n")
+        raise config["error"]
+
+    trainer = TorchTrainer(
+        train_fn,
+        train_loop_config={"tries": str(tmp_path / "tries"), "error": NO_ROOM},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=3)),
+    )
+    with pytest.raises(ControllerError, match="need 3 CPUs"):
+        trainer.fit()
+    assert (tmp_path / "tries").read_text() == "tried\n"

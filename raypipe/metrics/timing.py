@@ -119,7 +119,7 @@ class StageTimes:
 
 
 # Below this share of waiting a run is not limited by its input; the rest is jitter.
-_WAIT_IS_NOTHING = 0.05
+_WAIT_IS_NOTHING = 0.10
 # A host that is ahead finds the device at work nearly always; one that is behind, nearly never.
 _DRAINED_IS_BEHIND = 0.5
 # Actors to spare, so that a slow micro-batch does not show.
@@ -155,7 +155,7 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
             "CPU transform."
         )
     else:
-        found.append(f"The model limits the run: the stream keeps up, and the {name} waits for nothing.")
+        found.append("The model limits the run: the stream keeps up.")
     share = balanced_share(times, world_size, actors)
     if times.wait_fraction > _WAIT_IS_NOTHING and share is not None:
         found.append(

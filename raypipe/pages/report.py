@@ -15,7 +15,7 @@ import yaml
 from raypipe import pages
 from raypipe.errors import ConfigError
 from raypipe.logs import STAGES
-from raypipe.metrics.records import METRICS, parse, read_records, told
+from raypipe.metrics.records import METRICS, START, parse, read_records, told
 from raypipe.pages import Series
 from raypipe.storage.files import read_whole, write_text
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem
@@ -43,8 +43,9 @@ class Recorded:
 
     def series(self, kind: str, key: str, scale: float = 1.0) -> Series:
         """The values of a key by global step."""
-        found = [record for record in self.of(kind) if isinstance(record.get(key), int | float)]
-        return Series(self.name, [r["step"] for r in found], [r[key] * scale for r in found])
+        found = [(each["step"], each.get("values", each).get(key)) for each in self.of(kind)]
+        found = [(step, value) for step, value in found if isinstance(value, int | float)]
+        return Series(self.name, [step for step, _ in found], [value * scale for _, value in found])
 
     def bad_samples(self) -> list[tuple[str, str]]:
         """What each is called, once, and what is wrong with it."""
@@ -66,7 +67,7 @@ def read_run(run: str) -> Recorded:
         filesystem, folder = open_filesystem(uri)
         config = read_whole(join(uri, "config.yaml"))
         metrics = read_records(uri)
-        if config is None or metrics is None:
+        if metrics is None:
             missing = "config.yaml" if config is None else METRICS
             why = "give the folder of a run, such as runs/NAME" if config is None else "it has not begun to train"
             raise ConfigError(f"{run} has no {missing}: {why}")
@@ -74,12 +75,18 @@ def read_run(run: str) -> Recorded:
         names = sorted(info.base_name for info in filesystem.get_file_info(quarantine) if info.is_file)
         bad = parse(b"".join((read_whole(join(uri, "quarantine", name)) or b"") + b"\n" for name in names))
     try:
-        values = yaml.safe_load(config)
+        values = _settings(metrics.kept) if config is None else yaml.safe_load(config)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{run}/config.yaml is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{run}/config.yaml holds no settings")
     return Recorded(uri, values, metrics.kept, bad.kept, metrics.unreadable + bad.unreadable)
+
+
+def _settings(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Those of the newest start, which has them where the trainers ran a loop of the user's own."""
+    starts = (each for each in reversed(records) if each.get("kind") == START)
+    return next((each["settings"] for each in starts if "settings" in each), {})
 
 
 def summary(run: Recorded) -> dict[str, Any]:
@@ -122,6 +129,7 @@ def render(runs: list[Recorded]) -> str:
     def chart(title: str, kind: str, key: str, scale: float = 1.0, **options: Any) -> str:
         return pages.chart(title, [run.series(kind, key, scale) for run in runs], **options)
 
+    reported = dict.fromkeys(name for run in runs for each in run.of("report") for name in each["values"])
     return pages.render(
         "report.html",
         runs=runs,
@@ -134,6 +142,7 @@ def render(runs: list[Recorded]) -> str:
             chart("validation loss", "val", "loss"),
             chart("learning rate", "train", "lr"),
             chart("strength of the augmentation", "train", "strength"),
+            *(chart(f"reported: {name}", "report", name, from_zero=False) for name in reported),
         ],
         stages=[_stages(run) for run in runs],
         differences=_differences(runs),

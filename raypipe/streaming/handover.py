@@ -14,8 +14,10 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
+from raypipe.metrics.run_log import Folder
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.schedule import shares
+from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.resident import ResidentStream
@@ -38,6 +40,7 @@ def loader(
     dtype: torch.dtype = torch.float32,
     depth: int = 2,
     keep: int = 0,
+    run_dir: str = "",
 ) -> Loader:
     """This rank's loader. Call it once, on every rank, at the beginning of the train function: the pool then
     starts while the model is built.
@@ -58,6 +61,8 @@ def loader(
         keep: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes the
             memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as you
             hold it.
+        run_dir: where rank 0 records the run, for `raypipe report`: a path or a URI; empty = in the folder of Ray
+            Train's run, or nowhere outside of Ray Train.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
@@ -87,10 +92,10 @@ def loader(
             return Source(resident.batches(start), gather=resident.gather)
         if spec.pool.engine == "inline":
             return Source(inline_batches(spec, start, rank, world_size))
-        iterators, supervisor = _handed_round(
+        iterators, supervisor, actors = _handed_round(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
-        return Source(host_batches(iterators[rank]), supervisor)
+        return Source(host_batches(iterators[rank]), supervisor, actors=actors)
 
     return Loader(
         spec,
@@ -103,7 +108,17 @@ def loader(
         dtype=dtype,
         depth=depth,
         keep=keep,
+        folder=open_filesystem(as_uri(run_dir)) if run_dir else _folder_of_train() if in_train else None,
     )
+
+
+def _folder_of_train() -> Folder | None:
+    """The folder of Ray Train's run; None where it has none, in a train function that its driver itself calls."""
+    try:
+        storage = ray.train.get_context().get_storage()
+    except NotImplementedError:
+        return None
+    return storage.storage_filesystem, storage.experiment_fs_path
 
 
 def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
@@ -138,30 +153,31 @@ def _handed_round(
     world_size: int,
     in_train: bool,
     apart: bool,
-) -> tuple[list[DataIterator], Any]:
-    """What rank 0 has built: the iterators of all ranks, and the supervisor's handle."""
+) -> tuple[list[DataIterator], Any, int]:
+    """What rank 0 has built: the iterators of all ranks, the supervisor's handle, and the most actors."""
     from raypipe.rayext.cluster import cluster_resources, preflight
     from raypipe.rayext.console import quiet_broadcasts
     from raypipe.rayext.shortage import check_own
     from raypipe.streaming.pipeline import splits
 
-    handed: tuple[list[DataIterator], Any] | None = None
+    handed: tuple[list[DataIterator], Any, int] | None = None
     if rank == 0:
         context = ray.get_runtime_context()
         is_worker = context.worker.mode == ray.WORKER_MODE  # and not a driver that calls its train function
         if in_train and max_actors is None and is_worker:
             own = context.get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
+        most = preflight(spec.pool).max_actors if max_actors is None else max_actors
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
         iterators = splits(
             spec,
             start,
-            max_actors=preflight(spec.pool).max_actors if max_actors is None else max_actors,
+            max_actors=most,
             world_size=world_size,
             supervisor=supervisor,
             apart=apart,
         )
-        handed = (iterators, supervisor)
+        handed = (iterators, supervisor, most)
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 

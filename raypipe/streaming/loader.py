@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,9 @@ from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, decoded_on_device, first_image, on_device
 from raypipe.errors import CursorError, RaypipeError, SampleError
-from raypipe.logs import configure_logs, log_place
+from raypipe.logs import STAGES, configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
+from raypipe.metrics.run_log import Folder
 from raypipe.metrics.timing import StageClock, StageTimes, has_drained, mark
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.places import MicroBatchId, Split
@@ -34,9 +36,10 @@ from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.checkpoint import Stateful, report, restore
+from raypipe.streaming.chronicle import Chronicle
+from raypipe.streaming.digest import settings_of
 from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.resident import Gather
@@ -51,11 +54,24 @@ class Source(NamedTuple):
         batches: micro-batches in host memory.
         supervisor: handle of who supervises the stream, if anybody does.
         gather: makes the images where the device holds them.
+        actors: transform actors that the pool has at most, where this rank knows it.
     """
 
     batches: Iterator[HostBatch]
     supervisor: Any = None
     gather: Gather | None = None
+    actors: int = 0
+
+
+_INTERVAL_S = 10.0
+
+
+class Interval(NamedTuple):
+    """A stretch of training: images of all ranks, seconds, and how many of these rank 0 waited for data."""
+
+    images: int
+    seconds: float
+    wait_s: float
 
 
 class Loader:
@@ -83,6 +99,9 @@ class Loader:
         num_fallback: samples that the host decoded for the device.
         jpeg_decoder: the library that decodes on the device, with its version; empty where actors decode all.
         exported: what this rank exports as metrics; a training loop may add its loss and the like.
+        chronicle: what rank 0 tells and records.
+        interval_s: seconds between two records of the training; infinity = the loop makes them, by `interval`
+            and `diagnose`.
     """
 
     def __init__(
@@ -98,11 +117,13 @@ class Loader:
         dtype: torch.dtype = torch.float32,
         depth: int = 2,
         keep: int = 0,
+        folder: Folder | None = None,
     ) -> None:
         """
         Args:
             open_at: starts the stream at a place.
             cursor: that place; None = `load_state_dict` will set it.
+            folder: where rank 0 records the run; None = nowhere.
             device, augment, dtype, depth, keep: see `raypipe.loader`.
         """
         configure_logs(spec.log, run=spec.run, rank=rank)
@@ -122,17 +143,24 @@ class Loader:
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
+        self.chronicle = Chronicle(spec.pool, world_size, rank, folder)
+        weakref.finalize(
+            self, self.chronicle.close
+        ).atexit = False  # at exit `_close` comes first, with Ray still there
+        self.interval_s, self._actors, self._skips = _INTERVAL_S, 0, False
         # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.register(_close, weakref.ref(self))
         self._supervisor: Any = None
+        self._begin_interval()
         self._go_to(cursor or self.plan.start())
         if cursor:
             self._open()
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
-        self.cursor = self._start = cursor
+        self._start = cursor
+        self._stand_at(cursor)
         self._epochs, self.first_batch_s = self._each_epoch(), 0.0
         self._source: Any = None
         self._batches: Any = None  # an iterator of Batch
@@ -140,7 +168,7 @@ class Loader:
     def _open(self) -> None:
         """Start the stream."""
         self._created = time.perf_counter()
-        self._source, self._supervisor, gather = self._open_at(self._start)
+        self._source, self._supervisor, gather, self._actors = self._open_at(self._start)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         copied = functools.partial(self._clocks["train"].add, "transfer")
         if transform.device_share:
@@ -168,7 +196,17 @@ class Loader:
         """The remaining epochs, each once; of the first, the rest of it."""
         return self._epochs
 
+    def _stand_at(self, cursor: Cursor) -> None:
+        self.cursor = cursor
+        self.chronicle.step = self.global_step
+
     def _each_epoch(self) -> Iterator[Epoch]:
+        at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
+        begins = {"workers": self.world_size, "actors": self._actors, "from_step": self.global_step}
+        validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
+        self.chronicle.begin(
+            validates, functools.partial(settings_of, self._spec, **begins, to_step=total), self._supervisor
+        )
         for number, segments in groupby(self.plan.segments(self._start), lambda segment: segment.epoch):
             parts: dict[Split, Segment] = {segment.split: segment for segment in segments}
             train = Pass(self, parts.get("train"))
@@ -203,12 +241,17 @@ class Loader:
         All ranks call it, in a train function, after a whole optimizer step or after a validation.
 
         Args:
+            metrics: those that are numbers are recorded, and drawn by `raypipe report`.
             parts: what has a `state_dict`, by names of your choice: the model, in DDP or not, the optimizer, …
 
         Raises:
             ConfigError: a part is sharded.
         """
         report(metrics, parts, self.rank, self.save)
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        self.chronicle.record("report", values=numbers)
+        if self.chronicle.log:
+            self.chronicle.log.sync()
 
     def restore(self, **parts: Stateful) -> None:
         """Load the states of the latest checkpoint that `report` made into the parts; nothing where there is none.
@@ -246,10 +289,11 @@ class Loader:
         return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step
 
     def close(self) -> None:
-        """End the stream now. A stream that was iterated to its end, or dropped, needs no closing."""
+        """End the stream and its record now. One that was iterated to its end, or dropped, needs no closing."""
         for generator in (self._batches, self._source) if self._batches else ():
             with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
                 generator.close()
+        self.chronicle.close()
 
     def times(self, split: Split = "train") -> StageTimes:
         """What this rank has measured in one split, without the wait for the very first batch.
@@ -270,12 +314,45 @@ class Loader:
             trainer_augment_strength=self.strength(epoch, step),
         )
 
-    def follow(self, tell: Callable[[str, str], None]) -> Callable[[], None]:
-        """Call `tell` with the kind and text of each event of the stream, see `supervisor.follow`.
+    def _begin_interval(self) -> None:
+        self._interval = self.times(), time.perf_counter()
 
-        A "fault" is a failure that was recovered from; "scale" is a new size of the pool, with the reason.
+    def interval(self, **learnt: float) -> Interval:
+        """Record the training since the last call, or since the epoch began; with a loss, also tell it.
+
+        Args:
+            learnt: loss, lr, …
         """
-        return follow(self._supervisor, tell)
+        (before, since), epoch, step = self._interval, self.cursor.epoch, self.cursor.step
+        self._begin_interval()
+        times, seconds = self._interval[0] - before, self._interval[1] - since
+        images, wait = times.images * self.world_size, min(1.0, times.wait_s / seconds)
+        line = (
+            f"epoch {epoch + 1}/{self.num_epochs}  step {step}/{self.plan.steps_per_epoch}  "
+            f"loss {learnt.get('loss', 0.0):.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}"
+        )
+        self.chronicle.record(
+            "train",
+            line if "loss" in learnt else "",
+            epoch=epoch,
+            **learnt,
+            images_per_s=images / seconds,
+            wait_fraction=wait,
+            **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
+            strength=self.strength(epoch, step - 1),
+            num_bad=self.num_bad,
+            num_fallback=self.num_fallback,
+        )
+        return Interval(images, seconds, times.wait_s)
+
+    def diagnose(self, epoch: int, times: StageTimes | None = None) -> None:
+        """Record at the end of an epoch where the time of the run went, and tell it at the end of the last.
+
+        Args:
+            times: sums over all ranks; None = this rank's.
+        """
+        last = epoch + 1 == self.num_epochs
+        self.chronicle.diagnose(times or self.times(), self._actors, self.device.type, last)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -286,16 +363,25 @@ class Loader:
     def _deliver(self, segment: Segment) -> Iterator[Batch]:
         """This rank's micro-batches of a segment."""
         split, epoch, per_step = segment.split, segment.epoch, self.plan.config.per_step
+        self._skips, records = False, math.isfinite(self.interval_s)
+        if split == "train":
+            self._begin_interval()
         for step in range(segment.first_step, segment.num_steps):
             for micro in range(self.rank, per_step, self.world_size):
                 batch = self._next(MicroBatchId(split, epoch, step, micro))
                 ends_step = micro + self.world_size >= per_step
                 if ends_step and split == "train":
-                    self.cursor = Cursor(epoch, step + 1, self.plan.fingerprint)
+                    self._stand_at(Cursor(epoch, step + 1, self.plan.fingerprint))
                 elif ends_step and step + 1 == segment.num_steps:
-                    self.cursor = Cursor(epoch + 1, 0, self.plan.fingerprint)
+                    self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
                 yield replace(batch, ends_step=ends_step)
+                is_last = step + 1 == segment.num_steps
+                is_due = is_last or time.perf_counter() - self._interval[1] >= self.interval_s
+                if ends_step and split == "train" and is_due and records and not self._skips:
+                    self.interval()
         self._export()
+        if records and (split == "val" or not self.plan.has_val(epoch)):
+            self.diagnose(epoch)
 
     def _next(self, expected: MicroBatchId) -> Batch:
         if self._batches is None:
@@ -309,11 +395,14 @@ class Loader:
             split, since = self._computing
             self._clocks[split].add("compute", since, asked)
             self._computing = None
-        batch = next(self._batches, None)
+        is_first = self.first_batch_s == 0.0
+        with self.chronicle.waiting(self._supervisor) if is_first else contextlib.nullcontext():
+            batch = next(self._batches, None)
         drained = has_drained(asked)
         ready = mark(self.device)
-        if self.first_batch_s == 0.0:
+        if is_first:
             self.first_batch_s = time.perf_counter() - self._created
+            self._begin_interval()  # the start of the run is reported apart
         else:
             self._clocks[expected.split].add("wait", asked, ready)
             self._counts[expected.split] += StageTimes(micro_batches=1, drained=drained)
@@ -399,7 +488,7 @@ class Pass(Iterator[Batch]):
         self.segment = segment
         self._len = (segment.num_steps - segment.first_step) * loader.accumulation if segment else 0
         self._batches = loader._deliver(segment) if segment else iter(())
-        self._after, self._skipped, self.begun = after, False, False
+        self._loader, self._after, self._skipped, self.begun = loader, after, False, False
 
     def __len__(self) -> int:
         """Micro-batches that it has, or had when it began."""
@@ -422,7 +511,7 @@ class Pass(Iterator[Batch]):
         if self._after:
             self._after.skip()
         for _ in self._batches:
-            self._skipped = True
+            self._skipped = self._loader._skips = True
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,11 @@ class PlainLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        yield from map(self._formed, self._turns.next(self._split))
+        batches = self._turns.next(self._split)
+        for number, batch in enumerate(batches, 1):
+            if number == len(batches):
+                next(batches, None)  # its end, which loops that count do not ask for
+            yield self._formed(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place."""

@@ -206,6 +206,16 @@ class Supervisor:
         if len(self._events) < _MAX_EVENTS:
             self._events.append((kind, event))
 
+    def awaited(self) -> str:
+        """What a stream that has brought nothing yet is at."""
+        started = f"{len(self._homes)} transform actor{'s have' if len(self._homes) > 1 else ' has'} started"
+        if self._doing:
+            return f"{started}, and {len(self._doing)} of them make{'s' * (len(self._doing) == 1)} blocks"
+        if self._homes:
+            return f"{started}, and {'so has the reader' if self._reading else 'the reader has not'}"
+        reader = "and the reader has" if self._reading else "nor has the reader"
+        return f"no transform actor has started yet, {reader}"
+
     def events(self, first: int) -> list[tuple[str, str]]:
         """The events from number `first` on, in order: kind, "fault" or "scale", and text."""
         return self._events[first:]
@@ -244,6 +254,8 @@ def follow(supervisor: Any, tell: Callable[[str, str], None]) -> Callable[[], No
         num_told, ends = 0, supervisor is None
         while not ends:
             ends = stopped.wait(_PERIOD_S)
+            if not ray.is_initialized():  # a call would start it anew
+                return
             new: list[tuple[str, str]] = []
             with contextlib.suppress(ray.exceptions.RayError):  # the stream goes on without its chronicler
                 new = ray.get(supervisor.events.remote(num_told), timeout=_PATIENCE_S if ends else _PERIOD_S)

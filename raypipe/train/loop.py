@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +19,9 @@ from ray.train.collective import broadcast_from_rank_zero
 from raypipe.config import RunConfig
 from raypipe.device.numa import bind_to_numa_node
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.logs import STAGES, begin_phases, phase, progress, relay_progress
-from raypipe.metrics.timing import StageTimes, diagnose
+from raypipe.logs import begin_phases, phase, progress, relay_progress
+from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import MicroBatchId
-from raypipe.plan.schedule import Segment
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join
 from raypipe.storage.lease import is_held
@@ -31,7 +31,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.train.background import CheckpointWriter, StopPoll
 from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.learning import Learner, amp_dtype, build_schedule
-from raypipe.train.run_folder import FIGURES_FILE, RunLog, answer_stop
+from raypipe.train.run_folder import FIGURES_FILE, answer_stop
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Trainer:
         lease: str = "",
         device: str = "",
     ) -> None:
-        self.run, self.plan, self.max_actors = run, spec.plan, max_actors
+        self.run, self.plan = run, spec.plan
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         # All ranks start from what rank 0 finds, so that no two of them find different ones.
@@ -114,7 +114,9 @@ class Trainer:
             cursor=found.cursor if found else spec.plan.start(),
             augment=run.augment,
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
+            run_dir=run_uri,
         )
+        self.loader.interval_s = math.inf
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(run, num_classes, self.device, self.world_size, has_classes)
@@ -127,14 +129,7 @@ class Trainer:
             self.metrics = state["metrics"]
         self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
         self._writer = CheckpointWriter()
-        self.log: RunLog | None = None
-        if self.loader.rank == 0:
-            at = self.loader.cursor
-            validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
-            self.log = RunLog(run_uri, self.loader.global_step, self.world_size, validates)
-        # Not at lines of progress, of which there is none before the first micro-batch, or when it does not come.
-        self._stop_following = self.loader.follow(self._log_event) if self.log else None
-        self._poll = StopPoll(run_uri) if self.log else None
+        self._poll = StopPoll(run_uri) if self.loader.rank == 0 else None
 
     def epochs(self) -> Iterator[None]:
         """Train what is left; stands still after each epoch and its validation."""
@@ -167,17 +162,10 @@ class Trainer:
     def close(self) -> None:
         """End the stream and the log where they stand; waits for the checkpoint that is being written."""
         with contextlib.ExitStack() as ends:
-            ends.callback(self._end_log)
             if self._poll:
                 ends.callback(self._poll.close)
-            ends.callback(self._writer.wait)
             ends.callback(self.loader.close)
-
-    def _end_log(self) -> None:
-        if self.log and self._stop_following:
-            self._stop_following()
-            self.log.close()
-            self.log = None
+            ends.callback(self._writer.wait)  # which brings the record to the run's address as well
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Over all ranks, in place."""
@@ -186,34 +174,32 @@ class Trainer:
         return sums
 
     def _train(self, batches: Pass) -> None:
-        config, plan, segment = self.run.train, self.plan, batches.segment
-        assert segment
+        config, plan = self.run.train, self.plan
+        assert batches.segment
         total = plan.config.epochs * plan.steps_per_epoch
         warmup = round(config.warmup_epochs * plan.steps_per_epoch)
-        meter, begins_step, lr = _Meter(self.loader.times()), True, 0.0
+        losses: list[torch.Tensor] = []  # on the device, so that nothing waits for it
         seen: list[tuple[MicroBatchId, list[int]]] = []
+        begins_step, first, lr = True, not self.loader.times().images, 0.0
         for batch in batches:
             if begins_step:
-                first = not meter.times.images
-                if first:
-                    meter.since = time.perf_counter()  # the run's start-up is reported apart
                 lr, seen = self._schedule(plan.global_step(batch.at), total, warmup, config.lr), []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
             seen.append((batch.at, batch.index.tolist()))
-            meter.losses.append(self.learner.backward(batch, last=batch.ends_step))
+            losses.append(self.learner.backward(batch, last=batch.ends_step))
             if not batch.ends_step:
                 continue
             done, step = self.loader.global_step, batch.at.step + 1
             self.learner.end_step(done)
             if config.log_samples:
                 self._log_samples(seen)
-            end = step == segment.num_steps
+            end = step == batches.segment.num_steps
             checkpoint = config.checkpoint_interval and done % config.checkpoint_interval == 0
             # And the first: what is slow in a run, and what is wrong with its loss, is seen at once.
             if logs := done % config.log_interval == 0 or end or checkpoint or first:
-                self._log_train(segment, step, lr, meter)
-                meter = _Meter(self.loader.times())
+                self._log_train(lr, losses)
+                losses, first = [], False
             self._look(at_once=logs)
             if self.stopping:
                 return
@@ -225,47 +211,21 @@ class Trainer:
         if self.world_size > 1:
             ranks = [[] for _ in range(self.world_size)]
             dist.all_gather_object(ranks, seen)
-        if self.log:
+        if log := self.loader.chronicle.log:
             rows = sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro)
-            self.log.write_samples(rows, self.loader.global_step)
+            log.write_samples(rows, self.loader.global_step)
 
-    def _record(self, kind: str, line: str, **values: Any) -> None:
-        """On rank 0: values to the run's record, and a line of progress unless it is empty."""
-        if self.log:
-            self.log.write(kind, self.loader.global_step, **values)
-            values.pop("text", None)
-            if line:
-                progress(logger, line, step=self.loader.global_step, kind=kind, **values)
-
-    def _log_event(self, kind: str, text: str) -> None:
-        self._record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
-
-    def _log_train(self, segment: Segment, step: int, lr: float, meter: _Meter) -> None:
+    def _log_train(self, lr: float, losses: list[torch.Tensor]) -> None:
         loss_sum = torch.zeros(1, device=self.device)
-        for term in meter.losses:
+        for term in losses:
             loss_sum += term
-        loss = self._summed(loss_sum).item() / (len(meter.losses) * self.world_size)
-        # After the sums, for which the host has waited.
-        times, seconds = self.loader.times() - meter.times, time.perf_counter() - meter.since
-        images, wait = times.images * self.world_size, times.wait_s / seconds
-        self.metrics["images"] += images
-        self.metrics["train_s"] += seconds
-        self.metrics["wait_s"] += times.wait_s
+        loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
         self.loader.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
-        self._record(
-            "train",
-            f"epoch {segment.epoch + 1}/{self.plan.config.epochs}  step {step}/{segment.num_steps}  "
-            f"loss {loss:.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}",
-            epoch=segment.epoch,
-            loss=loss,
-            lr=lr,
-            images_per_s=images / seconds,
-            wait_fraction=wait,
-            **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
-            strength=self.loader.strength(segment.epoch, step - 1),
-            num_bad=self.loader.num_bad,
-            num_fallback=self.loader.num_fallback,
-        )
+        # After the sums, for which the host has waited.
+        done = self.loader.interval(loss=loss, lr=lr)
+        self.metrics["images"] += done.images
+        self.metrics["train_s"] += done.seconds
+        self.metrics["wait_s"] += done.wait_s
 
     def _look(self, at_once: bool = False) -> None:
         """At a step's end: whether the run was asked to stop, or the checkpoint's writer has failed.
@@ -285,7 +245,7 @@ class Trainer:
             asked, steps = self._summed(found).tolist()
             self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
         self.stopping = asked > 0
-        if self.stopping and self.log:
+        if self.stopping and self.loader.rank == 0:
             with contextlib.suppress(ConfigError):  # of a full disk: the checkpoint will tell
                 answer_stop(self.run_uri)
 
@@ -317,7 +277,7 @@ class Trainer:
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
         learnt = {f"validation_{name}": value for name, value in values.items() if name != "samples"}
         self.loader.exported.learnt(**learnt)
-        self._record(
+        self.loader.chronicle.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {shown} ({int(count)} samples)",
             epoch=epoch,
@@ -332,9 +292,7 @@ class Trainer:
             times,
             **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained", "decoded")},
         )
-        sentences = diagnose(times, world_size=self.world_size, actors=self.max_actors, device=self.device.type)
-        shown = "\n".join(sentences) if epoch + 1 == self.plan.config.epochs else ""
-        self._record("diagnosis", shown, **dataclasses.asdict(times), text=" ".join(sentences))
+        self.loader.diagnose(epoch, times)
 
     def _report(self) -> None:
         """Checkpoint, on rank 0, and metrics; all ranks meet here.
@@ -343,8 +301,8 @@ class Trainer:
         checkpoint before.
         """
         metrics = self.figures()
-        if self.log is not None:
-            at, log = self.loader.cursor, self.log
+        if log := self.loader.chronicle.log:
+            at = self.loader.cursor
 
             def write(state: memoryview) -> None:
                 log.sync()
@@ -361,18 +319,3 @@ class Trainer:
                 "does not see it. Where trainers run on several machines, set storage_path to a folder that all "
                 "of them share, or to a bucket"
             )
-
-
-@dataclasses.dataclass
-class _Meter:
-    """Loss and time since the last line of progress. Losses stay on the device, so nothing waits for it.
-
-    Attributes:
-        times: of the loader, when it began.
-        since: seconds of time.perf_counter.
-        losses: of this rank's micro-batches.
-    """
-
-    times: StageTimes
-    since: float = dataclasses.field(default_factory=time.perf_counter)
-    losses: list[torch.Tensor] = dataclasses.field(default_factory=list)

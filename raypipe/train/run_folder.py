@@ -24,22 +24,13 @@ import datetime
 import json
 import logging
 import secrets
-import shutil
-import tempfile
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.fs
 import yaml
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.metrics.records import METRICS, SAMPLES, START
-from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import read_whole, write_text
 from raypipe.storage.filesystem import (
     as_uri,
@@ -47,7 +38,6 @@ from raypipe.storage.filesystem import (
     check_lasting,
     exists,
     explained,
-    is_remote,
     join,
     open_filesystem,
     split,
@@ -151,106 +141,3 @@ def as_plain(run: RunConfig) -> dict[str, Any]:
     plain = dataclasses.asdict(run)
     del plain["resume"], plain["trust"]
     return json.loads(json.dumps(plain))  # tuples become lists
-
-
-class RunLog:
-    """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
-
-    What cannot be written is left out, with one warning: a run does not end for its record.
-
-    Args:
-        run_uri: the run's folder.
-        global_step: where the run starts or resumes.
-        workers: W.
-        validates: whether it resumes with the validation of that step; an earlier record of it holds no more.
-
-    Raises:
-        ConfigError: what an earlier start has recorded in object storage cannot be read.
-    """
-
-    def __init__(self, run_uri: str, global_step: int, workers: int = 1, validates: bool = False) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
-
-        self._run_uri, self._local = run_uri, not is_remote(run_uri)
-        self._filesystem, self._remote = open_filesystem(run_uri)
-        self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
-        self._one_by_one, self._warned = threading.Lock(), False
-        # tensorboardX's own thread would die of a full disk, and its queue block then.
-        self._events: EventsWriter | None = None
-        with self._best_effort("the folder"):
-            (self._folder / "tensorboard").mkdir(parents=True, exist_ok=True)
-            # Its name has the second alone, and it would replace the file of another start of that second.
-            self._events = EventsWriter(str(self._folder / "tensorboard/events"), f".{secrets.token_hex(4)}")
-        if not self._local:
-            for name in (METRICS, SAMPLES):
-                if (content := read_whole(join(run_uri, name))) is not None:
-                    (self._folder / name).write_bytes(content)
-        # Of an earlier start, events from this step on are hidden.
-        self._event(step=global_step + 1, file_version="brain.Event:2")
-        self._event(step=global_step + 1, session_log=SessionLog(status=SessionLog.START))
-        start = {"kind": START, "step": global_step, "workers": workers, "validates": validates}
-        self._append(METRICS, [start])
-        if (self._folder / SAMPLES).exists():
-            self._append(SAMPLES, [start])
-
-    def write_samples(self, rows: list[tuple[MicroBatchId, list[int]]], step: int) -> None:
-        """Record which samples the micro-batches of a step had; `step` is the global step."""
-        self._append(SAMPLES, [{"micro_batch": str(at), "step": step, "indices": indices} for at, indices in rows])
-
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """Record values at a global step; `kind` is one of those above."""
-        from tensorboardX.summary import scalar
-
-        self._append(METRICS, [{"kind": kind, "step": step, **values}])
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._event(step=step, wall_time=time.time(), summary=scalar(f"{kind}/{name}", value))
-
-    def sync(self, last: bool = False) -> None:
-        """Make what was written so far visible at the run's address."""
-        with self._best_effort("tensorboard"):
-            if self._events:
-                (self._events.close if last else self._events.flush)()
-        if self._local:
-            return
-        with self._best_effort(f"the record, which is left in {self._folder}," if last else "the record"):
-            pyarrow.fs.copy_files(
-                str(self._folder),
-                self._remote,
-                source_filesystem=pyarrow.fs.LocalFileSystem(),
-                destination_filesystem=self._filesystem,
-                use_threads=False,  # as Ray Train does for S3: uploads take threads of the same pool
-            )
-            if last:
-                shutil.rmtree(self._folder, ignore_errors=True)
-
-    def close(self) -> None:
-        self.sync(last=True)
-
-    def _append(self, name: str, records: list[dict[str, Any]]) -> None:
-        """Append records to a file. A line that a crash or a full disk has cut off stays a line of its own."""
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        with self._one_by_one, self._best_effort(name), (self._folder / name).open("a+b") as file:
-            if file.tell():
-                file.seek(-1, 2)
-                text = text if file.read(1) == b"\n" else "\n" + text
-            file.write(text.encode())
-
-    def _event(self, **fields: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        with self._best_effort("tensorboard"):
-            if self._events:
-                self._events.write_event(Event(**fields))
-
-    @contextlib.contextmanager
-    def _best_effort(self, what: str) -> Iterator[None]:
-        """Within, a file that cannot be written is a warning, the first time."""
-        try:
-            yield
-        except (pa.ArrowException, OSError) as error:
-            if not self._warned:
-                text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
-                logger.warning(text, what, self._run_uri, error)
-            self._warned = True

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import without_ray
+from without_ray import every_batch
+
+import raypipe
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.metrics.records import read_records
+from raypipe.pages.report import write_report
+from raypipe.streaming import chronicle
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import Supervisor
+from raypipe.transform.batch import HostBatch
+
+
+@pytest.fixture
+def spec(stores: dict[str, Path]) -> StreamSpec:
+    """Two epochs of three steps and a validation, without Ray."""
+    return StreamSpec(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32),
+        transform=TransformConfig(train="small", val="resize", size=16),
+        pool=PoolConfig(engine="inline"),
+    )
+
+
+def kinds(run: Path) -> list[str]:
+    found = read_records(run.as_uri())
+    assert found is not None
+    return [record["kind"] for record in found.kept]
+
+
+def test_a_loop_of_ones_own_leaves_what_report_shows_and_ends_with_a_diagnosis(
+    spec: StreamSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "mine"
+    with without_ray.only_rank():
+        loader = raypipe.loader(spec, device="cpu", run_dir=str(run))
+        for epoch in loader.epochs():
+            for _ in epoch.train:
+                pass
+            loader.report({"loss": 0.5 / loader.global_step, "step": 1, "name": "x"})
+            for _ in epoch.val:
+                pass
+    assert kinds(run) == ["start", "train", "report", "diagnosis", "train", "report", "diagnosis"]
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "images/s; the time of a trainer is" in said and "CPU actor" in said
+    found = write_report(str(run))
+    assert found["steps"] == 6 and found["images_per_s"] > 0 and 0 <= found["wait_fraction"] <= 1
+    page = (run / "report.html").read_text()
+    assert 'aria-label="reported: loss' in page and 'aria-label="reported: step' in page
+    assert said.split(";")[0] in page and "plan.micro_batch_size: 8" in page
+
+
+def test_a_loop_that_never_asks_for_the_end_leaves_its_diagnosis_too(spec: StreamSpec, tmp_path: Path) -> None:
+    loaders = raypipe.plain_loaders(raypipe.loader(spec, run_dir=str(tmp_path / "mine")))
+    for _ in range(spec.plan.config.epochs):
+        for loader in loaders:
+            batches = iter(loader)
+            for _ in range(len(loader)):  # as Lightning does
+                next(batches)
+    assert kinds(tmp_path / "mine") == ["start", *["train", "diagnosis"] * 2]
+
+
+def test_a_resume_keeps_what_was_recorded_before_it(spec: StreamSpec, tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    one = raypipe.loader(spec, run_dir=str(run))
+    epoch = next(one.epochs())
+    list(epoch.train)
+    other = raypipe.loader(spec, run_dir=str(run))
+    other.load_state_dict(one.state_dict())  # as Lightning does, once the loader is open
+    assert len(list(every_batch(other))) > 0
+    assert kinds(run) == ["start", "train", "start", "diagnosis", "train", "diagnosis"]
+
+
+def test_what_a_loop_skips_is_no_throughput(spec: StreamSpec, tmp_path: Path) -> None:
+    for epoch in raypipe.loader(spec, run_dir=str(tmp_path / "mine")).epochs():
+        next(epoch.train)
+    assert kinds(tmp_path / "mine") == ["start", "diagnosis", "diagnosis"]
+
+
+def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
+    said = []
+
+    def slow() -> Iterator[HostBatch]:
+        while len(said) < 2:  # lines before there is a batch
+            time.sleep(0.01)
+            said.extend(capsys.readouterr().out.splitlines())
+        yield from inline_batches(spec, spec.plan.start(), 0, 1)
+
+    loader = Loader(spec, lambda _: Source(slow()), cursor=spec.plan.start())
+    next(next(loader.epochs()).train)
+    assert all(line.startswith("waiting for the first batch for 0 s: this process makes it") for line in said)
+
+
+def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
+    supervisor = Supervisor(3)
+    assert supervisor.awaited() == "no transform actor has started yet, nor has the reader"
+    supervisor.reads("task", "3 micro-batches")
+    assert supervisor.awaited() == "no transform actor has started yet, and the reader has"
+    supervisor.arrived("a", "process 1")
+    assert supervisor.awaited() == "1 transform actor has started, and so has the reader"
+    supervisor.arrived("b", "process 2")
+    supervisor.begins("a", ["train-0-0-0"])
+    assert supervisor.awaited() == "2 transform actors have started, and 1 of them makes blocks"

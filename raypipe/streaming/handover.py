@@ -124,13 +124,13 @@ def _folder_of_train() -> Folder | None:
 def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     """Raise what a `TorchTrainer` of this stream would end with, in seconds; call it before `fit`.
 
-    Connects to Ray as `raypipe.connect()` does, unless this process is connected.
+    Starts or connects to Ray as `fit` does, unless this process is connected.
 
     Raises:
         ConfigError: the number of workers does not divide M, or pool.executions does not divide it.
         ResourceError: the cluster has not, and cannot scale to, what the workers and the smallest pool need.
     """
-    from raypipe.rayext.cluster import cluster_resources, connect
+    from raypipe.rayext.cluster import cluster_resources
     from raypipe.rayext.shortage import check_own
 
     config: Any = scaling_config  # of Ray Train's version 2, which its type does not say
@@ -140,7 +140,8 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         shares(workers or 1, spec.pool.executions)
     else:
         workers = min(workers)  # elastic
-    connect()
+    if not ray.is_initialized():
+        ray.init()
     each, offer = config._resources_per_worker_not_none, cluster_resources()
     check_own(offer.cpus, workers, each.get("CPU", 0.0), spec.pool, offer.gpus, each.get("GPU", 0.0))
 

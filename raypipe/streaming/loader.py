@@ -339,7 +339,7 @@ class Loader:
             images_per_s=images / seconds,
             wait_fraction=wait,
             **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
-            strength=self.strength(epoch, step - 1),
+            **({"strength": self.strength(epoch, step - 1)} if self.augment else {}),
             num_bad=self.num_bad,
             num_fallback=self.num_fallback,
         )

@@ -38,6 +38,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
 
 NUM_SAMPLES, SIDE = 320, 16
@@ -151,7 +152,7 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
     longest, mend_at = 0.0, float("inf")
     stream = loader(spec, max_actors=spec.pool.max_actors)
     faults: list[str] = []
-    stop = stream.follow(lambda kind, text: faults.append(text) if kind == "fault" else None)
+    stop = follow(stream._supervisor, lambda kind, text: faults.append(text) if kind == "fault" else None)
     hurting: list[Future[None]] = []
     asked = time.monotonic()
     for batch in every_batch(stream):

@@ -22,6 +22,7 @@ from raypipe.storage.local_file import progress
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import follow
 from raypipe.transform.batch import HostBatch
 
 from conftest import CLASSES, picture  # isort: skip
@@ -115,7 +116,7 @@ def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:
     """The stream's rows, and the faults that were mended."""
     stream = loader(spec, max_actors=1)
     events: list[tuple[str, str]] = []
-    stop = stream.follow(lambda *event: events.append(event))
+    stop = follow(stream._supervisor, lambda *event: events.append(event))
     found = [row_of(batch) for batch in without_ray.every_batch(stream)]
     stop()
     return found, [text for kind, text in events if kind == "fault"]
@@ -147,7 +148,7 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
     )
     stream = loader(spec, max_actors=1)
     kinds: list[str] = []
-    stop = stream.follow(lambda kind, text: kinds.append(kind))
+    stop = follow(stream._supervisor, lambda kind, text: kinds.append(kind))
     assert sum(batch.num_bad for batch in without_ray.every_batch(stream)) == 0
     stop()
     assert "fault" not in kinds

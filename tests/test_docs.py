@@ -22,6 +22,7 @@ import raypipe
 from raypipe.commands import cli, settings
 from raypipe.commands.tune import TuneConfig
 from raypipe.config import RunConfig
+from raypipe.pages.report import write_report
 from raypipe.stores import Store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.transform.presets import PRESETS, check_transform
@@ -202,6 +203,10 @@ def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
     assert names["batch"].at.split == "val" and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
     assert names["image"].shape == (128, 8, 8, 3) and names["place"] == (0, 10, 0)
     assert sum(names["counts"]) == 1437 and all(names["counts"])
+    found = write_report(str(tmp_path / "runs" / "own-loop"))  # which nobody but the loader has recorded
+    assert (found["steps"], found["starts"]) == (22, 2) and found["images_per_s"] > 0
+    page = (tmp_path / "runs" / "own-loop" / "report.html").read_text()
+    assert "images/s; the time of a trainer is" in page and 'aria-label="reported: accuracy' in page
 
 
 @pytest.mark.cluster

@@ -63,6 +63,11 @@ def test_a_run_whose_model_is_the_limit_is_told_how_few_actors_would_do() -> Non
     assert "2 CPU actors would be enough" in found and "the pool may shrink" in found
 
 
+def test_a_run_that_waits_for_less_than_a_tenth_of_its_time_gets_no_advice() -> None:
+    assert "The model limits the run" in text(StageTimes(images=1000, wait_s=0.9, compute_s=9.1, work_s=60.0))
+    assert "limits the run, 11%" in text(StageTimes(images=1000, wait_s=1.1, compute_s=8.9, work_s=60.0))
+
+
 def test_a_starving_run_is_told_how_many_actors_are_needed() -> None:
     # 10 s of device work, 60 s of actor work: 6 actors, 7 with the headroom.
     times = StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=60.0)

@@ -84,7 +84,7 @@ class MicroBatchMaker:
         self._targets, self._columns = config.target_columns, columns
         self._config, self._given, self._contents = config, transforms, contents or {}
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
-        self.caches = open_caches(pool, stores, config)
+        self.caches = open_caches(pool, stores, config, columns.reads_class)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
         for split in stores:

@@ -17,7 +17,7 @@ from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, selected
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
-from raypipe.stores.base import Store, is_class
+from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
 from raypipe.transform.column_types import NUM_PROBED, find_columns
@@ -86,6 +86,8 @@ class StreamSpec:
         quarantine: str = "",
         run: str = "",
         log: LogFormat = "text",
+        image_column: str = "image",
+        label_column: str | None = "label",
         columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
         make_columns: MakeColumns | str | None = None,
     ) -> None:
@@ -98,8 +100,10 @@ class StreamSpec:
             exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
             filter, val_filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
             quarantine, run, log: see above.
-            columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label` stands
-                for the target.
+            image_column, label_column: see `StoreConfig`, of stores that are given by their addresses. A
+                label_column of "" or None, for any store, makes batches without a target.
+            columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label`, or
+                the column's own name, stands for the target.
             make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
                 None = as `transform` says, see docs/columns.md.
 
@@ -109,8 +113,9 @@ class StreamSpec:
         transform = config_without_files(transform or TransformConfig())
         plan_config, pool = plan or PlanConfig(), pool or PoolConfig()
         check_cache(pool, transform)
-        train_store = open_stores(train)
-        val_store = open_store(val) if isinstance(val, str | Path) else val
+        options = store_options(image_column, label_column or "")
+        train_store = open_stores(train, options)
+        val_store = None if val is None else _opened(val, options)
         stores: dict[Split, Store] = {"train": train_store}
         if val_store is not None and plan_config.val_interval:
             stores["val"] = val_store
@@ -136,9 +141,9 @@ class StreamSpec:
             check_sizes(transform, split, transforms[split], plan_config)
         if pool.cache == "device":
             laid_out = _bound_to_device(laid_out, transforms, transform)
-        given = columns if isinstance(columns, Mapping) else list(columns)
         make = make_columns or transform.make_columns or None
-        found = _columns_of(stores, column_options(given), make, laid_out, pool)
+        declared = column_options(renamed(columns, label_column))
+        found = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
         sizes = list(transform.size_by_epoch.items())
         fields = {
             "plan": laid_out.bound_to({"sizes": sizes}) if len(sizes) > 1 else laid_out,
@@ -179,16 +184,15 @@ def _columns_of(
     make: MakeColumns | str | None,
     plan: Plan,
     pool: PoolConfig,
+    label: bool,
 ) -> SampleColumns:
     """The columns of a stream; raises ConfigError as `find_columns` does, and where a cache would lose them."""
-    if not declared and make is None and all(map(is_class, stores.values())):
-        return NO_COLUMNS
 
     def first(split: Split) -> np.ndarray:
         kept = plan.kept[split]
         return kept.indices(np.arange(min(NUM_PROBED, len(stores[split]) - kept.num_left_out)))
 
-    found = find_columns(stores, declared, make, first)
+    found = find_columns(stores, declared, make, first, label)
     if found and pool.cache == "disk":
         raise ConfigError(
             f"pool.cache={pool.cache!r} keeps images and classes, and no columns or other targets: set "
@@ -211,16 +215,25 @@ def _bound_to_device(plan: Plan, transforms: Mapping[Split, Any], config: Transf
     return plan.bound_to({"cache": "device"}) if resamples else plan
 
 
-def open_stores(train: Train, **options: Any) -> Store:
-    """The store at an address, or of several, by names, one that joins them; `options` see `open_store`."""
+def open_stores(train: Train, options: Mapping[str, str]) -> Store:
+    """The store at an address, or of several, by names, one that joins them; `options` see `store_options`."""
     if not isinstance(train, Mapping):
-        return open_store(train, **options) if isinstance(train, str | Path) else train
+        return _opened(train, options)
     if not train:
         raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
-    parts = {
-        name: open_store(each, **options) if isinstance(each, str | Path) else each for name, each in train.items()
-    }
-    return JoinedStore(parts)
+    return JoinedStore({name: _opened(each, options) for name, each in train.items()})
+
+
+def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
+    if isinstance(store, str | Path):
+        return open_store(store, **options)
+    if options:
+        (setting, value), *_ = options.items()
+        raise ConfigError(
+            f"{setting}={value!r} is for an address, and {store.address} is an open store: give the option to "
+            "raypipe.open_store"
+        )
+    return store
 
 
 def select(
@@ -290,16 +303,15 @@ def with_digits(run: RunConfig) -> RunConfig:
 def open_train(run: RunConfig) -> Store:
     """The training store of a run."""
     store = with_digits(run).store
-    return open_stores(store.train, **store_options(store.image_column, store.label_column))
+    return open_stores(store.train, store_options(store.image_column, store.label_column))
 
 
 def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
     """The stream of a run, whose folder, if it has one, has the record of its bad samples."""
     store = with_digits(run).store
-    options = store_options(store.image_column, store.label_column)
     return StreamSpec(
-        open_stores(store.train, **options),
-        open_store(store.val, **options) if store.val else None,
+        store.train,
+        store.val or None,
         plan=run.plan,
         transform=run.transform,
         pool=run.pool,
@@ -310,24 +322,24 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         quarantine=join(run_uri, "quarantine") if run_uri else "",
         run=run.name,
         log=run.log,
-        columns=columns_of(run),
+        image_column=store.image_column,
+        label_column=store.label_column,
+        columns=store.columns,
     )
 
 
 def run_columns(run: RunConfig, store: Store) -> SampleColumns:
     """The columns of a run, by its training store alone."""
-    if not run.store.columns and is_class(store):
-        return NO_COLUMNS
-    declared = column_options(columns_of(run))
-    indices = np.arange(min(NUM_PROBED, len(store)))
-    return find_columns({"train": store}, declared, run.transform.make_columns or None, lambda _: indices)
+    declared = column_options(renamed(run.store.columns, run.store.label_column))
+    make, indices = run.transform.make_columns or None, np.arange(min(NUM_PROBED, len(store)))
+    has_label = bool(run.store.label_column) and LABEL in store.columns  # any store may be looked at
+    return find_columns({"train": store}, declared, make, lambda _: indices, has_label)
 
 
-def columns_of(run: RunConfig) -> dict[str, Any]:
-    """The columns that a run declares: one that is its target is `label` in its store."""
-    columns, label = run.store.columns, run.store.label_column
-    given = columns if isinstance(columns, dict) else dict.fromkeys(columns)
-    return {LABEL if name == label else name: options for name, options in given.items()}
+def renamed(columns: Any, label_column: str | None) -> dict[str, Any]:
+    """The columns that are named, with their options: the one that is the target is `label` in its store."""
+    given = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
+    return {LABEL if name == label_column else name: options for name, options in given.items()}
 
 
 def check_transforms(

@@ -49,7 +49,7 @@ MISTAKES = {
     "no validation file": (["--store.val=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no such column": (
         ["--store.train=a.parquet", "--store.image_column=img"],
-        "no column 'img' for image_column; did you mean image? its",
+        "'img' for image_column; did you mean image?",
     ),
     "no class names": (["--store.train=unnamed.lmdb"], "set train.num_classes"),
     "labels beyond the classes": (

@@ -23,7 +23,7 @@ from raypipe.stores.record import read_bad_list
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
 from raypipe.transform.encoded import EncodedTransform
-from raypipe.transform.presets import build_transform, check_transform, takes_size
+from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
 from raypipe.transform.resident import resident_transforms
 from raypipe.transform.sample_cache import check_cache
 from raypipe.transform.sizes import has_sizes
@@ -96,7 +96,8 @@ class StreamSpec:
         Args:
             train, val: stores or their addresses; `train` may have several, by names, for a mixture.
             plan, transform, pool: settings; None = the defaults.
-            train_transform, val_transform: used instead of those that `transform` names.
+            train_transform, val_transform: used instead of those that `transform` names; None = pixels as they
+                are stored. A train_transform that does not follow transform.size needs a val_transform too.
             exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
             filter, val_filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
             quarantine, run, log: see above.
@@ -123,6 +124,8 @@ class StreamSpec:
             "train": transform.train if train_transform == "" else train_transform,
             "val": transform.val if val_transform == "" else val_transform,
         }
+        if "val" in stores and val_transform == "" != train_transform:
+            check_follows(chosen["train"], transform)
         transforms = {split: without_files(chosen[split]) for split in stores}
         check_transforms(transform, transforms, stores)
         laid_out = Plan.from_stores(
@@ -358,6 +361,24 @@ def check_transforms(
             target_pipeline(build_transform(transform, config.final_size), set(config.target_columns))
 
 
+def check_follows(transform: Transform, config: TransformConfig) -> None:
+    """Raise ConfigError where a train_transform has a size of its own, and validations that of the defaults."""
+    defaults = (config.val, config.size) == (TransformConfig.val, TransformConfig.size)
+    if defaults and not takes_size(transform) and num_pixels(transform, config.final_size) is None:
+        raise ConfigError(
+            f"train_transform is {_name_of(transform)}, and there is no val_transform: validations would have the "
+            f"default size, {config.final_size} px, whatever the training has. Write val_transform=PIPELINE, for "
+            "the same size and without random steps; or 'center', with transform=TransformConfig(size=…); or "
+            "None: pixels as they are stored"
+        )
+
+
+def _name_of(transform: Any) -> str:
+    """A transform for a message."""
+    known = isinstance(transform, str | list) or makes_views(transform)
+    return brief(transform) if known else "None" if transform is None else f"a {type(transform).__name__}"
+
+
 def _check_views(config: TransformConfig, split: Split) -> None:
     """Raise ConfigError where something does not go with a split's views."""
     reason = ""
@@ -375,10 +396,8 @@ def _check_views(config: TransformConfig, split: Split) -> None:
 def check_sizes(config: TransformConfig, split: Split, transform: Any, plan: PlanConfig) -> None:
     """Raise ConfigError where a split's images have several sizes, and its transform can make but one."""
     if has_sizes(config, split, plan.sides_in(split)) and not takes_size(transform):
-        known = isinstance(transform, str | list) or makes_views(transform)
-        what = brief(transform) if known else f"a {type(transform).__name__}"
         several = "plan.buckets" if plan.sides_in(split) else "transform.size"
         raise ConfigError(
-            f"transform.{split} is {what}, which is made once, and {several} has several "
+            f"transform.{split} is {_name_of(transform)}, which is made once, and {several} has several "
             "sizes: use a preset, or module:function, which is called with each size and returns a transform"
         )

@@ -138,7 +138,7 @@ def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
     assert store.read(ORDER)["label"].tolist() == (ORDER / 2).tolist()
     with pytest.raises(
         StoreError,
-        match="column 'name' is string; a label is a number, .*; set label_column, of image, score, name",
+        match=r"column 'name' is string; a label is .*; set label_column, of image, score, name",
     ):
         len(open_store(tmp_path / "a.lmdb", label_column="name"))
 

@@ -95,7 +95,7 @@ def test_other_names_and_groups(tmp_path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["train/pictures"], file["train/target"], file["label"] = PIXELS, LABELS, np.zeros(3)
     with pytest.raises(
-        StoreError, match=r"a\.h5 has no dataset 'images or .* for image_column; its datasets are label, train"
+        StoreError, match=r"a\.h5 has no dataset 'images or .* image_column; its datasets are label, train"
     ):
         read(path)
     found = read(path, image_column="train/pictures", label_column="train/target")

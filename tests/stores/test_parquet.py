@@ -114,7 +114,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
 
     with pytest.raises(
         StoreError,
-        match=r"a\.parquet has no column 'image' for image_column; did you mean img\? its columns are coarse, img, fine",
+        match=r"a\.parquet has no column 'image' .*; did you mean img\? .* coarse, img, fine",
     ):
         len(ParquetStore(path))
     with pytest.raises(StoreError, match="no column 'fien' for label_column; did you mean fine"):
@@ -122,9 +122,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
     without_label = ParquetStore(path, image_column="img")
     assert without_label.columns == ("image", "coarse", "fine")
     assert without_label.fingerprint != store.fingerprint
-    with pytest.raises(
-        StoreError, match="no column 'label' for label_column; its columns are image, coarse, fine"
-    ):
+    with pytest.raises(StoreError, match="no column 'label' for label_column; its columns are image, "):
         without_label.read(np.array([0]))
 
 

@@ -242,7 +242,7 @@ def test_a_store_without_the_label_is_refused_unless_the_user_wants_no_target(tm
             assert all(not batch.label.any() for batch in host_batches(without))
     (batch, *_) = host_batches(spec(path, columns=(), label_column="labels"))
     assert batch.label.tolist() == batch.index.tolist()
-    with pytest.raises(ConfigError, match="store.columns names 'label', the target, and label_column is ''"):
+    with pytest.raises(ConfigError, match=r"store\.columns names 'label', the target, and label_column is ''"):
         spec(columns=["label"], label_column="")
 
 

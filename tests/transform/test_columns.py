@@ -99,7 +99,7 @@ def test_wrong_options_are_refused_by_name(columns: Any) -> None:
 def test_a_missing_column_is_told_with_those_that_are_there() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"no column 'captoin' for store\.columns; did you mean caption\? its columns are image, ",
+        match=r"'captoin' for store\.columns; did you mean caption\? its columns are image, ",
     ):
         maker({"caption": ["a"]}, ["captoin"])
 

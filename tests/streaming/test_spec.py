@@ -72,7 +72,7 @@ def test_one_that_follows_the_size_of_the_settings_needs_none(transform: Any) ->
 )
 def test_a_size_that_nobody_wrote_down_ends_the_run_before_its_first_step(options: dict[str, Any]) -> None:
     made, sizes = spec(**options), r"differ: transform\.train makes (8 x 8|224 x 224), transform\.val makes "
-    with pytest.raises(ConfigError, match=rf"{sizes}.* ; .(center|light). .* 224 by default: set"):
+    with pytest.raises(ConfigError, match=rf"{sizes}.*; '(center|light)' .* 224 by default: set"):
         next(host_batches(made))
     with pytest.raises(ConfigError, match=sizes):  # on the driver of jobs/train.py
         found = try_samples(made.plan, made.stores, made.transforms, made.transform, 8)

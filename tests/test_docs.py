@@ -121,7 +121,8 @@ def test_the_code_of_docs_running_trains_a_model_of_ones_own() -> None:
     import torch
 
     own, plain = blocks("python", ROOT / "docs" / "running.md")
-    names: dict[str, Any] = {"loader": [(torch.ones(4, 3, 8, 8), torch.zeros(4))] * 3}
+    loader = [(torch.ones(4, 3, 8, 8), torch.zeros(4))] * 3
+    names: dict[str, Any] = {"raypipe": raypipe, "loader": loader}
     exec(compile(plain.replace('"cuda"', '"cpu"'), "running.md", "exec"), names)
     assert names["image"].shape == (4, 3, 8, 8)
     exec(compile(own, "running.md", "exec"), names)

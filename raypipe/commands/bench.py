@@ -208,7 +208,8 @@ def stream_once(
     transform = dataclasses.replace(transform, val=transform.train)
     epochs = max(3, round(guess * seconds / len(store)))
     plan = PlanConfig(epochs=epochs, micro_batch_size=min(micro_batch, len(store)))
-    spec = StreamSpec(store, store, plan=plan, transform=transform, pool=pool)
+    label = "label" if "label" in store.columns else ""
+    spec = StreamSpec(store, store, plan=plan, transform=transform, pool=pool, label_column=label)
     started = time.perf_counter()
     connect()
     blocks, num_bytes = list[tuple[float, int, tuple[str, int]]](), 0

@@ -6,6 +6,8 @@ import importlib
 import os
 import platform
 import sys
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,18 @@ def import_name(address: str, setting: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{setting} {address!r} cannot be imported: {type(error).__name__}: {error}") from error
     return found
+
+
+def choices(name: str, known: Collection[str], those: str = "known are") -> str:
+    """The names that could have been meant by a name, and all that there are, to end a message with.
+
+    Args:
+        known: names, or name → what stands behind it in parentheses.
+    """
+    close = get_close_matches(name, known, cutoff=0.65)  # so that label is near fine_label
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    shown = [f"{each} ({kind})" for each, kind in known.items()] if isinstance(known, Mapping) else known
+    return f"; {meant}{those} {', '.join(shown)}"
 
 
 def version_of(package: str) -> str | None:

@@ -117,41 +117,14 @@ def program(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **instead:
     return names
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("one_cpu")
-def test_the_code_of_readme_runs_with_a_smaller_plan_and_without_a_gpu(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import albumentations
+def test_the_code_of_docs_running_trains_a_model_of_ones_own() -> None:
+    """README.md's own code is run by tests/test_own_loop.py."""
     import torch
 
-    monkeypatch.chdir(tmp_path)
-    for name in ("train", "val"):
-        shutil.copy(stores[name], tmp_path / f"{name}.lmdb")
-    (loop,), (own, plain) = (blocks("python", ROOT / page) for page in ("README.md", "docs/running.md"))
-    loop = loop.replace(
-        "epochs=90, micro_batch_size=128, global_batch_size=1024",
-        "epochs=2, micro_batch_size=8, global_batch_size=16",
-    )
-    seen: list[int] = []
-
-    def criterion(logits: torch.Tensor, target: torch.Tensor) -> None:
-        seen.append(len(logits))
-
-    names: dict[str, Any] = {
-        "albumentations_pipeline": albumentations.Compose([albumentations.RandomResizedCrop((16, 16))]),
-        "model": torch.nn.Flatten(),
-        "normalize": lambda image: image.float() / 255,
-        "criterion": criterion,
-    }
-    exec(compile(loop, "README.md", "exec"), names)
-    names["spec"] = names["spec"].replace(
-        transforms={**names["spec"].transforms, "val": names["albumentations_pipeline"]}
-    )
-    names["train_fn"]({})
-    assert sum(seen) == 2 * (96 + 32)  # with the rows that pad the last step of a validation
-    names["loader"] = [(torch.ones(4, 3, 8, 8), torch.zeros(4))] * 3
-    exec(compile(plain.replace('"cuda"', '"cpu"'), "README.md", "exec"), names)
+    own, plain = blocks("python", ROOT / "docs" / "running.md")
+    loader = [(torch.ones(4, 3, 8, 8), torch.zeros(4))] * 3
+    names: dict[str, Any] = {"raypipe": raypipe, "loader": loader}
+    exec(compile(plain.replace('"cuda"', '"cpu"'), "running.md", "exec"), names)
     assert names["image"].shape == (4, 3, 8, 8)
     exec(compile(own, "running.md", "exec"), names)
     net = names["model"](5)

@@ -47,7 +47,10 @@ MISTAKES = {
     "a number out of range": (["--plan.epochs=0"], "plan.epochs must be at least 1, got 0"),
     "no file": (["--store.train=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no validation file": (["--store.val=nothing.lmdb"], "nothing.lmdb does not exist"),
-    "no such column": (["--store.train=a.parquet", "--store.image_column=img"], "has no column 'img'"),
+    "no such column": (
+        ["--store.train=a.parquet", "--store.image_column=img"],
+        "'img' for image_column; did you mean image?",
+    ),
     "no class names": (["--store.train=unnamed.lmdb"], "set train.num_classes"),
     "labels beyond the classes": (
         ["--store.train=unnamed.lmdb", "--train.num_classes=3"],

@@ -1,12 +1,17 @@
-"""Train functions of the pages that two processes run, and hooks of DDP; tests/test_docs.py runs the rest."""
+"""The README's lines as a newcomer's program, train functions of the pages that two processes run, and hooks of
+DDP; tests/test_docs.py runs the rest."""
 
 from __future__ import annotations
 
+import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,25 +20,119 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watched import lines, planned
 
-# A train function on a machine of two CPUs, with the line of README.md that comes before `fit`.
-TWO_WORKERS = """
-import raypipe
+from raypipe.plan.cursor import CURSOR_FILE, Cursor
+from raypipe.stores import open_writer
+
+# What a newcomer puts around the README's lines, and in place of some of them.
+BEFORE = """
+import sys
+
+import albumentations as A
+import ray
+import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchTrainer, prepare_model
 
-raypipe.connect(num_cpus=2)
-spec = raypipe.StreamSpec({store!r}, plan=raypipe.PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8))
-scaling_config = ScalingConfig(num_workers=2)
-{check}
-TorchTrainer(
-    lambda config: list(raypipe.loader(spec).epochs()),
-    scaling_config=scaling_config,
-    run_config=RunConfig(storage_path={folder!r}, failure_config=FailureConfig(max_failures=3)),
-).fit()
+train_pipeline = A.Compose([A.RandomCrop(32, 32), A.HorizontalFlip()])
+val_pipeline = A.Compose([A.CenterCrop(32, 32)])
+criterion = torch.nn.CrossEntropyLoss()
+
+
+def normalize(image):
+    return image.float() / 127.5 - 1
+
+
+def cnn():
+    torch.manual_seed(0)
+    first, last = torch.nn.Conv2d(3, 8, 5, stride=4), torch.nn.Linear(8 * 7 * 7, 5)
+    return torch.nn.Sequential(first, torch.nn.ReLU(), torch.nn.Flatten(), last)
 """
+AFTER = """
+        loader.report({"right": right / total, "total": total}, model=model, optimizer=optimizer)
 
+
+if __name__ == "__main__":
+    ray.init(num_cpus=2, object_store_memory=200 << 20)
+    workers, folder = int(sys.argv[1]), sys.argv[2]
+    scaling_config = ScalingConfig(num_workers=workers)
+    CHECK
+    retries = FailureConfig(max_failures=3)
+    run_config = RunConfig(name="a", storage_path=folder, failure_config=retries)
+    trainer = TorchTrainer(train_fn, train_loop_config={}, scaling_config=scaling_config, run_config=run_config)
+    result = trainer.fit()
+    print(result.metrics, result.checkpoint.path)
+"""
+FILLED_IN = {
+    "epochs=90, micro_batch_size=128, global_batch_size=1024": "epochs=3, micro_batch_size=16, "
+    "global_batch_size=32",
+    "    for epoch in loader.epochs():\n": """\
+    model = prepare_model(cnn())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader.restore(model=model, optimizer=optimizer)
+    for epoch in loader.epochs():
+        right = total = 0
+""",
+    "            if batch.ends_step:\n                ...": """\
+            (loss / loader.accumulation).backward()
+            if batch.ends_step:
+                optimizer.step()
+                optimizer.zero_grad()""",
+    "epoch.val:\n            loss = criterion(model(normalize(batch.image)), batch.target)\n": """\
+epoch.val:
+            found = model(normalize(batch.image)).argmax(1) == batch.target
+            right, total = right + float(found.float() @ batch.weight), total + float(batch.weight.sum())
+""",
+}
 EVERY, DIES_AT = 8, 18
 FUNCTIONS = {"train_sharded": "own-loop.md", "train_ray": "integrations.md"}
+
+
+def newcomers_program(folder: Path, num_workers: int, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run the README's lines, completed, on 32-px images of five colors and a cluster of two CPUs of its own."""
+    (code,) = blocks("python", ROOT / "README.md")
+    for there, instead in FILLED_IN.items():
+        assert code.count(there) == 1, there
+        code = code.replace(there, instead)
+    code, check = code.rstrip().rsplit("\n\n\n", 1)  # that is for the program that calls `fit`
+    (folder / "program.py").write_text(f"{BEFORE}{code}\n{AFTER.replace('CHECK', check)}")
+    rng = np.random.default_rng(0)
+    for name, num in (("train", 160), ("val", 50)):
+        with open_writer(folder / f"{name}.lmdb", {"image": "binary", "label": "int64"}) as writer:
+            for number in range(num):
+                pixels = rng.integers(0, 80, (32, 32, 3), np.uint8)
+                pixels[..., number % 5 % 3] += np.uint8(60 + number % 5 // 3 * 100)
+                writer.append({"image": cv2.imencode(".png", pixels)[1].tobytes(), "label": number % 5})
+    return subprocess.run(
+        [sys.executable, "program.py", str(num_workers), str(folder / "runs")],
+        cwd=folder,
+        env=os.environ | {"RAYPIPE_CACHE": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(200)
+def test_the_fifteen_lines_of_readme_completed_by_a_newcomer_train_validate_and_leave_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    done = newcomers_program(tmp_path, 1, timeout_s=180)
+    assert not done.returncode, done.stdout + done.stderr
+    words, _, checkpoint = done.stdout.strip().splitlines()[-1].rpartition(" ")
+    metrics = ast.literal_eval(words)
+    assert metrics["total"] == 50 and metrics["right"] > 0.8
+    assert Cursor.from_json((Path(checkpoint) / CURSOR_FILE).read_text()).epoch == 3
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(200)
+def test_the_fifteen_lines_of_readme_say_at_once_that_two_workers_have_no_room(tmp_path: Path) -> None:
+    done = newcomers_program(tmp_path, 2, timeout_s=180)
+    said = done.stderr.splitlines()
+    assert done.returncode and "2 trainers and 1 transform actor need 3 CPUs" in said[-1], done.stderr
+    assert "ScalingConfig(num_workers=1)" in said[-1] and len(said) + len(done.stdout.splitlines()) < 20
+    assert not (tmp_path / "runs").exists()  # no trainer was started
 
 
 def gradients_with_hooks(rank: int, world_size: int, folder: str) -> None:
@@ -123,20 +222,3 @@ def test_two_ranks_that_are_killed_in_mid_epoch_go_on_with_the_samples_of_an_unb
         # Where Ray Train has not seen the checkpoint of step 16 yet, it has that of the first epoch's end.
         assert after in [planned(plan, rank, 2, from_step=step) for step in (2 * EVERY, plan.steps_per_epoch)]
     assert result.metrics["accuracy"] > 0.5
-
-
-@pytest.mark.cluster
-@pytest.mark.timeout(240)
-def test_the_readmes_loop_says_before_it_starts_that_two_workers_have_no_room(
-    tmp_path: Path, stores: dict[str, Path]
-) -> None:
-    (block,) = (code for code in blocks("python", ROOT / "README.md") if "def train_fn" in code)
-    (check,) = (line for line in block.splitlines() if "ScalingConfig" in line or "scaling_config" in line)
-    program = tmp_path / "program.py"
-    program.write_text(TWO_WORKERS.format(store=str(stores["train"]), check=check, folder=str(tmp_path)))
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False
-    )
-    said = done.stderr.splitlines()
-    assert done.returncode and "2 trainers and 1 transform actor need 3 CPUs" in said[-1], done.stderr
-    assert "ScalingConfig(num_workers=1)" in said[-1] and len(said) + len(done.stdout.splitlines()) < 20

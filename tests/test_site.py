@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 from documented import ROOT
 
 import raypipe
+from raypipe import config
 
 pytest.importorskip("mkdocs", reason="uv sync --group docs")
 
@@ -35,6 +37,14 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     text = (site / "reference.html").read_text()
     for name in raypipe.__all__:
         assert f'id="raypipe.{name}"' in text, name
+
+
+def test_the_reference_has_every_section_of_the_settings() -> None:
+    text = (ROOT / ".ci/reference.md").read_text()
+    sections = [name for name, each in vars(config).items() if is_dataclass(each) and not name.startswith("_")]
+    assert len(sections) >= 8
+    shown = re.findall(r"^::: raypipe\.(?:config\.)?(\w+)$", text, re.MULTILINE)
+    assert set(sections) <= set(shown)
 
 
 def test_the_site_loads_nothing_from_another_host(site: Path) -> None:

@@ -4,22 +4,24 @@
                    submitted job, as many tasks of the cluster
     stream         what one consumer gets from the whole pipe, in its steady state
     first batch    from ray.init to the first micro-batch
-    boundary gap   the gap before the first micro-batch of a segment, as a multiple of the ordinary gap
+    boundary gap   the gap before the first block of a segment, as a multiple of the gap between other blocks
     costs          CPU time and bytes of an image, which `raypipe plan-capacity` sizes a cluster by
 
-The machine's speed drifts, so the ceiling is measured before and after each stream.
+The machine's speed drifts, so the ceiling is measured before and after each stream. Blocks come in clumps, as many
+as there are actors, so the stream's rate is the slope of a line through all of them: a difference between two of
+them would count up to one clump too much.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import multiprocessing
 import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -81,8 +83,35 @@ def bench(
         write_json(output, report)
     what = f"{opened.address}: {brief(config.train)} at {config.size_text} px"
     how = f"{actors} actors, micro-batches of {micro_batch}, {repeats} repeats"
-    table(f"{what}, {how}", [(name.replace("_", " "), number(found[name])) for name in found])
+    table(f"{what}, {how}", [(_UNITS[name], number(value)) for name, value in found.items() if name in _UNITS])
+    print(verdict(found, actors))
     return report
+
+
+_UNITS = {
+    "ceiling_images_per_s": "ceiling, images/s",
+    "stream_images_per_s": "stream, images/s",
+    "ratio": "stream / ceiling",
+    "first_batch_s": "first batch, s",
+    "boundary_gap_ratio": "gap between segments / gap within",
+    "micro_batch_bytes": "micro-batch, bytes",
+    "read_cpu_s_per_image": "reading, CPU s/image",
+    "transform_cpu_s_per_image": "transform, CPU s/image",
+    "encoded_bytes_per_image": "encoded, bytes/image",
+}
+
+
+def verdict(found: Figures, actors: int) -> str:
+    """The figures of a summary in a sentence or two."""
+    said = (
+        f"The stream runs at {found['ratio']:.0%} of the rate at which {actors} processes decode and transform "
+        "images that are in memory."
+    )
+    if found["ratio"] > 1:
+        said += " More than 100 % is the drift of this machine's speed: measure longer, or with --repeats 3."
+    if "boundary_gap_ratio" not in found:
+        said += " Each segment of this store is one block, so gaps between segments cannot be compared."
+    return said
 
 
 def _cpus_here() -> int:
@@ -162,47 +191,65 @@ def stream_once(
     """Run the stream for about `seconds`, with a validation after every epoch, through one consumer.
 
     Args:
-        guess: images/s, to choose the number of epochs by.
+        guess: images/s that the stream does not exceed by far: so many epochs are planned.
 
     Returns:
-        `images_per_s` in the steady state; `first_batch_s`, from ray.init to the first micro-batch;
-        `boundary_gap_ratio`, of the mean time between two micro-batches of two segments to that within one;
-        `micro_batch_bytes`, of the pixels of one micro-batch.
+        What `steady` finds; `first_batch_s`, from ray.init to the first micro-batch; `micro_batch_bytes`, of the
+        pixels of one micro-batch.
     """
     import ray
 
     from raypipe.rayext.cluster import connect
     from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.row import host_batches
+    from raypipe.streaming.row import host_blocks
     from raypipe.streaming.spec import StreamSpec
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
-    epochs = max(3, round(guess * seconds / (2 * len(store))))
+    epochs = max(3, round(guess * seconds / len(store)))
     plan = PlanConfig(epochs=epochs, micro_batch_size=min(micro_batch, len(store)))
-    spec = StreamSpec(store, store, plan=plan, transform=transform, pool=pool)
+    label = "label" if "label" in store.columns else ""
+    spec = StreamSpec(store, store, plan=plan, transform=transform, pool=pool, label_column=label)
     started = time.perf_counter()
     connect()
-    arrivals, segments, sizes, num_bytes = [], [], [], 0
+    blocks, num_bytes = list[tuple[float, int, tuple[str, int]]](), 0
     (iterator,) = splits(spec, spec.plan.start(), max_actors=pool.max_actors)
-    for batch in host_batches(iterator):
-        arrivals.append(time.perf_counter())
-        segments.append((batch.at.split, batch.at.epoch))
-        sizes.append(int((batch.weight > 0).sum()))
-        num_bytes = batch.image.nbytes + sum(view.nbytes for view in batch.views.values())
+    for block in (stream := host_blocks(iterator)):
+        arrived, batches = time.perf_counter(), list(block)
+        num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
+        blocks.append((arrived, num_images, (batches[0].at.split, batches[0].at.epoch)))
+        num_bytes = batches[0].image.nbytes + sum(view.nbytes for view in batches[0].views.values())
+        if arrived - blocks[0][0] > seconds:
+            break
+        del block, batches
+    stream.close()
     ray.shutdown()
-    # The first batches come while actors still start, and a buffer fills: leave out a sixth.
-    first = max(1, len(arrivals) // 6)
-    gaps = np.diff(arrivals)[first:]
-    boundary = np.array([a != b for a, b in itertools.pairwise(segments)])[first:]
-    # Gaps come in clumps when several actors finish together: a mean, not a median, sees each in full.
-    has_both = boundary.any() and not boundary.all()
-    return {
-        "images_per_s": sum(sizes[first + 1 :]) / (arrivals[-1] - arrivals[first]),
-        "first_batch_s": arrivals[0] - started,
-        "boundary_gap_ratio": float(gaps[boundary].mean() / gaps[~boundary].mean()) if has_both else math.nan,
-        "micro_batch_bytes": num_bytes,
-    }
+    return {"first_batch_s": blocks[0][0] - started, "micro_batch_bytes": num_bytes, **steady(blocks)}
+
+
+def steady(blocks: Sequence[tuple[float, int, tuple[str, int]]]) -> Figures:
+    """The rate of a stream in its steady state, and the cost of its boundaries.
+
+    Args:
+        blocks: of each block the time at which it arrived, its images, and its segment.
+
+    Returns:
+        `images_per_s`; `boundary_gap_ratio`, of the mean gap before the first block of a segment to that before
+        the others, left out where one of them has none.
+    """
+    # The first blocks come while actors still start, and a buffer fills: leave out a sixth.
+    kept = blocks[max(1, len(blocks) // 6) :]
+    if len(kept) < 3:
+        raise ConfigError(f"the stream brought {len(blocks)} blocks, too few for a rate: raise --seconds")
+    arrivals = np.array([arrived for arrived, _, _ in kept])
+    images_until = np.cumsum([num_images for _, num_images, _ in kept])
+    gaps = np.diff(arrivals)
+    boundary = np.array([a[2] != b[2] for a, b in itertools.pairwise(kept)])
+    found = {"images_per_s": float(np.polyfit(arrivals - arrivals[0], images_until, 1)[0])}
+    if boundary.any() and not boundary.all():
+        # Clumps make single gaps long or short: a mean, not a median, sees each in full.
+        found["boundary_gap_ratio"] = float(gaps[boundary].mean() / gaps[~boundary].mean())
+    return found
 
 
 def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
@@ -215,7 +262,8 @@ def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
 
 def summary(measured: list[Figures]) -> Figures:
     """Medians over the repeats; ratios are medians of each repeat's own ratio."""
-    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    names = [name for name in measured[0] if all(name in one for one in measured)]
+    found = {name: statistics.median(one[name] for one in measured) for name in names}
     return found | {"micro_batch_bytes": int(found["micro_batch_bytes"])}
 
 

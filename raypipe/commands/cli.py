@@ -113,7 +113,7 @@ def preview(
         indices: show these samples instead, as in [3,14,15].
     """
     from raypipe.commands import preview as preview_module
-    from raypipe.streaming.spec import columns_of, open_train
+    from raypipe.streaming.spec import open_train, renamed
 
     return preview_module.preview(
         open_train(run),
@@ -124,7 +124,7 @@ def preview(
         epochs=min(show_epochs, run.plan.epochs),
         samples=samples,
         indices=indices,
-        columns=columns_of(run),
+        columns=renamed(run.store.columns, run.store.label_column),
     )
 
 

@@ -54,7 +54,8 @@ class Preview:
     ) -> None:
         # Without a GPU the CPU's decoder is the nearest that there is; and any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
-        spec = StreamSpec(store, plan=plan, transform=transform, columns=columns or {})
+        label = LABEL if LABEL in store.columns else ""
+        spec = StreamSpec(store, plan=plan, transform=transform, columns=columns or {}, label_column=label)
         self._columns = spec.columns
         if target := spec.columns.target:
             check_mixable(augment, target.dtype, target.shape)
@@ -186,6 +187,8 @@ class Preview:
         """Its name, or its number where it has none that the picture's font is sure to have; or another target."""
         if self._columns.target:
             return f"target {_short(label)}"
+        if not self._columns.has_target:
+            return ""
         names = self.store.classes or ()
         return names[label] if 0 <= label < len(names) and names[label].isascii() else f"class {label}"
 

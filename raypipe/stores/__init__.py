@@ -138,7 +138,7 @@ def _open(address: str | Path, options: dict[str, Any], sources: bool) -> Store 
 
 
 def store_options(image_column: str = "image", label_column: str = "label") -> dict[str, str]:
-    """The options for `open_store` that differ from the defaults: not every kind of store has them.
+    """The options for `open_store` that differ from the defaults, and from '': not every kind of store has them.
 
     Args:
         image_column: name of the image column; of WebDataset, the suffix of the images; of TFRecord,
@@ -146,7 +146,7 @@ def store_options(image_column: str = "image", label_column: str = "label") -> d
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
     """
     given = {"image_column": (image_column, "image"), "label_column": (label_column, "label")}
-    return {name: value for name, (value, usual) in given.items() if value != usual}
+    return {name: value for name, (value, usual) in given.items() if value not in (usual, "")}
 
 
 def _kind_of(address: str) -> str:

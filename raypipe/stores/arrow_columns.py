@@ -13,19 +13,18 @@ import numpy as np
 import pyarrow as pa
 
 from raypipe.errors import StoreError
-from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
 
 
 def columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
     """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
-    there = ", ".join(schema.names)
     renamed = {"image": image_column, "label": label_column}
     columns: dict[str, pa.Field] = {}
     for name, stored in renamed.items():
         if stored in schema.names:
             columns[name] = schema.field(stored)
         elif name == "image" or stored != "label":
-            raise StoreError(f"{path} has no column {stored!r} for {name}, only: {there}; set {name}_column")
+            raise StoreError(missing(path, stored, schema.names, RENAMED[name]))
     image = columns["image"].type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type

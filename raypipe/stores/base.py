@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.logs import printable
+from raypipe.lookup import choices
 
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value); int and float
@@ -32,6 +33,9 @@ IMAGE_SUFFIXES = frozenset(
 ARRAY_SUFFIX = ".npy"
 """That of arrays of numpy's, which those stores take for samples where they hold no image: beside images they are
 something else, such as features."""
+
+RENAMED = {"image": "image_column", "label": "label_column"}
+"""Columns that a store may have under another name, and the setting that says so."""
 
 MAX_SAMPLE_BYTES = 1 << 29
 """A file, member or record above this size is no encoded image, and reading it might take all memory: its sample
@@ -235,12 +239,24 @@ def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address
     return wanted.astype(np.int64, copy=False)
 
 
-def check_columns(wanted: Iterable[str], present: Iterable[str], address: str) -> None:
+def missing(where: object, name: str, present: Collection[str], setting: str = "", what: str = "column") -> str:
+    """The message about a column that is not there: the setting that names it, and the columns that are.
+
+    Args:
+        where: the store, its file or its record.
+        present: names of columns, or name → kind.
+        setting: may be empty.
+        what: the format's own word for a column.
+    """
+    named = f" for {setting}" if setting else ""
+    return f"{where} has no {what} {name!r}{named}{choices(name, present, f'its {what}s are'):.1500}"
+
+
+def check_columns(wanted: Iterable[str], present: Collection[str], address: str) -> None:
     """Raise StoreError if the store lacks a wanted column."""
-    present = tuple(present)
     for name in wanted:
         if name not in present:
-            raise StoreError(f"{address} has no column {name!r}; its columns are: {', '.join(present)}")
+            raise StoreError(missing(address, name, present, RENAMED.get(name, "")))
 
 
 class MemoryStore:
@@ -290,7 +306,7 @@ class MemoryStore:
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`."""
         wanted = check_indices(indices, len(self), self.address)
-        check_columns(columns, self._columns, self.address)
+        check_columns(columns, self.columns, self.address)
         return {
             name: held[wanted] if isinstance(held, np.ndarray) else [held[index] for index in wanted.tolist()]
             for name, held in ((name, self._columns[name]) for name in columns)

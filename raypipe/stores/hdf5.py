@@ -30,7 +30,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import regular_path
-from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
 
 _USUAL = {"image": ("images", "image", "x", "X"), "label": ("labels", "label", "y", "Y")}
 _MAX_BYTES = 64 << 20  # of rows that are read at a time: a chunk of them is decompressed once
@@ -143,8 +143,9 @@ def _dataset(file: Any, address: str, given: str, column: str) -> Any:
         return found
     if not given and column == "label":
         return None
-    there, names = ", ".join(list(file)[:20]), given or " or ".join(_USUAL[column])
-    raise StoreError(f"{address} has no dataset {names!r} for {column}, only: {there}; set {column}_column")
+    raise StoreError(
+        missing(address, given or " or ".join(_USUAL[column]), list(file), RENAMED[column], "dataset")
+    )
 
 
 def _num_at_once(address: str, images: Any) -> int:

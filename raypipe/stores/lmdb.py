@@ -22,7 +22,7 @@ from raypipe.storage.files import RemoteFile, opened
 from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, part_of
+from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, missing, part_of
 from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout, array_type
 
@@ -181,10 +181,12 @@ def _stored_names(path: str, types: Mapping[str, str], label_column: str) -> dic
     stored = {name: name for name in types if label_column == "label" or name not in ("label", label_column)}
     if label_column == "label":
         return stored
-    if types.get(label_column, "string") in ("string", "binary"):
+    if label_column not in types:
+        raise StoreError(missing(path, label_column, types, "label_column"))
+    if types[label_column] in ("string", "binary"):
         raise StoreError(
-            f"{path} has no column of numbers {label_column!r} for label, only: {', '.join(types)}; set "
-            "label_column"
+            f"{path}, column {label_column!r} is {types[label_column]}; a label is a number, or an array of them; "
+            f"set label_column, of {', '.join(types)}"
         )
     return stored | {"label": label_column}
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_json, write_json
-from raypipe.stores.base import Store, as_text
+from raypipe.stores.base import RENAMED, Store, as_text, missing
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
 _ARRAY = re.compile(r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]")
@@ -220,7 +220,7 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
         short_side: see `convert`; with it lists, which may be boxes in pixels, are refused.
     """
     if "image" not in first:
-        raise StoreError(f"{where} has no column 'image'; its columns are: {', '.join(first)}")
+        raise StoreError(missing(where, "image", list(first), RENAMED["image"]))
     types: dict[str, str] = {}
     for name, values in first.items():
         if isinstance(values, np.ndarray) and values.ndim > 1 and values.dtype.kind in "biuf" and values.size:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from raypipe.errors import ConfigError
 from raypipe.storage.files import read_whole, write_bytes
 from raypipe.storage.filesystem import is_remote, join, split
-from raypipe.stores.base import Columns, FileStore, Store
+from raypipe.stores.base import Columns, FileStore, Store, missing
 from raypipe.stores.joined import JoinedStore
 
 SIZE_COLUMNS = ("width", "height")
@@ -46,11 +46,9 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
     beside = read_sizes(store) if lacking & set(SIZE_COLUMNS) else {}
     for name in columns:
         if name == "image" or name not in (*store.columns, *beside):
-            others = ", ".join(each for each in store.columns if each != "image")
+            others = [each for each in store.columns if each != "image"]
             add = f"; `raypipe inspect {store.address} --add-sizes` adds it" if name in SIZE_COLUMNS else ""
-            raise ConfigError(
-                f"{setting} names {name!r}; the columns that {store.address} has for it are: {others}{add}"
-            )
+            raise ConfigError(f"{missing(store.address, name, others, setting)}{add}")
     inside = tuple(name for name in columns if name in store.columns)
     for first in range(0, len(store), _CHUNK):
         stop = min(len(store), first + _CHUNK)

@@ -24,7 +24,7 @@ from raypipe.storage.files import RemoteFile, look_up, read_json
 from raypipe.storage.filesystem import is_remote, join
 from raypipe.storage.local_cache import shared_cache
 from raypipe.stores.archive import OpenFile
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, by_part, part_of
+from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, Columns, FileStore, by_part, missing, part_of
 from raypipe.stores.encodings import DAMAGE, Encoding, encoding_of
 from raypipe.stores.shard_files import OpenShard, Shard, check_shard, open_file, unpacked
 
@@ -262,8 +262,7 @@ def _stored_names(
         if place in kinds:
             stored[name] = place
         elif name == "image" or place != "label":
-            there = ", ".join(f"{known} ({kind})" for known, kind in kinds.items())
-            raise StoreError(f"{address} has no column {place!r} for {name}, only: {there}; set {name}_column")
+            raise StoreError(missing(address, place, kinds, RENAMED[name]))
     for name, place in stored.items():
         if place not in encodings:
             raise StoreError(f"{address}: {_refusal(place, kinds[place])}")

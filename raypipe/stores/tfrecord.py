@@ -19,7 +19,7 @@ from typing import Any
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.addresses import PART_OF, list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +161,9 @@ def _chosen(where: str, features: Mapping[str, Any], given: dict[str, str]) -> d
         if found:
             chosen[column] = found[0]
         elif name or column == "image":
-            there = ", ".join(f"{each} ({kind})" for each, kind in sorted(kinds.items()))
+            there = dict(sorted(kinds.items()))
             raise StoreError(
-                f"{where} has no feature of {_KINDS[column]} {' or '.join(names)!r} for {column}, only: "
-                f"{there:.1000}; set {column}_column"
+                missing(where, " or ".join(names), there, RENAMED[column], f"{_KINDS[column]} feature")
             )
     return chosen
 

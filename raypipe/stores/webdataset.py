@@ -28,7 +28,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.archive import Index, Scan, is_visible
-from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, join_fingerprints
+from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, join_fingerprints, missing
 
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
 _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
@@ -54,12 +54,8 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
             raise ValueError(f"the label {key}.{suffix} is {text!r}, which is no integer of 64 bits")
         return label
     else:
-        content: Any = None
-        position, num_bytes, _ = members.get("json", (0, 0, 0.0))
-        if num_bytes <= _MAX_JSON_BYTES:
-            with contextlib.suppress(ValueError, RecursionError):
-                content = json.loads(os.pread(descriptor, num_bytes, position))
-        if not isinstance(content, dict) or column not in content:
+        content = _json_of(members, descriptor)
+        if column not in content:
             return None
         label = content[column]
         if isinstance(label, list) and label and all(map(_is_number, label)):
@@ -68,6 +64,16 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
             what = f"{column!r} of {key}.json is {label!r}"
             raise ValueError(f"the label {what:.300}, which is no number of 64 bits, and no list of them")
     return label
+
+
+def _json_of(members: Mapping[str, Place], descriptor: int) -> dict[str, Any]:
+    """The fields of a sample's JSON; none where it has no such member, or a damaged one."""
+    content: Any = None
+    position, num_bytes, _ = members.get("json", (0, 0, 0.0))
+    if num_bytes <= _MAX_JSON_BYTES:
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(os.pread(descriptor, num_bytes, position))
+    return content if isinstance(content, dict) else {}
 
 
 def _is_number(value: Any) -> bool:
@@ -130,6 +136,10 @@ def find_samples(
     except ValueError as error:
         raise _bad(name, str(error), label_column) from None
     labelled = any(label is not None for label in labels)
+    for column, usual, is_there in ((image_column, "image", any(images)), (label_column, "label", labelled)):
+        if samples and column != usual and not is_there:
+            _, members = samples[0]
+            raise StoreError(missing(name, column, [*members, *_json_of(members, descriptor)], RENAMED[usual]))
     texts = {not _TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
     if not labelled and texts != {True}:
         return None

@@ -491,7 +491,7 @@ class Pass(Iterator[Batch]):
         self._loader, self._after, self._skipped, self.begun = loader, after, False, False
 
     def __len__(self) -> int:
-        """Micro-batches that it has, or had when it began."""
+        """Micro-batches in all, those that were taken included."""
         return self._len
 
     def __next__(self) -> Batch:

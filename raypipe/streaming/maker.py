@@ -8,6 +8,7 @@ BadSampleBudget   how many bad samples a run puts up with
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -45,7 +46,7 @@ from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.contents import Images
 from raypipe.transform.device_share import DeviceShare
 from raypipe.transform.encoded import EncodedTransform
-from raypipe.transform.presets import build_transform
+from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import EncodedSample, Key
 from raypipe.transform.sizes import Sides, Size, has_sizes, sides_of, size_in, sizes_of
@@ -56,6 +57,8 @@ NO_VIEWS = (
     "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of your "
     "own around raypipe.loader, as docs/views.md does"
 )
+
+_FIRST = MicroBatchId("train", 0, 0, 0)
 
 # Where a record has failed, this process tries none again: an object store that is gone says so after minutes, and
 # a run should not wait for it at every bad sample.
@@ -84,7 +87,7 @@ class MicroBatchMaker:
         self._targets, self._columns = config.target_columns, columns
         self._config, self._given, self._contents = config, transforms, contents or {}
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
-        self.caches = open_caches(pool, stores, config)
+        self.caches = open_caches(pool, stores, config, columns.reads_class)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
         for split in stores:
@@ -182,7 +185,24 @@ class MicroBatchMaker:
             attempt,
             room,
         )
+        if at == _FIRST and not attempt.before_sample and "image" in result.arrays:
+            self._compare_with_val(result.arrays["image"].shape[1:3])
         return Made(at, result, read_s, time.perf_counter() - started, len(kept))
+
+    def _compare_with_val(self, sides: Sides) -> None:
+        """Compare the size of training images with that of a validation's first sample, before the first step."""
+        buckets, of_size = self.plan.config.bucket_sides, all(map(is_preset, self._given.values()))
+        if "val" not in self._stores or of_size or self._contents or has_sizes(self._config, "train", buckets):
+            return
+        content = self._transform(MicroBatchId("val", 0, 0, 0)).content
+        for sample in self._first_samples("val"):
+            with contextlib.suppress(SampleError):
+                made = content.one(sample, (0, 0))
+                if "image" in made and (
+                    words := differing(self._config, self._given, {"train": sides, "val": made["image"].shape[:2]})
+                ):
+                    logger.warning("%s", words)
+                return
 
     def settle(self, made: Made) -> None:
         """Record the bad samples of a micro-batch, and count them against the budget."""
@@ -253,6 +273,34 @@ def content_of(
     if not config.device_share:
         return images
     return DeviceShare(EncodedTransform(transform, config, size), images, config)
+
+
+def differing(
+    config: TransformConfig, transforms: Mapping[Split, Any], sizes: Mapping[Split, tuple[int, ...]]
+) -> str:
+    """How the sizes of the splits' images differ, in words; empty if they do not.
+
+    Models are trained at one size and validated at another on purpose (FixRes): where each is written down, by a
+    transform of the user's or by transform.size.
+
+    Args:
+        sizes: height and width.
+
+    Raises:
+        ConfigError: one of the sizes was written down nowhere: it is that of a preset, at the default size.
+    """
+    if len(set(sizes.values())) < 2:
+        return ""
+    made = ", ".join(f"transform.{split} makes {height} x {width}" for split, (height, width) in sizes.items())
+    words = f"sizes of images differ: {made} (height x width)"
+    for split, transform in transforms.items():
+        if is_preset(transform) and config.size == TransformConfig.size:
+            raise ConfigError(
+                f"{words}; {transform!r} makes images of transform.size, {config.size} by default: set that, or "
+                f"give {split}_transform (transform.{split}), None or 'none' for pixels as they are stored. If "
+                "sizes are to differ, write it as steps or as code of your own"
+            )
+    return words
 
 
 def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:

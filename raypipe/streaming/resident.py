@@ -165,8 +165,7 @@ class _Part:
         """Decode all; uint8 (n + 1, H, W, 3) on the device, of which the last one is black."""
         count, told = len(self._indices), time.perf_counter()
         pixels = torch.zeros((count + 1, *self._sides, 3), dtype=torch.uint8, device=device)
-        stored = self._spec.columns.stored if self._spec.columns else ()
-        names = tuple(dict.fromkeys(("image", *(("label",) if "label" in self._store.columns else ()), *stored)))
+        names = tuple(dict.fromkeys(("image", *self._spec.columns.read)))
         values: list[Columns] = []
 
         def decoded(first: int) -> tuple[np.ndarray, Columns]:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -266,6 +267,13 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
     Raises:
         RaypipeError: the error that an actor raised, without the layers around it.
     """
+    with closing(host_blocks(iterator)) as blocks:
+        for block in blocks:
+            yield from block
+
+
+def host_blocks(iterator: DataIterator) -> Generator[Iterator[HostBatch], None, None]:
+    """The same, block by block: take all of a block's micro-batches before the next block."""
     failure: BaseException | None = None
     before, threads = set(threading.enumerate()), list[threading.Thread]()
     try:
@@ -276,7 +284,7 @@ def host_batches(iterator: DataIterator) -> Iterator[HostBatch]:
         ):
             if not threads:
                 threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
-            yield from batches_of(row)
+            yield batches_of(row)
             del row  # or its block would be held until the next one has come
     except Exception as error:
         failure = cause_of(error)

@@ -28,7 +28,7 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import WHOLE, Plan, Share
 from raypipe.stores import open_store
-from raypipe.stores.base import Store, name_of
+from raypipe.stores.base import Store, check_columns, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
 from raypipe.streaming.row import PLACE_SCHEMA, read_schema, source_row
 from raypipe.transform.batch import Read, read_encoded, read_samples
@@ -172,8 +172,7 @@ def read_lmdb(path: str, columns: list[str] | None = None) -> Dataset:
     if type(store).__name__ != "LMDBStore":
         raise StoreError(f"{path} is not an LMDB store: use raypipe.stream or ray.data.read_parquet")
     wanted = tuple(columns or store.columns)
-    if missing := set(wanted) - set(store.columns):
-        raise StoreError(f"{path} has no column {min(missing)!r}; its columns are {', '.join(store.columns)}")
+    check_columns(wanted, store.columns, path)
 
     def read(block: dict[str, np.ndarray]) -> pa.Table:
         return pa.table({name: pa.array(values) for name, values in store.read(block["id"], wanted).items()})

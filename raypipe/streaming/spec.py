@@ -17,13 +17,13 @@ from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, selected
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
-from raypipe.stores.base import Store, is_class
+from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
 from raypipe.transform.encoded import EncodedTransform
-from raypipe.transform.presets import build_transform, check_transform, takes_size
+from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
 from raypipe.transform.resident import resident_transforms
 from raypipe.transform.sample_cache import check_cache
 from raypipe.transform.sizes import has_sizes
@@ -86,6 +86,8 @@ class StreamSpec:
         quarantine: str = "",
         run: str = "",
         log: LogFormat = "text",
+        image_column: str = "image",
+        label_column: str | None = "label",
         columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
         make_columns: MakeColumns | str | None = None,
     ) -> None:
@@ -94,12 +96,15 @@ class StreamSpec:
         Args:
             train, val: stores or their addresses; `train` may have several, by names, for a mixture.
             plan, transform, pool: settings; None = the defaults.
-            train_transform, val_transform: used instead of those that `transform` names.
+            train_transform, val_transform: used instead of those that `transform` names; None = pixels as they
+                are stored. A train_transform that does not follow transform.size needs a val_transform too.
             exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
             filter, val_filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
             quarantine, run, log: see above.
-            columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label` stands
-                for the target.
+            image_column, label_column: see `StoreConfig`, of stores that are given by their addresses. A
+                label_column of "" or None, for any store, makes batches without a target.
+            columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label`, or
+                the column's own name, stands for the target.
             make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
                 None = as `transform` says, see docs/columns.md.
 
@@ -109,8 +114,9 @@ class StreamSpec:
         transform = config_without_files(transform or TransformConfig())
         plan_config, pool = plan or PlanConfig(), pool or PoolConfig()
         check_cache(pool, transform)
-        train_store = open_stores(train)
-        val_store = open_store(val) if isinstance(val, str | Path) else val
+        options = store_options(image_column, label_column or "")
+        train_store = open_stores(train, options)
+        val_store = None if val is None else _opened(val, options)
         stores: dict[Split, Store] = {"train": train_store}
         if val_store is not None and plan_config.val_interval:
             stores["val"] = val_store
@@ -118,6 +124,8 @@ class StreamSpec:
             "train": transform.train if train_transform == "" else train_transform,
             "val": transform.val if val_transform == "" else val_transform,
         }
+        if "val" in stores and val_transform == "" != train_transform:
+            check_follows(chosen["train"], transform)
         transforms = {split: without_files(chosen[split]) for split in stores}
         check_transforms(transform, transforms, stores)
         laid_out = Plan.from_stores(
@@ -136,9 +144,9 @@ class StreamSpec:
             check_sizes(transform, split, transforms[split], plan_config)
         if pool.cache == "device":
             laid_out = _bound_to_device(laid_out, transforms, transform)
-        given = columns if isinstance(columns, Mapping) else list(columns)
         make = make_columns or transform.make_columns or None
-        found = _columns_of(stores, column_options(given), make, laid_out, pool)
+        declared = column_options(renamed(columns, label_column))
+        found = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
         sizes = list(transform.size_by_epoch.items())
         fields = {
             "plan": laid_out.bound_to({"sizes": sizes}) if len(sizes) > 1 else laid_out,
@@ -179,16 +187,15 @@ def _columns_of(
     make: MakeColumns | str | None,
     plan: Plan,
     pool: PoolConfig,
+    label: bool,
 ) -> SampleColumns:
     """The columns of a stream; raises ConfigError as `find_columns` does, and where a cache would lose them."""
-    if not declared and make is None and all(map(is_class, stores.values())):
-        return NO_COLUMNS
 
     def first(split: Split) -> np.ndarray:
         kept = plan.kept[split]
         return kept.indices(np.arange(min(NUM_PROBED, len(stores[split]) - kept.num_left_out)))
 
-    found = find_columns(stores, declared, make, first)
+    found = find_columns(stores, declared, make, first, label)
     if found and pool.cache == "disk":
         raise ConfigError(
             f"pool.cache={pool.cache!r} keeps images and classes, and no columns or other targets: set "
@@ -211,16 +218,25 @@ def _bound_to_device(plan: Plan, transforms: Mapping[Split, Any], config: Transf
     return plan.bound_to({"cache": "device"}) if resamples else plan
 
 
-def open_stores(train: Train, **options: Any) -> Store:
-    """The store at an address, or of several, by names, one that joins them; `options` see `open_store`."""
+def open_stores(train: Train, options: Mapping[str, str]) -> Store:
+    """The store at an address, or of several, by names, one that joins them; `options` see `store_options`."""
     if not isinstance(train, Mapping):
-        return open_store(train, **options) if isinstance(train, str | Path) else train
+        return _opened(train, options)
     if not train:
         raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
-    parts = {
-        name: open_store(each, **options) if isinstance(each, str | Path) else each for name, each in train.items()
-    }
-    return JoinedStore(parts)
+    return JoinedStore({name: _opened(each, options) for name, each in train.items()})
+
+
+def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
+    if isinstance(store, str | Path):
+        return open_store(store, **options)
+    if options:
+        (setting, value), *_ = options.items()
+        raise ConfigError(
+            f"{setting}={value!r} is for an address, and {store.address} is an open store: give the option to "
+            "raypipe.open_store"
+        )
+    return store
 
 
 def select(
@@ -290,16 +306,15 @@ def with_digits(run: RunConfig) -> RunConfig:
 def open_train(run: RunConfig) -> Store:
     """The training store of a run."""
     store = with_digits(run).store
-    return open_stores(store.train, **store_options(store.image_column, store.label_column))
+    return open_stores(store.train, store_options(store.image_column, store.label_column))
 
 
 def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
     """The stream of a run, whose folder, if it has one, has the record of its bad samples."""
     store = with_digits(run).store
-    options = store_options(store.image_column, store.label_column)
     return StreamSpec(
-        open_stores(store.train, **options),
-        open_store(store.val, **options) if store.val else None,
+        store.train,
+        store.val or None,
         plan=run.plan,
         transform=run.transform,
         pool=run.pool,
@@ -310,24 +325,24 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         quarantine=join(run_uri, "quarantine") if run_uri else "",
         run=run.name,
         log=run.log,
-        columns=columns_of(run),
+        image_column=store.image_column,
+        label_column=store.label_column,
+        columns=store.columns,
     )
 
 
 def run_columns(run: RunConfig, store: Store) -> SampleColumns:
     """The columns of a run, by its training store alone."""
-    if not run.store.columns and is_class(store):
-        return NO_COLUMNS
-    declared = column_options(columns_of(run))
-    indices = np.arange(min(NUM_PROBED, len(store)))
-    return find_columns({"train": store}, declared, run.transform.make_columns or None, lambda _: indices)
+    declared = column_options(renamed(run.store.columns, run.store.label_column))
+    make, indices = run.transform.make_columns or None, np.arange(min(NUM_PROBED, len(store)))
+    has_label = bool(run.store.label_column) and LABEL in store.columns  # any store may be looked at
+    return find_columns({"train": store}, declared, make, lambda _: indices, has_label)
 
 
-def columns_of(run: RunConfig) -> dict[str, Any]:
-    """The columns that a run declares: one that is its target is `label` in its store."""
-    columns, label = run.store.columns, run.store.label_column
-    given = columns if isinstance(columns, dict) else dict.fromkeys(columns)
-    return {LABEL if name == label else name: options for name, options in given.items()}
+def renamed(columns: Any, label_column: str | None) -> dict[str, Any]:
+    """The columns that are named, with their options: the one that is the target is `label` in its store."""
+    given = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
+    return {LABEL if name == label_column else name: options for name, options in given.items()}
 
 
 def check_transforms(
@@ -344,6 +359,24 @@ def check_transforms(
         check_columns(store, config.target_columns)
         if config.target_columns:
             target_pipeline(build_transform(transform, config.final_size), set(config.target_columns))
+
+
+def check_follows(transform: Transform, config: TransformConfig) -> None:
+    """Raise ConfigError where a train_transform has a size of its own, and validations that of the defaults."""
+    defaults = (config.val, config.size) == (TransformConfig.val, TransformConfig.size)
+    if defaults and not takes_size(transform) and num_pixels(transform, config.final_size) is None:
+        raise ConfigError(
+            f"train_transform is {_name_of(transform)}, and there is no val_transform: validations would have the "
+            f"default size, {config.final_size} px, whatever the training has. Write val_transform=PIPELINE, for "
+            "the same size and without random steps; or 'center', with transform=TransformConfig(size=…); or "
+            "None: pixels as they are stored"
+        )
+
+
+def _name_of(transform: Any) -> str:
+    """A transform for a message."""
+    known = isinstance(transform, str | list) or makes_views(transform)
+    return brief(transform) if known else "None" if transform is None else f"a {type(transform).__name__}"
 
 
 def _check_views(config: TransformConfig, split: Split) -> None:
@@ -363,10 +396,8 @@ def _check_views(config: TransformConfig, split: Split) -> None:
 def check_sizes(config: TransformConfig, split: Split, transform: Any, plan: PlanConfig) -> None:
     """Raise ConfigError where a split's images have several sizes, and its transform can make but one."""
     if has_sizes(config, split, plan.sides_in(split)) and not takes_size(transform):
-        known = isinstance(transform, str | list) or makes_views(transform)
-        what = brief(transform) if known else f"a {type(transform).__name__}"
         several = "plan.buckets" if plan.sides_in(split) else "transform.size"
         raise ConfigError(
-            f"transform.{split} is {what}, which is made once, and {several} has several "
+            f"transform.{split} is {_name_of(transform)}, which is made once, and {several} has several "
             "sizes: use a preset, or module:function, which is called with each size and returns a transform"
         )

@@ -23,7 +23,7 @@ from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
 from raypipe.storage.files import read_json, read_whole, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
-from raypipe.streaming.maker import try_samples
+from raypipe.streaming.maker import differing, try_samples
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import find_newest, newest_name
@@ -90,9 +90,8 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             from raypipe.streaming.resident import check_resident
 
             check_resident(spec)
-        if len(set(sizes.values())) > 1:
-            made = ", ".join(f"transform.{split} makes {h} x {w}" for split, (h, w) in sizes.items())
-            progress(logger, f"sizes      of images differ: {made} (height x width)")
+        if words := differing(spec.transform, spec.transforms, sizes):
+            progress(logger, words)
 
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
     changed = _changes(run, run_uri) if run.resume else ""

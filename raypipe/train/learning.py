@@ -377,6 +377,11 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     for split, transform in spec.transforms.items():
         if makes_views(transform):
             raise ConfigError(f"transform.{split} {NO_VIEWS}")
+    if not spec.columns.has_target:
+        raise ConfigError(
+            "a run trains on targets, and store.label_column is '': name a column, or write a loop of your own "
+            "around raypipe.loader, as docs/views.md does"
+        )
     if target := spec.columns.target:
         return _num_outputs(run, target)
     store = spec.stores["train"]

@@ -131,22 +131,18 @@ def read_encoded(
     """Samples, and labels int64 (n,), of int64 indices (n,).
 
     Args:
-        targets: columns of masks and boxes, see `TransformConfig.target_columns`. With targets, a store may do
-            without labels: they are 0.
-        columns: further ones. With them too labels are 0 where the store has none, or the target is among them.
+        targets: columns of masks and boxes, see `TransformConfig.target_columns`.
+        columns: further ones. Labels are 0 where they are not read as classes, see `SampleColumns.reads_class`.
     """
     targets = targets or {}
-    label = () if LABEL in columns.paths else ("label",)
-    if (targets or columns) and "label" not in store.columns:
-        label = ()
-    found = store.read(indices, tuple(dict.fromkeys(("image", *label, *targets.values(), *columns.stored))))
+    found = store.read(indices, tuple(dict.fromkeys(("image", *columns.read, *targets.values()))))
     nothing = [None] * len(indices)
     of_image = (found[targets[name]] if name in targets else nothing for name in ("mask", "boxes", "keypoints"))
     samples = [EncodedSample(*values) for values in zip(found["image"], *of_image, strict=True)]
     if columns:
         rows = zip(*(found[name] for name in columns.stored), strict=True)
         samples = [sample._replace(columns=row) for sample, row in zip(samples, rows, strict=True)]
-    labels = found["label"] if label else np.zeros(len(indices), np.int64)
+    labels = found[LABEL] if columns.reads_class else np.zeros(len(indices), np.int64)
     if isinstance(labels, np.ndarray) and (labels.ndim != 1 or labels.dtype.kind == "f"):
         raise ConfigError(
             f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are no classes: name label "

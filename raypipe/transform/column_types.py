@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.base import Store, is_class, name_of, title_of
+from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
 from raypipe.transform.columns import (
     CLASS,
@@ -30,6 +31,7 @@ def find_columns(
     declared: Mapping[str, ColumnOptions],
     function: MakeColumns | str | None,
     first: Callable[[Any], np.ndarray],
+    label: bool = True,
 ) -> SampleColumns:
     """The columns of a stream.
 
@@ -39,13 +41,16 @@ def find_columns(
             that the store has, and options may be of those that it makes.
         function: see `SampleColumns`.
         first: indices of a split's first samples, int64 (n,), to learn the types by.
+        label: the stores' label is the target; else there is none, unless the function makes one.
 
     Raises:
-        ConfigError: a column is missing; or its type is not to be told, or differs between stores.
+        ConfigError: a column, or the target, is missing; or its type is not to be told, or differs between stores.
         StoreError: a store cannot be read.
     """
+    if LABEL in declared and not label:
+        raise ConfigError("store.columns names 'label', the target, and label_column is '': leave one of them out")
     found = [
-        (part.address, _of_store(part, declared, function, own))
+        (part.address, _of_store(part, declared, function, own, label))
         for split, store in stores.items()
         for part, own in _parts(store, first(split))
     ]
@@ -70,17 +75,22 @@ def _parts(store: Store, indices: np.ndarray) -> list[tuple[Store, np.ndarray]]:
 
 
 def _of_store(
-    store: Store, declared: Mapping[str, ColumnOptions], function: MakeColumns | str | None, indices: np.ndarray
+    store: Store,
+    declared: Mapping[str, ColumnOptions],
+    function: MakeColumns | str | None,
+    indices: np.ndarray,
+    label: bool,
 ) -> SampleColumns:
     options = {name: each for name, each in declared.items() if each != ColumnOptions()}
-    wanted = dict.fromkeys([*declared, *([LABEL] if not is_class(store) else [])])
+    wanted = dict.fromkeys([*declared, *([LABEL] if label and not is_class(store) else [])])
     paths = {name: path for name in wanted if (path := _path_of(store, name))}
     for name in wanted:
-        if name not in paths and function is None:
-            raise ConfigError(
-                f"{store.address} has no column {name!r} for store.columns, only: {', '.join(store.columns)}"
-            )
-    columns = SampleColumns(paths, options, function)
+        if name not in paths and function is None and name != LABEL:
+            raise ConfigError(missing(store.address, name, store.columns, "store.columns"))
+    reads_class = label and LABEL not in paths
+    if reads_class and function is None:
+        _check_label(store)
+    columns = SampleColumns(paths, options, function, reads_class=reads_class)
     if not paths:
         if function is not None:
             raise ConfigError(
@@ -103,9 +113,9 @@ def _of_store(
             found.setdefault(name, []).append(value)
     if not found:
         raise ConfigError(f"none of the first {len(indices)} samples has columns; {reason}")
-    if missing := [name for name in options if name not in found]:
+    if unknown := [name for name in options if name not in found]:
         raise ConfigError(
-            f"store.columns names {missing[0]!r}, which neither {store.address} has nor transform.make_columns "
+            f"store.columns names {unknown[0]!r}, which neither {store.address} has nor transform.make_columns "
             f"makes: {', '.join([*store.columns, *found])}"
         )
     types: dict[str, ColumnType] = {}
@@ -126,7 +136,17 @@ def _of_store(
         raise ConfigError(
             f"column {min(clash)!r} has the name that the lengths of a padded column have: rename it"
         )
-    return SampleColumns(paths, options, function, types)
+    if reads_class and LABEL not in types:
+        _check_label(store)
+    return replace(columns, types=types, reads_class=reads_class and LABEL not in types)
+
+
+def _check_label(store: Store) -> None:
+    if LABEL not in store.columns:
+        raise ConfigError(
+            f"{missing(store.address, LABEL, store.columns, RENAMED[LABEL])}; set it to one of them, or to '' for "
+            "batches without a target"
+        )
 
 
 def _lengths(options: Mapping[str, ColumnOptions]) -> set[str]:

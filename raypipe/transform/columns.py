@@ -110,12 +110,15 @@ class SampleColumns:
         options: of those that were declared with options.
         function: makes the batch's columns of those; None, or `module:function`.
         types: of each of the batch's columns, by name; `label` is the target.
+        reads_class: the store's label is read beside them, a class; else the target is among them, or there is
+            none, and labels are 0.
     """
 
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     options: dict[str, ColumnOptions] = field(default_factory=dict)
     function: MakeColumns | str | None = None
     types: dict[str, ColumnType] = field(default_factory=dict)
+    reads_class: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.paths)
@@ -124,6 +127,16 @@ class SampleColumns:
     def stored(self) -> tuple[str, ...]:
         """The store's columns that are read."""
         return tuple(dict.fromkeys(path[0] for path in self.paths.values()))
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The same, and the label where it is read as a class."""
+        return (*((LABEL,) if self.reads_class else ()), *self.stored)
+
+    @property
+    def has_target(self) -> bool:
+        """Whether batches have a target."""
+        return self.reads_class or LABEL in self.types
 
     @property
     def target(self) -> ColumnType | None:

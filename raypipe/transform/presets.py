@@ -21,10 +21,10 @@ from dataclasses import replace
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name
+from raypipe.lookup import choices, import_name
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
-from raypipe.transform.transform_steps import albumentations, build_steps, choices, is_file, without_files
+from raypipe.transform.transform_steps import albumentations, build_steps, is_file, without_files
 from raypipe.transform.views import VIEW_PRESETS, View, find_views, makes_views
 
 Transform = Callable[..., Any]

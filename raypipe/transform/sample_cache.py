@@ -164,7 +164,7 @@ def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
 
 
 def open_caches(
-    pool: PoolConfig, stores: Mapping[Split, Store], transform: TransformConfig
+    pool: PoolConfig, stores: Mapping[Split, Store], transform: TransformConfig, reads_class: bool = True
 ) -> dict[Split, SampleCache]:
     """Open the caches of a stream's stores, make those that are not there, and remove those that nobody uses.
 
@@ -172,6 +172,7 @@ def open_caches(
         pool: `cache`, and `cache_bytes`, which the stores share in proportion to their samples.
         stores: by split; the same store twice has one cache.
         transform: how samples are decoded; `check_cache` has passed.
+        reads_class: labels are kept too, and a stream without them, where they are 0, has caches of its own.
 
     Raises:
         ConfigError: there is no such place, or no room in it.
@@ -186,7 +187,7 @@ def open_caches(
     num_samples = sum(len(store) for store in {store.fingerprint: store for store in stores.values()}.values())
     shared = (
         *(_FORMAT, local_file.boot_id(), pool.cache_bytes, num_samples),
-        *(transform.decode_min_side, transform.apply_exif),
+        *(transform.decode_min_side, transform.apply_exif, reads_class),
         *(version_of(name) for name in _DECODERS),
     )
     paths = {split: root / _key(store, shared) for split, store in stores.items()}

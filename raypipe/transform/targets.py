@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, missing
 from raypipe.transform.image_header import damage_in, image_kind
 
 IGNORE = 255
@@ -43,10 +43,7 @@ def check_columns(store: Store, targets: Mapping[str, str], setting: str = "tran
     """
     for name, column in targets.items():
         if column not in store.columns:
-            raise ConfigError(
-                f"{store.address} has no column {column!r} for {setting.format(name)}, only: "
-                f"{', '.join(store.columns)}"
-            )
+            raise ConfigError(missing(store.address, column, store.columns, setting.format(name)))
 
 
 def as_bytes(value: Any) -> bytes | None:

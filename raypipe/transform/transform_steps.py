@@ -10,7 +10,6 @@ transforms of Albumentations and nothing else: no name in them is imported, and 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import json
@@ -24,6 +23,7 @@ import yaml
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.lookup import choices
 from raypipe.storage.files import read_text
 
 Steps = list[dict[str, Any]]
@@ -216,13 +216,6 @@ def _reason(error: Exception, arguments: dict[str, Any]) -> str:
     found = ((str(each["loc"][0]) if each["loc"] else "", each["msg"]) for each in errors())
     reasons = (f"{name}: {what}, got {_cut(arguments.get(name))}" for name, what in found)
     return "; ".join(dict.fromkeys(reasons))
-
-
-def choices(name: str, known: list[str]) -> str:
-    """What could have been meant by a name, to end a message with."""
-    close = difflib.get_close_matches(name, known, 3, 0.7)
-    meant = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"; {meant}known are {', '.join(known)}"
 
 
 def _cut(value: Any) -> str:

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from raypipe.commands.bench import ceiling, compared, measured_settings, summary
+from raypipe.commands.bench import ceiling, compared, measured_settings, steady, summary, verdict
 from raypipe.commands.capacity import plan_capacity
 from raypipe.config import TransformConfig
+from raypipe.errors import ConfigError
 from raypipe.stores import open_store
 
 from conftest import samples  # isort: skip
@@ -64,8 +64,40 @@ def test_ratios_are_medians_of_each_repeats_ratio_not_ratios_of_medians() -> Non
     assert found["boundary_gap_ratio"] == pytest.approx(1.5)
 
 
-def test_a_run_without_boundaries_says_so() -> None:
-    assert math.isnan(summary([measured(1000.0, boundary_gap_ratio=math.nan)])["boundary_gap_ratio"])
+def arrivals(num: int, of_segment: int, clump: int = 1) -> list[tuple[float, int, tuple[str, int]]]:
+    """Blocks of 100 images, 10 a second; `clump` of them come together, as those of so many actors do."""
+    return [(clump * (number // clump) / 10, 100, ("train", number // of_segment)) for number in range(num)]
+
+
+def test_clumps_of_blocks_do_not_raise_the_rate() -> None:
+    # Between the first block of a clump and the last of another there is a clump more than the time allows.
+    for num_blocks in range(40, 48):
+        assert steady(arrivals(num_blocks, 16, clump=4))["images_per_s"] == pytest.approx(1000, rel=0.02)
+
+
+def test_a_boundary_is_compared_with_the_gaps_between_other_blocks() -> None:
+    late = [(at + 0.1 * segment, images, (split, segment)) for at, images, (split, segment) in arrivals(60, 6)]
+    assert steady(late)["boundary_gap_ratio"] == pytest.approx(2)
+
+
+def test_segments_of_one_block_have_no_boundary_to_compare_and_the_verdict_says_so() -> None:
+    found = steady(arrivals(40, of_segment=1))
+    assert "boundary_gap_ratio" not in found
+    stream = {**found, "first_batch_s": 5.0, "micro_batch_bytes": 1_000_000}
+    one = summary([compared(CEILING, stream, CEILING), ONE])
+    assert "boundary_gap_ratio" not in one and "one block" in verdict(one, actors=2)
+
+
+def test_too_few_blocks_are_an_error_that_says_what_to_raise() -> None:
+    with pytest.raises(ConfigError, match=r"brought 3 blocks.*--seconds"):
+        steady(arrivals(3, 1))
+
+
+def test_a_stream_above_its_ceiling_is_explained() -> None:
+    assert verdict(measured(900.0), actors=2).startswith(
+        "The stream runs at 100% of the rate at which 2 processes"
+    )
+    assert "drift" in verdict(measured(800.0), actors=2) and "drift" not in verdict(measured(1000.0), actors=2)
 
 
 def test_the_report_of_a_bench_is_what_a_cluster_is_sized_by(stores: dict[str, Path], tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
 
 
 def test_a_source_without_images() -> None:
-    with pytest.raises(StoreError, match=r"x\.lmdb has no column 'image'; its columns are: label"):
+    with pytest.raises(StoreError, match=r"x\.lmdb has no column 'image' for image_column; its columns are label"):
         column_types({"label": [1]}, "x.lmdb")
 
 

@@ -334,6 +334,12 @@ def test_what_sets_nothing_shows_an_example(tmp_path: Path, monkeypatch: pytest.
 # Columns and targets that are no classes
 
 
+def test_a_store_without_labels_is_shown_without_classes() -> None:
+    shown = made(MemoryStore([picture(number) for number in range(30)], None))
+    (row,) = shown.tiles([first_of(shown)[0]], [0])
+    assert [tile.lines[0] for tile in row] == ["", "step 0, micro-batch 0", "", "not mixed"]
+
+
 @pytest.mark.parametrize("labels", [np.arange(30) / 4, np.eye(30, 3, dtype=np.int64)])
 def test_captions_show_columns_and_targets_of_any_numbers(labels: Any, tmp_path: Path) -> None:
     captions = [f"picture {number}" for number in range(30)]

@@ -178,8 +178,11 @@ def test_weights_from_a_file_are_those_of_a_column(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"mixture": {"a": 1}}, r"plan\.mixture has weights of a, and store\.train is a single store"),
-        ({"weights": "weigth"}, r"plan\.weights names 'weigth'; the columns that .* are: label, weight"),
-        ({"weights": "image"}, r"plan\.weights names 'image'"),
+        (
+            {"weights": "weigth"},
+            r"'weigth' for plan\.weights; did you mean weight\? its columns are label, weight",
+        ),
+        ({"weights": "image"}, r"no column 'image' for plan\.weights"),
         ({"epoch_samples": 7}, "an epoch of 7 draws from .* is smaller than a global batch of 8"),
     ],
 )

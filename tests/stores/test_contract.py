@@ -302,7 +302,7 @@ def test_index_outside(store: Store, index: int) -> None:
 
 
 def test_unknown_column(store: Store) -> None:
-    with pytest.raises(StoreError, match=r"no column 'caption'; its columns are: image, label"):
+    with pytest.raises(StoreError, match=r"no column 'caption'; its columns are image, label"):
         store.read(np.array([0]), columns=("image", "caption"))
 
 

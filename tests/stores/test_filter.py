@@ -42,8 +42,8 @@ def test_a_filter_keeps_the_samples_that_it_is_true_for(expression: str, expecte
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("image == 3", r"store\.filter names 'image'; the columns .* are: label, width, name, ratio"),
-        ("widht > 1", r"store\.filter names 'widht'; the columns .* are: label, width, name, ratio"),
+        ("image == 3", r"no column 'image' for store\.filter; its columns are label, width, name, ratio"),
+        ("widht > 1", r"no column 'widht' for store\.filter; did you mean width\? its columns are label, width, "),
         ("width == 'a'", "cannot be evaluated on memory:.*int64, string"),
         ("width", "neither true nor false"),
         ("width > 1000", "is true for none of the 6 samples of memory"),

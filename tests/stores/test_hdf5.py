@@ -94,7 +94,9 @@ def test_other_names_and_groups(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file["train/pictures"], file["train/target"], file["label"] = PIXELS, LABELS, np.zeros(3)
-    with pytest.raises(StoreError, match=r"a\.h5 has no dataset 'images or .* for image, only: label, train"):
+    with pytest.raises(
+        StoreError, match=r"a\.h5 has no dataset 'images or .* image_column; its datasets are label, train"
+    ):
         read(path)
     found = read(path, image_column="train/pictures", label_column="train/target")
     assert np.array_equal(found["label"], LABELS)

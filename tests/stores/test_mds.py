@@ -102,8 +102,8 @@ def test_pickled_columns_are_refused_and_the_others_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_column": "x"}, r"no column 'x' for image, only: big \(str_int\), .*; set image_column"),
-        ({"label_column": "y"}, "no column 'y' for label"),
+        ({"image_column": "x"}, r"no column 'x' for image_column; its columns are big \(str_int\), "),
+        ({"label_column": "y"}, "no column 'y' for label_column"),
         ({"image_column": "name"}, "'name' has the encoding 'str'; image is jpeg, png, bytes or pil"),
         ({"label_column": "name"}, "'name' has the encoding 'str'; label is a number, or an array of them"),
     ],

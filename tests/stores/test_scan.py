@@ -69,9 +69,12 @@ def test_a_stores_own_columns_come_first_and_nothing_is_looked_for(tmp_path: Pat
 
 def test_without_sizes_the_error_says_how_to_make_them(tmp_path: Path) -> None:
     store = write(tmp_path / "a.lmdb")
-    with pytest.raises(ConfigError, match=r"'width'.* are: label; `raypipe inspect .*a\.lmdb --add-sizes` adds"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'width' .* are label; `raypipe inspect .*a\.lmdb --add-sizes` adds",
+    ):
         matching(store, "width > 1")
-    with pytest.raises(ConfigError, match=r"the columns that memory:.* has for it are: $"):
+    with pytest.raises(ConfigError, match=r"no column 'size' for store.filter; its columns are $"):
         matching(MemoryStore([b""], None), "size > 1")
     assert read_sizes(MemoryStore([b""], None)) == {} and sizes_address(MemoryStore([b""], None)) == ""
 

@@ -108,12 +108,12 @@ def test_features_of_other_names(tmp_path: Path) -> None:
     )
     with pytest.raises(
         StoreError,
-        match=r"record 0 has no feature of bytes 'image/encoded or .* only: cls \(int64\), jpg \(bytes\)",
+        match=r"record 0 has no bytes feature 'image/encoded or .* are cls \(int64\), jpg \(bytes\)",
     ):
         read(path)
     assert read(path, image_column="jpg")["label"] == [0, 1, 0]
     assert read(path, image_column="jpg", label_column="cls")["label"] == [0, 1, 2]
-    with pytest.raises(StoreError, match="no feature of int64 'jpg' for label"):
+    with pytest.raises(StoreError, match="no int64 feature 'jpg' for label_column"):
         read(path, image_column="jpg", label_column="jpg")
 
 

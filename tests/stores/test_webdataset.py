@@ -190,4 +190,12 @@ def test_captions_beside_every_image_are_a_store_without_labels_and_beside_some_
 
 def test_options_are_of_the_webdataset_layout_only(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"a\.tar is not of the WebDataset layout"):
-        len(make(tmp_path / "a.tar", ("x/1.jpg", b"a"), label_column="y"))
+        len(make(tmp_path / "a.tar", ("x/1.jpg", b"a"), image_column="jpg"))
+
+
+def test_a_suffix_or_field_that_no_sample_has_is_told_with_those_that_there_are(tmp_path: Path) -> None:
+    members = [("1.jpg", b"j"), ("1.seg.png", b"s"), ("1.json", b'{"species": 3}')]
+    with pytest.raises(StoreError, match=r"no column 'spcies' for label_column; did you mean species\? its"):
+        len(make(tmp_path / "a.tar", *members, label_column="spcies"))
+    with pytest.raises(StoreError, match=r"no column 'seg\.pgn' for image_column; did you mean seg\.png"):
+        len(make(tmp_path / "b.tar", *members, image_column="seg.pgn", label_column="species"))

@@ -164,7 +164,7 @@ def test_a_validation_of_one_size_and_a_store_without_sizes_are_refused() -> Non
         ConfigError, match=r"transform\.val is .*CenterCrop, which is made once, and plan\.buckets has"
     ):
         spec_of(plan={"val_buckets": True}, val_store=pictures(9), val=[{"CenterCrop": {"height": 8, "width": 8}}])
-    with pytest.raises(ConfigError, match=r"plan\.buckets names 'width'"):
+    with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets"):
         spec_of(plan={"val_buckets": True})
 
 

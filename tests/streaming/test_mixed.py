@@ -61,7 +61,7 @@ def test_filters_of_one_source_or_of_all_leave_the_others_as_they_are(stores: di
     [
         ({"exclude": "bad.json"}, r"store\.exclude must be \{NAME: …\} by the stores of store\.train, big, small"),
         ({"filter": {"large": "label > 1"}}, r"store\.filter must be .* big, small, got \{'large'"),
-        ({"filter": "labl > 1"}, r"store\.filter names 'labl'"),
+        ({"filter": "labl > 1"}, r"no column 'labl' for store\.filter; did you mean label"),
         ({"val_filter": "label > 1"}, r"store\.val_filter: there is 'label > 1', and no store to filter"),
     ],
 )

@@ -27,6 +27,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, block_of, reads_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.columns import SampleColumns
 
 from conftest import CLASSES, samples  # isort: skip
 
@@ -137,7 +138,8 @@ def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None
     train = MemoryStore([b"%d" % number for number in range(6)], None, columns=columns)
     plan = Plan.from_stores(PlanConfig(epochs=1, micro_batch_size=3, shuffle="off"), train)
     targets = {"mask": "seg", "boxes": "objects"}
-    source = MicroBatchSource(plan, plan.start(), {"train": train}, targets=targets, block=2)
+    no_label = SampleColumns(reads_class=False)
+    source = MicroBatchSource(plan, plan.start(), {"train": train}, targets=targets, columns=no_label, block=2)
     (reads,) = map(reads_of, tables_of(source))
     assert reads is not None
     samples = [sample for read, _ in reads for sample in read]

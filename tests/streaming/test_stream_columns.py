@@ -25,7 +25,7 @@ from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import READ_SCHEMA, batches_of, made_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.streaming.spec import StreamSpec, columns_of, spec_of
+from raypipe.streaming.spec import StreamSpec, renamed, spec_of
 from raypipe.transform.batch import HostBatch, Room
 from raypipe.transform.sample_transform import EncodedSample
 
@@ -210,19 +210,73 @@ def test_the_digest_sees_what_kind_of_numbers_targets_are() -> None:
 def test_a_bad_value_ends_the_run_where_that_is_asked_for() -> None:
     captions = [None, *VALUES["caption"][1:]]
     config = dataclasses.replace(TRANSFORM, on_bad_sample="raise")
-    made = spec(store(values={"caption": captions}), transform=config)
+    made = spec(store(values={"caption": captions}), transform=config, label_column="")
     with pytest.raises(SampleError, match="sample 0: column 'caption' has no value"):
         digests(made)
 
 
 @pytest.mark.parametrize("labels", [np.arange(NUM) / 4, np.eye(NUM, 3, dtype=np.uint8), None])
 def test_targets_of_any_numbers_reach_the_device(labels: Any) -> None:
-    made = spec(store(labels), columns=["caption"])
+    made = spec(store(labels), columns=["caption"], label_column=None if labels is None else "label")
     assert (made.columns.target is None) == (labels is None)
     for batch in every_batch(raypipe.loader(made, device="cpu")):
         expected = np.zeros(4, np.int64) if labels is None else labels[batch.index]
         assert torch.equal(batch.target, torch.from_numpy(expected))
         assert [*batch.columns] == ["caption"] and np.array_equal(batch.label, expected)
+
+
+def test_a_store_without_the_label_is_refused_unless_the_user_wants_no_target(tmp_path: Path) -> None:
+    words = "; did you mean labels\\? its columns are image, labels, .* or to '' for batches without a target"
+    table = pa.table({"image": IMAGES, "labels": range(NUM), "caption": VALUES["caption"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    path = str(tmp_path / "a.parquet")
+    making: Any = {"columns": ["caption"], "make_columns": lambda columns: {"length": len(columns["caption"])}}
+    masks = {"columns": (), "transform": dataclasses.replace(TRANSFORM, mask_column="caption")}
+    for options in ({"columns": ()}, {"columns": ["caption"]}, making, masks):
+        for given in (path, raypipe.open_store(path)):
+            with pytest.raises(ConfigError, match=rf"a\.parquet has no column 'label' for label_column{words}"):
+                spec(given, **options)
+            without = spec(given, **{**options, "label_column": None})
+            assert not without.columns.has_target
+        if "transform" not in options:
+            assert all(not batch.label.any() for batch in host_batches(without))
+    (batch, *_) = host_batches(spec(path, columns=(), label_column="labels"))
+    assert batch.label.tolist() == batch.index.tolist()
+    with pytest.raises(ConfigError, match=r"store\.columns names 'label', the target, and label_column is ''"):
+        spec(columns=["label"], label_column="")
+
+
+def test_without_a_target_a_label_that_is_there_is_not_read_and_no_cache_hands_it_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    labels = np.arange(1, NUM + 1)
+    for pool in (dataclasses.replace(INLINE, cache=cache) for cache in ("off", "disk", "device")):
+        config = dataclasses.replace(TRANSFORM, train="small")
+        options: Any = {"columns": (), "pool": pool, "transform": config}
+        makers = [
+            raypipe.loader(spec(store(labels), label_column=name, **options), device="cpu")
+            for name in ("label", "", "label")
+        ]
+        for batches in zip(*map(every_batch, makers), strict=True):  # at the same time, for the cache's sake
+            found = [batch.target.tolist() for batch in batches]
+            assert found[0] == found[2] == (batches[0].index + 1).tolist() and not any(found[1])
+
+
+def test_columns_are_named_for_addresses_as_in_a_runs_settings(tmp_path: Path) -> None:
+    table = pa.table({"img": IMAGES, "fine": range(NUM), "caption": VALUES["caption"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    path, named = str(tmp_path / "a.parquet"), {"image_column": "img", "label_column": "fine"}
+    options: Any = {"columns": {"fine": {"dtype": "float32"}}}
+    config = RunConfig(StoreConfig(path, path, **named, **options), plan=PLAN, transform=TRANSFORM, pool=INLINE)
+    alone = spec(path, val=Path(path), **named, **options)
+    for each in (alone, spec({"a": path, "b": Path(path)}, **named, **options), spec_of(config)):
+        (batch, *_) = host_batches(each)
+        assert batch.label.dtype == np.float32 and batch.label.tolist() == (batch.index % NUM).tolist()
+    assert digests(spec_of(config)) == digests(alone)
+    for setting, name in named.items():
+        with pytest.raises(ConfigError, match=rf"{setting}='{name}' is for an address, and memory:"):
+            spec(**{setting: name})
 
 
 def test_a_target_of_lists_has_its_declared_length(tmp_path: Path) -> None:
@@ -297,7 +351,7 @@ def test_stores_of_a_mixture_have_one_type_of_a_column() -> None:
 
 def test_the_target_is_named_in_columns_by_its_own_name() -> None:
     named = StoreConfig(label_column="score", columns={"score": {"dtype": "float32"}, "caption": {}})
-    assert [*columns_of(RunConfig(store=named))] == ["label", "caption"]
+    assert [*renamed(named.columns, named.label_column)] == ["label", "caption"]
 
 
 def test_classes_are_checked_and_other_targets_are_not() -> None:
@@ -318,7 +372,7 @@ def test_plain_loaders_have_columns_by_their_names() -> None:
     assert batch["target"].dtype == torch.float64
     with pytest.raises(ConfigError, match="targets are float64"):
         raypipe.plain_loaders(raypipe.loader(spec(store(np.arange(NUM) / 2)), device="cpu"), "tuple")
-    clash = spec(store(values={"weight": np.arange(NUM)}), columns=["weight"])
+    clash = spec(store(values={"weight": np.arange(NUM)}), columns=["weight"], label_column="")
     with pytest.raises(ConfigError, match="column 'weight' has the name of an entry"):
         raypipe.plain_loaders(raypipe.loader(clash, device="cpu"))
 

@@ -79,6 +79,11 @@ def outputs_of(config: RunConfig) -> int:
     return num_classes_of(config, spec_of(config))
 
 
+def test_a_run_without_a_target_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trains on targets, and store\.label_column is ''"):
+        outputs_of(run(folder, tmp_path, ""))
+
+
 def test_a_model_has_as_many_outputs_as_its_target_or_as_are_set(folder: Path, tmp_path: Path) -> None:
     assert outputs_of(run(folder, tmp_path, "score")) == 1
     assert outputs_of(run(folder, tmp_path, "both")) == 2

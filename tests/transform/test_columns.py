@@ -27,7 +27,8 @@ def maker(values: dict[str, Any], declared: Any = None, function: Any = None) ->
     num = len(next(iter(values.values())))
     store = MemoryStore([b"x"] * num, None, columns=values)
     options = column_options(list(values) if declared is None else declared)
-    return ColumnMaker(find_columns({"train": store}, options, function, lambda _: np.arange(min(3, num))))
+    first, label = np.arange(min(3, num)), "label" in options
+    return ColumnMaker(find_columns({"train": store}, options, function, lambda _: first, label))
 
 
 def made(columns: ColumnMaker, *rows: Any) -> dict[str, Any]:
@@ -96,14 +97,17 @@ def test_wrong_options_are_refused_by_name(columns: Any) -> None:
 
 
 def test_a_missing_column_is_told_with_those_that_are_there() -> None:
-    with pytest.raises(ConfigError, match=r"no column 'captoin' for store\.columns, only: image, caption"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'captoin' for store\.columns; did you mean caption\? its columns are image, ",
+    ):
         maker({"caption": ["a"]}, ["captoin"])
 
 
 def test_stores_whose_columns_differ_are_told_apart() -> None:
     one, two = (MemoryStore([b"x"], None, columns={"a": values}) for values in ([1], ["b"]))
     with pytest.raises(ConfigError, match=r"column 'a' is int64 in .*, and text in"):
-        find_columns({"train": one, "val": two}, column_options(["a"]), None, lambda _: np.arange(1))
+        find_columns({"train": one, "val": two}, column_options(["a"]), None, lambda _: np.arange(1), label=False)
 
 
 # What becomes of samples

@@ -267,7 +267,7 @@ def test_stores_and_transforms_are_checked_before_anything_starts() -> None:
     store = MemoryStore([b""], [0], columns={"seg": [b""]})
     good = TransformConfig(mask_column="seg")
     check_transforms(good, {"train": "light", "val": None}, {"train": store, "val": store})
-    with pytest.raises(ConfigError, match=r"has no column 'objects' for transform.boxes_column, only: image"):
+    with pytest.raises(ConfigError, match=r"has no column 'objects' for transform.boxes_column; its columns are"):
         check_transforms(TransformConfig(boxes_column="objects"), {"train": "light"}, {"train": store})
     with pytest.raises(ConfigError, match="the transform is a function"):
         check_transforms(good, {"train": lambda image: image}, {"train": store})

@@ -1,0 +1,106 @@
+"""The sizes of training and validation images, as a stream's description has them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import albumentations as A  # noqa: N812  as its users do
+import numpy as np
+import pytest
+from without_ray import host_batches
+
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.stores.base import MemoryStore
+from raypipe.streaming.maker import differing, try_samples
+from raypipe.streaming.spec import StreamSpec
+
+from conftest import picture  # isort: skip
+
+STORE = MemoryStore([picture(number) for number in range(8)], range(8))
+CROP = A.Compose([A.RandomCrop(8, 8)])
+STEPS = [{"RandomCrop": {"height": 8, "width": 8}}]
+LARGER = [{"Resize": {"height": 12, "width": 12}}]
+
+
+def corner(image: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(image[:8, :8])
+
+
+def corners(size: int) -> Any:
+    """Pays no attention to the size."""
+    return corner
+
+
+def spec(val: Any = STORE, **options: Any) -> StreamSpec:
+    plan = PlanConfig(epochs=1, micro_batch_size=4)
+    return StreamSpec(STORE, val, plan=plan, pool=PoolConfig(engine="inline"), **options)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (CROP, "a Compose"),
+        (corner, "a function"),
+        (None, "None"),
+        ("none", "none"),
+        (STEPS, "RandomCrop"),
+        ({"crop": (CROP, 2)}, "views crop"),
+    ],
+)
+def test_a_train_transform_with_a_size_of_its_own_needs_a_val_transform(transform: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"is {name}, and there is no val_transform: .* 224 px"):
+        spec(train_transform=transform)
+    for options in ({"val_transform": None}, {"transform": TransformConfig(size=8)}, {"val": None}):
+        assert spec(train_transform=transform, **options).plan.num_train == 8
+
+
+@pytest.mark.parametrize("transform", ["light", "simclr", f"{__name__}:corners", {"a": ("light", 2)}])
+def test_one_that_follows_the_size_of_the_settings_needs_none(transform: Any) -> None:
+    assert spec(train_transform=transform).transforms["val"] == "center"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transform": TransformConfig(train=STEPS)},
+        {"train_transform": CROP, "val_transform": "center"},
+        {"train_transform": f"{__name__}:corners"},
+        {"transform": TransformConfig(val=STEPS)},
+    ],
+)
+def test_a_size_that_nobody_wrote_down_ends_the_run_before_its_first_step(options: dict[str, Any]) -> None:
+    made, sizes = spec(**options), r"differ: transform\.train makes (8 x 8|224 x 224), transform\.val makes "
+    with pytest.raises(ConfigError, match=rf"{sizes}.*; '(center|light)' .* 224 by default: set"):
+        next(host_batches(made))
+    with pytest.raises(ConfigError, match=sizes):  # on the driver of jobs/train.py
+        found = try_samples(made.plan, made.stores, made.transforms, made.transform, 8)
+        differing(made.transform, made.transforms, found)
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"train_transform": CROP, "val_transform": A.Compose([A.Resize(12, 12)])}, True),
+        ({"transform": TransformConfig(train=STEPS, size=12)}, True),
+        ({"transform": TransformConfig(train=STEPS, val=LARGER)}, True),
+        ({"transform": TransformConfig(size={0: 8, 1: 12})}, False),
+        ({"train_transform": CROP, "transform": TransformConfig(size=8)}, False),
+        ({"train_transform": {"a": (CROP, 2)}, "val_transform": A.Compose([A.Resize(12, 12)])}, False),
+    ],
+)
+def test_sizes_that_are_written_down_may_differ(
+    options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert len(list(host_batches(spec(**options)))) == 4
+    found = [record.getMessage() for record in caplog.records]
+    words = "sizes of images differ: transform.train makes 8 x 8, transform.val makes 12 x 12 (height x width)"
+    assert found == [words] * warns
+
+
+def test_damaged_first_samples_of_a_validation_are_passed_over() -> None:
+    val = MemoryStore([b"", *(picture(number) for number in range(7))], range(8))
+    with pytest.raises(ConfigError, match="sizes of images differ"):
+        next(host_batches(spec(val, transform=TransformConfig(train=STEPS, max_bad_fraction=1))))

@@ -15,6 +15,7 @@ from raypipe.logs import LogFormat
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, selected
+from raypipe.section import check
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store, is_class
@@ -106,6 +107,10 @@ class StreamSpec:
         Raises:
             StoreError, ConfigError: a store or a setting is wrong.
         """
+        check("StreamSpec: plan", plan, PlanConfig | None)
+        check("StreamSpec: transform", transform, TransformConfig | None)
+        check("StreamSpec: pool", pool, PoolConfig | None)
+        declared = column_options(columns)
         transform = config_without_files(transform or TransformConfig())
         plan_config, pool = plan or PlanConfig(), pool or PoolConfig()
         check_cache(pool, transform)
@@ -136,9 +141,8 @@ class StreamSpec:
             check_sizes(transform, split, transforms[split], plan_config)
         if pool.cache == "device":
             laid_out = _bound_to_device(laid_out, transforms, transform)
-        given = columns if isinstance(columns, Mapping) else list(columns)
         make = make_columns or transform.make_columns or None
-        found = _columns_of(stores, column_options(given), make, laid_out, pool)
+        found = _columns_of(stores, declared, make, laid_out, pool)
         sizes = list(transform.size_by_epoch.items())
         fields = {
             "plan": laid_out.bound_to({"sizes": sizes}) if len(sizes) > 1 else laid_out,

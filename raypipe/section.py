@@ -169,7 +169,7 @@ def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
     if origin is dict:
         return [f"{{{within[0]}: {within[1]}, …}}"]
     noun = _NOUNS.get(plain, getattr(plain, "__name__", str(plain)))
-    return [noun if inside or plain is NoneType else f"a {noun}"]
+    return [noun if inside or plain is NoneType else f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"]
 
 
 _NOUNS: dict[Any, str] = {int: "whole number", float: "number", str: "string", NoneType: "none", Any: "value"}

@@ -47,30 +47,8 @@ for row, value in zip(ROWS, COLUMNS["lists"], strict=True):
     row["lists"] = value
 
 _CONSTANTS = st.sampled_from(
-    [
-        "0",
-        "1",
-        "2",
-        "-7",
-        "3",
-        "255",
-        "0.5",
-        "-0.0",
-        "2.0",
-        "1e300",
-        "1e999",
-        "'a'",
-        "'1'",
-        "''",
-        "'é'",
-        "True",
-        "False",
-        "None",
-        "9223372036854775807",
-        "-9223372036854775808",
-        "4611686018427387905",
-    ]
-)
+    ["0", "1", "2", "-7", "3", "255", "0.5", "-0.0", "2.0", "1e300", "1e999", "'a'", "'1'", "''", "'é'", "True"]
+) | st.sampled_from(["False", "None", "9223372036854775807", "-9223372036854775808", "4611686018427387905"])
 _NUMBERS = st.sampled_from(["whole", "gaps", "real", "holes", "byte", "label", "large"])
 _NAMES = st.sampled_from(list(ROWS[0]))
 _LISTS = st.lists(_CONSTANTS, max_size=4).map(lambda values: f"[{', '.join(values)}]")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, field, fields
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, cast
 
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
+from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_of, shown
 
 Mixture = dict[str, float] | dict[int, dict[str, float]]
 """The weight of each source by its name, or, from an epoch on, those weights."""
@@ -16,58 +17,30 @@ Shuffle = Literal["auto", "global", "window", "off"]
 Cache = Literal["off", "disk", "device"]
 CropDecode = Literal["off", "exact", "scaled"]
 
-# Numbers with limits: in words, and as a test that NaN does not pass. All others are "at least 0".
-_AT_LEAST_0 = ("at least 0", lambda value: value >= 0)
-AtLeast1 = Annotated[int, ("at least 1", lambda value: value >= 1)]
-AtLeastMinus1 = Annotated[int, ("at least -1", lambda value: value >= -1)]
-Positive = Annotated[float, ("positive", lambda value: value > 0)]
-Share = Annotated[float, ("in [0, 1]", lambda value: 0 <= value <= 1)]
-BelowOne = Annotated[float, ("in [0, 1)", lambda value: 0 <= value < 1)]
+_MAX_PIXELS = (1 << 30) // 6  # of an image, as of one that is decoded
 
+AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
+AtLeastMinus1 = Annotated[int, Limits(-1, MAX_INT)]
+Positive = Annotated[float, Limits(above=True)]
+Share = Annotated[float, Limits(0, 1)]
+BelowOne = Annotated[float, Limits(0, 1, below=True)]
+# Larger numbers would take all memory, or overflow where they are used.
+BatchSize = Annotated[int, Limits(1, 1 << 20)]
+Side = Annotated[int, Limits(1, math.isqrt(_MAX_PIXELS))]
+Crops = Annotated[int, Limits(1, 1 << 12)]
+Room = Annotated[int, Limits(1, 1 << 16)]
+Seconds = Annotated[float, Limits(0, 1e9, above=True)]
+Alpha = Annotated[float, Limits(0, 1e6)]
+Pixel = Annotated[float, Limits(-1e30, 1e30)]  # of float32
 
 # Of a bucket, in pixels.
 _SIDES = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    """The values that a type has, where it names them; else none."""
-    if kind is bool:
-        return True, False
-    if get_origin(kind) in (Union, UnionType):
-        parts = [_choices(part) for part in get_args(kind)]
-        return sum(parts, ()) if all(parts) else ()
-    return get_args(kind) if get_origin(kind) is Literal else ()
-
-
-@dataclass(frozen=True)
-class _Section:
-    """Settings that are checked by their types: a script that builds them has no command line that would."""
-
-    _prefix: ClassVar[str]
-
-    def __init_subclass__(cls, prefix: str) -> None:
-        cls._prefix = prefix
-
-    def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
-            if choices := _choices(kind):
-                self._require(value in choices, name, value, f"one of {choices}")
-            elif get_origin(kind) is Annotated or kind in (int, float):
-                expected, holds = getattr(kind, "__metadata__", [_AT_LEAST_0])[0]
-                self._require(holds(value), name, value, expected)
-
-    def _require(self, ok: bool, name: str, value: object, expected: str) -> None:
-        if not ok:
-            raise ConfigError(f"{self._prefix}{name} must be {expected}, got {value!r}")
-
-
-_DTYPES = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]
+_DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _DTYPES += ["float16", "float32", "float64"]
 
 
 @dataclass(frozen=True)
-class ColumnOptions(_Section, prefix="store.columns.NAME."):
+class ColumnOptions(Section, prefix="store.columns.NAME."):
     """How the lists and the numbers of a column reach the batch; see docs/columns.md.
 
     Attributes:
@@ -76,32 +49,31 @@ class ColumnOptions(_Section, prefix="store.columns.NAME."):
         dtype: of the numbers, also of those that are written as text or bytes; empty = as stored.
     """
 
-    length: int = 0
-    fill: float | None = None
+    length: Annotated[int, Limits(0, 1 << 24)] = 0
+    fill: Annotated[float, ANY_NUMBER] | None = None
     dtype: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(isinstance(self.length, int), "length", self.length, "a whole number")
-        is_number = self.fill is None or (isinstance(self.fill, int | float) and self.length > 0)
-        self._require(is_number, "fill", self.fill, "a number, with a length")
+        self._require(self.fill is None or self.length > 0, "fill", self.fill, "left out without a length")
         self._require(self.dtype in ("", *_DTYPES), "dtype", self.dtype, f"one of {_DTYPES}")
 
 
-Columns = list[str] | dict[str, dict[str, Any]]
+Columns = list[str] | dict[str, dict[str, Any] | None]
 """Names of columns; or by name their `ColumnOptions`, as plain values."""
 
 
 def column_options(columns: Any) -> dict[str, ColumnOptions]:
     """The options of each column; raises ConfigError where one is wrong."""
+    columns = check("store.columns", columns, Columns)
     given = columns if isinstance(columns, dict) else dict.fromkeys(columns)
     found = {}
     for name, options in given.items():
-        known = [each.name for each in fields(ColumnOptions)]
-        if not isinstance(name, str) or not isinstance(options or {}, dict) or set(options or {}) - set(known):
+        known = list(kinds_of(ColumnOptions))
+        if set(options or {}) - set(known):
             raise ConfigError(
-                f"store.columns has {name!r}: {options!r}; expected are names, or {{NAME: {{option: value}}}} "
-                f"with {', '.join(known)}"
+                f"store.columns has {name!r}: {shown(options)}; expected are names, or {{NAME: {{option: value}}}}"
+                f" with {', '.join(known)}"
             )
         try:
             found[name] = ColumnOptions(**(options or {}))
@@ -111,7 +83,7 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
 
 
 @dataclass(frozen=True)
-class StoreConfig(_Section, prefix="store."):
+class StoreConfig(Section, prefix="store."):
     """Where the images are: stores are local paths or URIs (s3://, gs://, az://, abfs://).
 
     Attributes:
@@ -147,7 +119,7 @@ class StoreConfig(_Section, prefix="store."):
 
 
 @dataclass(frozen=True)
-class PlanConfig(_Section, prefix="plan."):
+class PlanConfig(Section, prefix="plan."):
     """The order of a run.
 
     Attributes:
@@ -172,16 +144,16 @@ class PlanConfig(_Section, prefix="plan."):
     """
 
     epochs: AtLeast1 = 10
-    micro_batch_size: AtLeast1 = 64
-    global_batch_size: int = 0
-    seed: int = 0
+    micro_batch_size: BatchSize = 64
+    global_batch_size: Annotated[int, Limits(0, 1 << 24)] = 0
+    seed: Annotated[int, Limits(0, (1 << 64) - 1)] = 0
     shuffle: Shuffle = "auto"
     window_groups: int = 0
     val_interval: int = 1
-    epoch_samples: int | Literal["shortest", "longest"] = 0
+    epoch_samples: Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"] = 0
     mixture: Mixture = field(default_factory=dict)
     weights: str = ""
-    class_balance: float = 0.0
+    class_balance: Annotated[float, Limits(0, 8)] = 0.0
     repeats: AtLeast1 = 1
     repeats_in: Literal["step", "micro_batch"] = "step"
     buckets: list[str] = field(default_factory=list)
@@ -198,26 +170,22 @@ class PlanConfig(_Section, prefix="plan."):
             self._require(False, "global_batch_size", self.global_batch_size, expected)
 
     def _check_draws(self) -> None:
-        wanted = self.epoch_samples
-        ok = wanted in ("shortest", "longest") or (isinstance(wanted, int) and wanted >= 0)
-        self._require(ok, "epoch_samples", wanted, "at least 0, 'shortest' or 'longest'")
         one = not (self.weights and self.class_balance)
         self._require(one, "weights", self.weights, "empty with plan.class_balance")
         of, what = self.per_step, "micro-batches in a step"
         if self.repeats_in == "micro_batch":
             of, what = self.micro_batch_size, "samples in a micro-batch"
         self._require(of % self.repeats == 0, "repeats", self.repeats, f"a divisor of the {of} {what}")
-        for epoch, weights in self.mixture_by_epoch.items():
-            values = weights.values() if isinstance(weights, dict) else ()
-            ok = epoch >= 0 and all(0 <= value < float("inf") for value in values) and any(values)
-            self._require(ok, "mixture", self.mixture, "weights of at least 0 by store, one of them above 0")
+        for weights in self.mixture_by_epoch.values():
+            self._require(any(weights.values()), "mixture", self.mixture, "weights by store, one of them above 0")
         starts = list(self.mixture_by_epoch)
         self._require(starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on")
 
     def _check_buckets(self) -> None:
-        ok = all(isinstance(each, str) and _SIDES.fullmatch(each) for each in self.buckets)
-        ok = ok and len(set(self.bucket_sides)) == len(self.buckets)
+        ok = all(map(_SIDES.fullmatch, self.buckets)) and len(set(self.bucket_sides)) == len(self.buckets)
         self._require(ok, "buckets", self.buckets, "different sizes HEIGHTxWIDTH in pixels, such as 192x256")
+        ok = all(height * width <= _MAX_PIXELS for height, width in self.bucket_sides)
+        self._require(ok, "buckets", self.buckets, f"sizes of at most {_MAX_PIXELS} pixels")
         known = bool(self.buckets) or not self.val_buckets
         self._require(known, "val_buckets", self.val_buckets, "false without plan.buckets")
 
@@ -240,12 +208,9 @@ class PlanConfig(_Section, prefix="plan."):
     @property
     def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
         """From epoch → weight by store, ascending; empty where no weights are given."""
-        by_epoch: dict[int, dict[str, float]] = {
-            int(key): value for key, value in self.mixture.items() if isinstance(value, dict)
-        }
-        if not by_epoch and self.mixture:
-            by_epoch = {0: {str(key): value for key, value in self.mixture.items() if not isinstance(value, dict)}}
-        return dict(sorted(by_epoch.items()))
+        if not all(isinstance(each, dict) for each in self.mixture.values()):
+            return {0: cast(dict[str, float], self.mixture)}
+        return dict(sorted(cast(dict[int, dict[str, float]], self.mixture).items()))
 
     @property
     def per_step(self) -> int:
@@ -259,7 +224,7 @@ class PlanConfig(_Section, prefix="plan."):
 
 
 @dataclass(frozen=True)
-class TransformConfig(_Section, prefix="transform."):
+class TransformConfig(Section, prefix="transform."):
     """What the CPU actors do with each sample; docs/transforms.md has the presets, docs/targets.md the targets.
 
     Attributes:
@@ -291,7 +256,7 @@ class TransformConfig(_Section, prefix="transform."):
 
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
-    size: int | dict[int, int] = 224
+    size: Side | dict[int, Side] = 224
     decode: Literal["cpu", "gpu"] = "cpu"
     gpu_share: Share = 1.0
     decode_as: Literal["rgb", "array"] = "rgb"
@@ -300,22 +265,20 @@ class TransformConfig(_Section, prefix="transform."):
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
-    max_boxes: AtLeast1 = 100
+    max_boxes: Room = 100
     keypoints_column: str = ""
-    max_keypoints: AtLeast1 = 100
+    max_keypoints: Room = 100
     make_columns: str = ""
     on_bad_sample: Literal["substitute", "raise"] = "substitute"
     max_bad_fraction: Share = 0.01
     bad_grace: int = 10
-    time_limit_s: float = 120.0
+    time_limit_s: Annotated[float, Limits(0, 1e9)] = 120.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
-        sizes = self.size if isinstance(self.size, dict) else {0: self.size}
-        ok = min(sizes, default=-1) == 0 and min(sizes.values()) >= 1
-        self._require(ok, "size", self.size, "at least 1, or {EPOCH: SIZE, …} from epoch 0 on")
+        self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
         if self.decode == "cpu":
             self._only({"gpu_share": 1.0}, "transform.decode='cpu'")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
@@ -365,7 +328,7 @@ class TransformConfig(_Section, prefix="transform."):
 
 
 @dataclass(frozen=True)
-class PoolConfig(_Section, prefix="pool."):
+class PoolConfig(Section, prefix="pool."):
     """The pool of CPU actors that decode and transform.
 
     Attributes:
@@ -391,21 +354,21 @@ class PoolConfig(_Section, prefix="pool."):
     """
 
     engine: Literal["ray", "inline"] = "ray"
-    threads: int = 0
+    threads: Annotated[int, Limits(0, 1 << 12)] = 0
     executions: AtLeast1 = 1
     min_actors: AtLeast1 = 1
     max_actors: int = 0
-    cpus_per_actor: Positive = 1.0
-    grow_after_s: Positive = 5.0
-    shrink_after_s: Positive = 60.0
+    cpus_per_actor: Annotated[float, Limits(1e-4, 1e6)] = 1.0  # Ray counts in ten-thousandths
+    grow_after_s: Seconds = 5.0
+    shrink_after_s: Seconds = 60.0
     label_selector: str = "raypipe=transform"
     block: int = 0
     max_in_flight: int = 0
     read: Literal["auto", "actor", "stage"] = "auto"
     cache: Cache = "off"
-    cache_bytes: int = 0
+    cache_bytes: Annotated[int, Limits(0, (1 << 63) - 1)] = 0
     max_attempts: AtLeast1 = 6
-    stall_timeout_s: Positive = 900.0
+    stall_timeout_s: Seconds = 900.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -445,7 +408,7 @@ class PoolConfig(_Section, prefix="pool."):
 
 
 @dataclass(frozen=True)
-class StrengthConfig(_Section, prefix="augment.strength."):
+class StrengthConfig(Section, prefix="augment.strength."):
     """How the strength of the augmentation changes over the run: linearly up from 0, constant, linearly down to 0.
 
     Attributes:
@@ -473,7 +436,7 @@ class StrengthConfig(_Section, prefix="augment.strength."):
 
 
 @dataclass(frozen=True)
-class AugmentConfig(_Section, prefix="augment."):
+class AugmentConfig(Section, prefix="augment."):
     """What happens to whole micro-batches on the training device. Validation batches are only normalised.
 
     Attributes:
@@ -491,25 +454,26 @@ class AugmentConfig(_Section, prefix="augment."):
         strength: scales the probability of every operation and of mixing over the run.
     """
 
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    mean: tuple[Pixel, ...] = (0.485, 0.456, 0.406)
+    std: tuple[Annotated[float, Limits(1e-30, 1e30)], ...] = (0.229, 0.224, 0.225)
     preset: Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)
     module: str = ""
-    mixup_alpha: float = 0.0
-    cutmix_alpha: float = 0.0
+    mixup_alpha: Alpha = 0.0
+    cutmix_alpha: Alpha = 0.0
     mix_prob: Share = 1.0
     compile: bool = False
     strength: StrengthConfig = field(default_factory=StrengthConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(min(self.std, default=0) > 0, "std", self.std, "positive")
+        self._require(bool(self.std), "std", self.std, "a number for each channel")
         num = f"as many numbers as augment.std, {len(self.std)}, one for each channel"
         self._require(len(self.mean) == len(self.std), "mean", self.mean, num)
         for entry in self.ops:
-            ok = isinstance(entry, dict) and isinstance(entry.get("op"), str)
-            self._require(ok, "ops", entry, "a list of {op: NAME, parameter: value, …}")
+            self._require(
+                isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
+            )
         if self.compile:  # Kornia reads what it has drawn, and what a user's module does is not known
             whole = ("none", "light", "standard", "strong")
             self._require(self.preset in whole, "preset", self.preset, f"one of {whole} with augment.compile")
@@ -518,7 +482,7 @@ class AugmentConfig(_Section, prefix="augment."):
 
 
 @dataclass(frozen=True)
-class TrainConfig(_Section, prefix="train."):
+class TrainConfig(Section, prefix="train."):
     """The model and how it learns.
 
     Attributes:
@@ -555,16 +519,16 @@ class TrainConfig(_Section, prefix="train."):
     loss: str = "cross_entropy"
     optimizer: str = "sgd"
     schedule: str = "cosine"
-    num_classes: int = 0
+    num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
     lr: Positive = 0.1
     momentum: float = 0.9
     weight_decay: float = 5e-5
-    warmup_epochs: float = 1.0
+    warmup_epochs: Annotated[float, Limits(0, MAX_INT)] = 1.0
     label_smoothing: BelowOne = 0.1
     num_workers: int = 0
     min_workers: int = 0
     use_gpu: bool | Literal["auto"] = "auto"
-    cpus_per_worker: float = 0.0
+    cpus_per_worker: Annotated[float, Limits(0, 1e6)] = 0.0
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
     compile: bool = False
     max_grad_norm: float = 0.0
@@ -588,7 +552,7 @@ class TrainConfig(_Section, prefix="train."):
 
 
 @dataclass(frozen=True)
-class RunConfig(_Section, prefix=""):
+class RunConfig(Section, prefix=""):
     """One run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
 
     Attributes:

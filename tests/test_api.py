@@ -29,6 +29,7 @@ PACKAGES = [
     "lookup",
     "logs",
     "failures",
+    "section",
     "config",
     "storage",
     "stores",
@@ -43,7 +44,7 @@ PACKAGES = [
     "train",
     "commands",
 ]
-WITHOUT_RAY_AND_TORCH = {"storage", "stores", "plan", "transform", "pages", "errors", "config", "logs"}
+WITHOUT_RAY_AND_TORCH = {"storage", "stores", "plan", "transform", "pages", "errors", "section", "config", "logs"}
 
 
 LIGHT_MODULES = [module for module in MODULES if module.split(".")[0] in WITHOUT_RAY_AND_TORCH]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
+from raypipe import config
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,
@@ -15,6 +17,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError
+from raypipe.transform.image_header import MAX_PIXELS
 
 SECTIONS = (StoreConfig, PlanConfig, TransformConfig, PoolConfig, AugmentConfig, TrainConfig, RunConfig)
 
@@ -76,10 +79,10 @@ def label(value: Any) -> str:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=label)
 def test_defaults_are_valid_and_frozen(section: type) -> None:
-    config = section()
-    for field in dataclasses.fields(config):
+    made = section()
+    for field in dataclasses.fields(made):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(config, field.name, getattr(config, field.name))
+            setattr(made, field.name, getattr(made, field.name))
 
 
 @pytest.mark.parametrize(("section", "name", "value"), BAD, ids=label)
@@ -103,8 +106,50 @@ def test_a_pool_may_not_be_smaller_than_its_minimum() -> None:
 @pytest.mark.parametrize("weights", [{"a": -1}, {"a": 0}, {0: {"a": float("nan")}}, {1: {"a": 1}}, {0: {}}])
 def test_a_mixture_has_weights_from_the_first_epoch_on(weights: Any) -> None:
     PlanConfig(mixture={0: {"a": 1}, 5: {"a": 0, "b": 2}})
-    with pytest.raises(ConfigError, match=r"plan\.mixture must be weights"):
+    with pytest.raises(ConfigError, match=r"plan\.mixture(\[0\])?(\['a'\])? must be (weights|a finite number)"):
         PlanConfig(mixture=weights)
+
+
+class Point(NamedTuple):
+    section: type
+    values: dict[str, Any]
+    message: str
+
+
+# All of these were taken, or ended in a TypeError, ValueError, OverflowError or MemoryError, there or later on.
+UNFIT = [
+    Point(PlanConfig, {"seed": 1.5}, "plan.seed must be a whole number of at least 0, got 1.5"),
+    Point(PlanConfig, {"seed": True}, "plan.seed must be a whole number of at least 0, got True"),
+    Point(PlanConfig, {"seed": 10**9000}, "at most 18446744073709551615, got an integer of 29898 bits"),
+    Point(PlanConfig, {"micro_batch_size": "8"}, "plan.micro_batch_size must be a whole number .*, got '8'"),
+    Point(PlanConfig, {"mixture": {"a": "x"}}, r"plan.mixture\['a'\] must be a finite number .*, got 'x'"),
+    Point(PlanConfig, {"class_balance": float("inf")}, "plan.class_balance must be .* at most 8, got inf"),
+    Point(TransformConfig, {"size": "224"}, "transform.size must be a whole number .* or {.*}, got '224'"),
+    Point(TransformConfig, {"size": 1.5}, "transform.size must be a whole number .*, got 1.5"),
+    Point(TransformConfig, {"size": {0: 10**6}}, r"transform.size\[0\] must be .* at most 13377, got 1000000"),
+    Point(AugmentConfig, {"mean": (float("nan"), 0, 0)}, r"augment.mean\[0\] must be a finite number, got nan"),
+    Point(StoreConfig, {"columns": {"a": {"length": 10**12}}}, "columns.a.length must be .* at most 16777216"),
+    Point(StoreConfig, {"columns": "caption"}, r"store.columns must be \[string, …\] or .*, got 'caption'"),
+    Point(TrainConfig, {"use_gpu": 1}, "train.use_gpu must be true, false or 'auto', got 1"),
+    Point(RunConfig, {"plan": {"epochs": 3}}, "plan must be a PlanConfig, got {'epochs': 3}"),
+]
+
+
+@pytest.mark.parametrize("point", UNFIT, ids=lambda point: "-".join(map(str, point.values))[:40])
+def test_a_value_of_the_wrong_type_is_refused_by_name(point: Point) -> None:
+    with pytest.raises(ConfigError, match=point.message):
+        point.section(**point.values)
+
+
+def test_numbers_and_arrays_of_numpy_become_plain_ones() -> None:
+    plan = PlanConfig(seed=np.int64(3), class_balance=np.float32(0.5), val_buckets=np.bool_(False))  # type: ignore
+    assert plan == PlanConfig(seed=3, class_balance=0.5)
+    assert [type(each) for each in (plan.seed, plan.class_balance, plan.val_buckets)] == [int, float, bool]
+    assert AugmentConfig(mean=np.zeros(3)).mean == (0.0, 0.0, 0.0)  # type: ignore[arg-type]
+
+
+def test_images_have_as_many_pixels_as_the_decoder_makes() -> None:
+    assert config._MAX_PIXELS == MAX_PIXELS
 
 
 def test_every_field_is_described() -> None:

@@ -44,7 +44,13 @@ MISTAKES = {
     "a section is left out": (["--epochs=3"], "did you mean plan.epochs?"),
     "an old name": (["--plan.per_step=8"], "plan.per_step is called plan.global_batch_size"),
     "an unknown choice": (["--plan.shuffle=globl"], "plan.shuffle"),
-    "a number out of range": (["--plan.epochs=0"], "plan.epochs must be at least 1, got 0"),
+    "no whole number": (["--plan.seed=1.5"], "plan.seed must be a whole number of at least 0, got 1.5"),
+    "a word for a number": (
+        ["--plan.mixture={a: x}"],
+        "plan.mixture['a'] must be a finite number of at least 0, got 'x'",
+    ),
+    "no number": (["--augment.mean=[.nan,1,1]"], "augment.mean[0] must be a finite number, got nan"),
+    "a number out of range": (["--plan.epochs=0"], "plan.epochs must be a whole number of at least 1, got 0"),
     "no file": (["--store.train=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no validation file": (["--store.val=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no such column": (

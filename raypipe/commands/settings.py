@@ -13,11 +13,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, without_credentials
 from raypipe.logs import printable
+from raypipe.section import check, kind_at
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.storage.lease import check_owner
@@ -168,6 +170,7 @@ _RENAMED = {
 }
 """What settings were called once, and are called now."""
 
+_WRONG_TYPE = re.compile(r'Parser key "([\w.]+)":.*(?:Got|Given) value: (.*)', re.DOTALL)
 _UNKNOWN = re.compile(
     r"unrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '([\w.]+)'|"
     r"Option '([\w.]+)' is not accepted"
@@ -183,7 +186,22 @@ class Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(without_credentials(message), ex)
-        self.exit(2, f"error: {printable(without_credentials(message))}{self._meant(message)}\nsee --help\n")
+        short = self._of_type(message) + self._meant(message)
+        self.exit(2, f"error: {printable(without_credentials(short))}\nsee --help\n")
+
+    def _of_type(self, message: str) -> str:
+        """The message about a value of the wrong type, as a script gets it; any other as it is."""
+        if match := _WRONG_TYPE.match(message):
+            name, text = match.groups()
+            kinds = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
+            kind = kind_at(RunConfig, name) or kinds.get(name)
+            with contextlib.suppress(yaml.YAMLError):
+                text = yaml.safe_load(text)
+            try:
+                check(name, text, kind if kind is not None else Any)
+            except ConfigError as error:
+                return str(error)
+        return message
 
     def _meant(self, message: str) -> str:
         """The setting that an unknown one may be."""

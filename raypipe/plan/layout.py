@@ -24,6 +24,7 @@ from raypipe.plan.leaves import Samples, buckets_of, leaf_of, parts_of, samples_
 from raypipe.plan.mixture import Mixture, Turns, as_shares
 from raypipe.plan.order import Domain, Order, derive_keys
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection
+from raypipe.section import shown
 from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
 
@@ -153,7 +154,16 @@ def _unit(config: PlanConfig) -> int:
 
 
 def _steps(config: PlanConfig, draws: int, address: str) -> int:
-    """Whole steps in an epoch."""
+    """Whole steps in an epoch.
+
+    Raises:
+        ConfigError: it has none, or the run has more draws than 64 bits count.
+    """
+    if draws * config.epochs >= 1 << 62:
+        raise ConfigError(
+            f"an epoch of {shown(draws)} draws from {address}, {config.epochs} times, has more than 2^62: lower "
+            "plan.epoch_samples or plan.epochs, or set plan.epoch_samples=shortest"
+        )
     if draws < config.samples_per_step:
         raise ConfigError(
             f"an epoch of {draws} draws from {address} is smaller than a global batch of "

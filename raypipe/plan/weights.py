@@ -144,7 +144,11 @@ def as_integers(weights: np.ndarray) -> np.ndarray:
     wanted = np.asarray(weights, np.float64)
     if wanted.ndim != 1 or not np.isfinite(wanted).all() or (wanted < 0).any() or not wanted.any():
         raise ValueError("weights are finite numbers of at least 0, one for each sample, and not all 0")
-    total = float(wanted.sum())
+    with np.errstate(over="ignore"):
+        total = float(wanted.sum())
+    if total == np.inf:  # nothing is lost: these become integers of 61 bits
+        wanted = np.ldexp(wanted, -64)
+        total = float(wanted.sum())
     if (wanted == np.rint(wanted)).all() and total < 2.0**_MAX_TOTAL_BITS:
         return wanted.astype(np.int64)
     # By a power of 2, so that no weight is rounded but where its last bits are dropped.

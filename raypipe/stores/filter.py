@@ -1,15 +1,17 @@
 """Filters: for which samples of a store an expression is true, such as `width >= 256 and label != 3`.
 
 The expression is Python's, of a few kinds: comparisons, `and`, `or`, `not`, `in`, arithmetic, names of columns,
-numbers, texts, True, False and None. It is never run as Python: it becomes an expression of pyarrow.compute, which
-is evaluated over columns. A sample without a value is one for which a comparison is not true.
+numbers, texts, True, False and None. It is never run as Python: it becomes calls of pyarrow.compute over columns,
+whose numbers are int64 or float64. (An expression of pyarrow's would compare with the smallest type that holds a
+constant, whatever the columns hold, and recurse as deep as it has terms.) Where a sample has no value, neither a
+comparison nor its opposite is true, except with None; a quotient by zero has no value.
 """
 
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -17,24 +19,36 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError
-from raypipe.stores.base import Columns, Store
+from raypipe.section import shown
+from raypipe.stores.base import Store
 from raypipe.stores.scan import scan
 
+Compiled = Callable[[Mapping[str, pa.Array]], pa.Array | pa.Scalar]
+"""Columns, by name, to the values of an expression, of each sample or of all."""
+
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+    ast.Eq: pc.equal,
+    ast.NotEq: pc.not_equal,
+    ast.Lt: pc.less,
+    ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater,
+    ast.GtE: pc.greater_equal,
 }
+
+
+def _quotient(left: Any, right: Any) -> Any:
+    no_value = pc.if_else(pc.equal(right, pa.scalar(0)), pa.scalar(None, pa.float64()), right)
+    return pc.divide(pc.multiply(left, pa.scalar(1.0)), no_value)
+
+
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda left, right: left.cast(pa.float64()) / right,
+    ast.Add: pc.add_checked,
+    ast.Sub: pc.subtract_checked,
+    ast.Mult: pc.multiply_checked,
+    ast.Div: _quotient,
 }
 _ALLOWED = "comparisons, and, or, not, in, + - * /, names of columns, numbers, texts, True, False and None"
+_NESTED = "it is nested too deeply"
 
 
 def matching(store: Store, expression: str, setting: str = "store.filter") -> np.ndarray:
@@ -47,81 +61,144 @@ def matching(store: Store, expression: str, setting: str = "store.filter") -> np
         ConfigError: it is no such expression, a column is missing or of the wrong type, or it is true for none.
     """
     compiled, names = parse(expression, setting)
-    parts = []
+    parts, types, text = list[np.ndarray](), dict[str, pa.DataType](), f"{setting} {shown(expression)}"
     for columns in scan(store, names, setting):
         try:
-            parts.append(_evaluated(compiled, columns))
-        except (pa.ArrowException, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{setting} {expression!r} cannot be evaluated on {store.address}: {error}"
-            ) from None
+            arrays = {name: _array(values) for name, values in columns.items()}
+            for name, array in arrays.items():
+                if pa.types.is_null(array.type):
+                    if name not in types:
+                        types[name] = _type_of(store, name, setting)
+                    arrays[name] = array.cast(types[name])
+            parts.append(_evaluated(compiled, arrays))
+        except RecursionError:
+            raise ConfigError(f"{text}: {_NESTED}") from None
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{text} cannot be evaluated on {store.address}: {error}") from None
     keep = np.concatenate(parts) if parts else np.empty(0, bool)
     if not keep.any():
-        raise ConfigError(
-            f"{setting} {expression!r} is true for none of the {len(store)} samples of {store.address}"
-        )
+        raise ConfigError(f"{text} is true for none of the {len(store)} samples of {store.address}")
     return keep
 
 
-def parse(expression: str, setting: str) -> tuple[pc.Expression, tuple[str, ...]]:
-    """The expression as pyarrow's, and the columns that it names; raises ConfigError where there are none."""
+def _array(values: Any) -> pa.Array:
+    """Values of a column; of numbers int64 or float64, or uint64 where that is too small."""
+    array = pa.array(values)
+    if pa.types.is_integer(array.type) and (array.type != pa.uint64() or (pc.max(array).as_py() or 0) < 1 << 63):
+        return array.cast(pa.int64())
+    return array.cast(pa.float64()) if pa.types.is_floating(array.type) else array
+
+
+def _type_of(store: Store, name: str, setting: str) -> pa.DataType:
+    """The type of a column of whose first samples none has a value; if no sample has one, null."""
+    found = (_array(columns[name]).type for columns in scan(store, (name,), setting))
+    return next((each for each in found if not pa.types.is_null(each)), pa.null())
+
+
+def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
+    """The expression as a function of columns, and the columns that it names.
+
+    Raises:
+        ConfigError: it is no such expression, or names none.
+    """
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
         names = tuple(dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)))
         if not names:
             raise ConfigError("it names no column")
         return _compiled(tree), names
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
-        raise ConfigError(f"{setting} {expression!r}: {reason}; allowed are {_ALLOWED}") from None
+        if isinstance(error, RecursionError | MemoryError):
+            reason = _NESTED
+        raise ConfigError(f"{setting} {shown(expression)}: {reason}; allowed are {_ALLOWED}") from None
 
 
-def _compiled(node: ast.expr) -> pc.Expression:
+def _compiled(node: ast.expr) -> Compiled:
     match node:
         case ast.Name(id=name):
-            return pc.field(name)
-        case ast.Constant(value=value) if value is None or isinstance(value, bool | int | float | str):
-            return pc.scalar(value)
+            return lambda columns: columns[name]
+        case ast.Constant() | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
+            constant = pa.scalar(_constant(node))
+            return lambda columns: constant
         case ast.BoolOp(op=op, values=values):
-            joined, *others = map(_compiled, values)
-            for each in others:
-                joined = joined & each if isinstance(op, ast.And) else joined | each
-            return joined
+            join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
+            return _joined(join, list(map(_compiled, values)))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return ~_compiled(operand)
+            return _applied(pc.invert, operand)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return pc.scalar(0) - _compiled(operand)
+            return _applied(pc.negate_checked, operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return _ARITHMETIC[type(op)](_compiled(left), _compiled(right))
+            return _applied(_ARITHMETIC[type(op)], left, right)
         case ast.Compare(left=left, ops=ops, comparators=comparators):
-            sides = [left, *comparators]
-            found = [_compared(a, op, b) for a, op, b in zip(sides, ops, comparators, strict=False)]
-            joined = found[0]
-            for each in found[1:]:
-                joined = joined & each
-            return joined
-    raise ConfigError(f"{ast.unparse(node)!r} is not allowed")
+            sides = zip([left, *comparators], ops, comparators, strict=False)
+            return _joined(pc.and_kleene, [_compared(*each) for each in sides])
+    raise ConfigError(f"{shown(ast.unparse(node))} is not allowed")
 
 
-def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> pc.Expression:
+def _applied(function: Callable[..., Any], *nodes: ast.expr) -> Compiled:
+    parts = list(map(_compiled, nodes))
+    return lambda columns: function(*[part(columns) for part in parts])
+
+
+def _joined(join: Callable[[Any, Any], Any], parts: list[Compiled]) -> Compiled:
+    return lambda columns: reduce(join, (part(columns) for part in parts))
+
+
+def _constant(node: ast.expr) -> bool | int | float | str | None:
+    match node:
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            value: Any = -number
+        case ast.Constant(value=None | int() | float() | str() as value):
+            pass
+        case _:
+            raise ConfigError(f"{shown(ast.unparse(node))} is not allowed where a number or a text is expected")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ConfigError(f"{shown(value)} is beyond 64 bits")
+    return value
+
+
+def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
     if type(op) in _COMPARISONS:
         if isinstance(left, ast.Constant) and left.value is None:
             left, right = right, left
         if isinstance(right, ast.Constant) and right.value is None and isinstance(op, ast.Eq | ast.NotEq):
-            is_null = _compiled(left).is_null()
-            return is_null if isinstance(op, ast.Eq) else ~is_null
-        return _COMPARISONS[type(op)](_compiled(left), _compiled(right))
+            return _applied(pc.is_null if isinstance(op, ast.Eq) else pc.is_valid, left)
+        return _applied(_COMPARISONS[type(op)], left, right)
     if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple | ast.Set):
-        is_in = _compiled(left).isin([ast.literal_eval(value) for value in right.elts])
-        return is_in if isinstance(op, ast.In) else ~is_in
-    raise ConfigError(f"{ast.unparse(ast.Compare(left, [op], [right]))!r} is not allowed: `in` takes a list")
+        is_in = _is_in([_constant(value) for value in right.elts])
+        return _applied(is_in if isinstance(op, ast.In) else lambda given: pc.invert(is_in(given)), left)
+    text = shown(ast.unparse(ast.Compare(left, [op], [right])))
+    raise ConfigError(f"{text} is not allowed: `in` takes a list")
 
 
-def _evaluated(compiled: pc.Expression, columns: Columns) -> np.ndarray:
-    import pyarrow.dataset
+def _is_in(values: list[Any]) -> Callable[[Any], Any]:
+    """Whether it equals one of the values, as a chain of comparisons with each of them would find."""
+    given = [value for value in values if value is not None]
+    kinds = {"number" if type(value) in (int, float) else type(value) for value in given}
+    if len(kinds) > 1:
+        raise ConfigError("`in` takes numbers, strings, or True and False, and None, and not several of them")
+    if not given:
+        return pc.is_null if values else lambda left: pc.and_kleene(pc.is_null(left), pa.scalar(False))
+    # Of one type, and without -0.0, which is_in takes for another number than 0.
+    zero = None if kinds != {"number"} else 0.0 if any(isinstance(value, float) for value in given) else 0
+    wanted = pa.array(given if zero is None else [value + zero for value in given])
 
-    table = pa.table({name: pa.array(values) for name, values in columns.items()})
-    kept = pyarrow.dataset.dataset(table).to_table(columns={"keep": compiled})["keep"]
+    def is_in(left: Any) -> Any:
+        is_null = pc.is_null(left)
+        # Of the values' type where no sample has a value, and so any type.
+        left = pc.if_else(is_null, pa.scalar(None, wanted.type), left) if zero is None else pc.add(left, zero)
+        # The comparison refuses other types, which is_in would convert, and is null where there is no value.
+        found = pc.or_kleene(pc.is_in(left, value_set=wanted), pc.equal(left, wanted[0]))
+        return pc.or_kleene(found, is_null) if len(given) < len(values) else found
+
+    return is_in
+
+
+def _evaluated(compiled: Compiled, columns: dict[str, pa.Array]) -> np.ndarray:
+    kept = compiled(columns)
     if not pa.types.is_boolean(kept.type):
         raise TypeError("it is neither true nor false")
-    return np.asarray(kept.fill_null(False).combine_chunks().to_numpy(zero_copy_only=False), bool)
+    if isinstance(kept, pa.Scalar):  # of constants alone
+        return np.full(len(next(iter(columns.values()))), bool(kept.as_py()))
+    return np.asarray(kept.fill_null(False).to_numpy(zero_copy_only=False), bool)

@@ -7,16 +7,17 @@ stream from there, splits it over the current W ranks, and hands out the iterato
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import ray
 import torch
 
-from raypipe.config import AugmentConfig
+from raypipe.config import AtLeast1, AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.run_log import Folder
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.schedule import shares
+from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
@@ -66,9 +67,15 @@ def loader(
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M.
+        ConfigError: W does not divide M, or an argument is of the wrong type.
         ResourceError: there are no CPUs for the pool.
     """
+    check("raypipe.loader: spec", spec, StreamSpec)
+    check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
+    check("raypipe.loader: cursor", cursor, Cursor | None)
+    check("raypipe.loader: augment", augment, AugmentConfig | None)
+    for name, least, number in (("depth", 1, depth), ("keep", 0, keep)):
+        check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
     rank, world_size, in_train = 0, 1, _in_train_worker()
     if in_train:
         context = ray.train.get_context()

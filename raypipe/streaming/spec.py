@@ -15,6 +15,7 @@ from raypipe.logs import LogFormat
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, selected
+from raypipe.section import check
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
@@ -111,6 +112,10 @@ class StreamSpec:
         Raises:
             StoreError, ConfigError: a store or a setting is wrong.
         """
+        check("StreamSpec: plan", plan, PlanConfig | None)
+        check("StreamSpec: transform", transform, TransformConfig | None)
+        check("StreamSpec: pool", pool, PoolConfig | None)
+        declared = renamed(column_options(columns), label_column)
         transform = config_without_files(transform or TransformConfig())
         plan_config, pool = plan or PlanConfig(), pool or PoolConfig()
         check_cache(pool, transform)
@@ -145,7 +150,6 @@ class StreamSpec:
         if pool.cache == "device":
             laid_out = _bound_to_device(laid_out, transforms, transform)
         make = make_columns or transform.make_columns or None
-        declared = column_options(renamed(columns, label_column))
         found = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
         sizes = list(transform.size_by_epoch.items())
         fields = {

@@ -207,7 +207,7 @@ def type_of(
             raise ConfigError(
                 f"{where} is declared with a length, and its first samples are of shapes {sorted(shapes)}"
             )
-        if dtype.kind != "f" and not _can_hold(dtype, options.fill or 0):
+        if not _can_hold(dtype, options.fill or 0):
             raise ConfigError(
                 f"store.columns.{name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
             )
@@ -223,8 +223,10 @@ def type_of(
 
 
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
+    if dtype.kind == "f":
+        return not np.isfinite(number) or bool(abs(number) <= np.finfo(dtype).max)
     least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    return number == int(number) and least <= number <= most
+    return least <= number <= most and number == int(number)
 
 
 def _family(value: Any) -> str:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 
 from raypipe.config import TransformConfig
+from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
+from raypipe.transform.image_header import MAX_PIXELS
 
 Sides = tuple[int, int]
 """(height, width), pixels."""
@@ -24,12 +26,20 @@ def size_in(config: TransformConfig, split: Split, epoch: int, bucket: Sides | N
 
     A validation has the last size of a schedule, so that its metrics compare. A bucket is as it is written at that
     last size, and smaller or larger in proportion at others.
+
+    Raises:
+        ConfigError: a bucket is larger than an image may be.
     """
     last = config.final_size
     now = last if split == "val" else config.size_at(epoch)
     if bucket is None:
         return now
     height, width = (max(1, (2 * side * now + last) // (2 * last)) for side in bucket)  # the nearest whole pixel
+    if height * width > MAX_PIXELS:
+        raise ConfigError(
+            f"the bucket {bucket[0]}x{bucket[1]} of plan.buckets is {height}x{width} at transform.size {now} of "
+            f"{last}, and images have at most {MAX_PIXELS} pixels: lower one of them"
+        )
     return height, width
 
 

@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from raypipe.config import Crops, Side
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys, mix64
+from raypipe.section import check
 from raypipe.transform.direct import Undecoded, cut
 from raypipe.transform.sample_transform import VIEW, Key, SampleTransform
 
@@ -116,9 +118,7 @@ def _view(name: object, entry: Any, size: int) -> View:
     count, size = entry.get("count", 1), entry.get("size", size)
     if ("transform" in entry) == ("transforms" in entry) or ("transforms" in entry and "count" in entry):
         raise ConfigError(f"{where}: it needs a transform, with a count or without, or else transforms")
-    for key, value in (("count", count), ("size", size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{where}: {key} must be a whole number of at least 1, got {value!r}")
+    count, size = check(f"{where}: count", count, Crops), check(f"{where}: size", size, Side)
     transforms = entry.get("transforms", [entry.get("transform")])
     if not isinstance(transforms, list | tuple) or not transforms:
         raise ConfigError(f"{where}: transforms must be a list of them, one for each crop, got {transforms!r}")

@@ -168,7 +168,7 @@ def test_a_value_of_the_wrong_type_exits_with_2_and_is_named(
 def test_a_value_out_of_range_names_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((ConfigError, SystemExit)) as caught:
         parse("--plan.epochs=0")
-    assert "plan.epochs must be at least 1, got 0" in str(caught.value) + capsys.readouterr().err
+    assert "plan.epochs must be a whole number of at least 1, got 0" in str(caught.value) + capsys.readouterr().err
 
 
 STEPS = [{"RandomResizedCrop": {"size": [8, 8]}}, {"OneOf": {"transforms": [{"Blur": None}], "p": 0.3}}]

@@ -75,3 +75,74 @@ def test_a_filter_reads_the_columns_that_it_names_a_part_at_a_time(monkeypatch: 
     store = Watched([b""] * 6, list(range(6)), columns={"width": list(range(6))})
     assert np.flatnonzero(matching(store, "width > 1 and label < 5")).tolist() == [2, 3, 4]
     assert asked == [(4, ("width", "label")), (2, ("width", "label"))]
+
+
+def test_a_column_has_one_type_where_many_samples_in_a_row_have_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypipe.stores.scan._CHUNK", 4)
+    none: list[object] = [None] * 5
+    columns = {"c": [*none, "a", "b", None], "flag": [*none, True, False, None], "n": [*none, 1, 2.5, None]}
+    store = MemoryStore([b""] * 8, list(range(8)), columns={**columns, "empty": [None] * 8})
+    for expression, expected in {
+        "c in ['a']": [5],
+        "c not in ['a']": [6],
+        "not c in ['a']": [6],
+        "c in ['b', None]": [0, 1, 2, 3, 4, 6, 7],
+        "not flag": [6],
+        "n * 2 > 2 or label == 0": [0, 6],
+        "n in [1, 2.5]": [5, 6],
+        "empty in ['a'] or empty in [1] or empty in [True] or label > 6": [7],
+    }.items():
+        assert np.flatnonzero(matching(store, expression)).tolist() == expected, expression
+
+
+def test_a_quotient_by_zero_is_no_value() -> None:
+    store = MemoryStore([b""] * 4, [0, 1, 2, 3], columns={"width": [4, 4, 4, 0], "height": [0, 2, 4, 0]})
+    assert np.flatnonzero(matching(store, "width / height > 1")).tolist() == [1]
+    assert np.flatnonzero(matching(store, "not (width / height > 1)")).tolist() == [2]
+    assert np.flatnonzero(matching(store, "width / height == None")).tolist() == [0, 3]
+
+
+def test_sixty_thousand_terms_are_evaluated() -> None:
+    terms = " or ".join(f"label == {number}" for number in range(3, 60_003))
+    assert np.flatnonzero(matching(STORE, terms)).tolist() == [3, 4, 5]
+    assert np.flatnonzero(matching(STORE, f"label in {list(range(3, 60_003))}")).tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("label == 9223372036854775808", "9223372036854775808 is beyond 64 bits"),
+        ("label in [1, 1" + "0" * 30 + "]", "is beyond 64 bits"),
+        ("label in [1, 'a']", r"`in` takes numbers, strings, or True and False, and None"),
+        ("name in [1]", "cannot be evaluated"),
+        ("label in ['1']", "cannot be evaluated"),
+        ("- " * 100_000 + "label == 1", "allowed are"),
+        ("label" + " + 1" * 100_000 + " > 3", "allowed are"),
+        ("large == 1", "cannot be evaluated"),
+    ],
+)
+def test_numbers_and_lists_that_cannot_be_compared_are_refused(expression: str, message: str) -> None:
+    store = MemoryStore([b""] * 2, [0, 1], columns={"name": ["a", "1"], "large": [None, 1 << 70]})
+    with pytest.raises(ConfigError, match=message) as caught:
+        matching(store, expression)
+    assert len(str(caught.value)) < 700
+
+
+def test_the_least_integer_and_an_empty_list_are_known() -> None:
+    store = MemoryStore([b""] * 2, [-(1 << 63), 1])
+    assert matching(store, "label == -9223372036854775808").tolist() == [True, False]
+    assert matching(store, "label in [] or label in [-9223372036854775808]").tolist() == [True, False]
+    assert matching(store, "label not in []").all()
+
+
+def test_large_integers_compare_with_fractions() -> None:
+    store = MemoryStore([b""] * 2, [17_000_001, 3])
+    assert matching(store, "label > 0.5 and label * label > 1e9 and label / 2 > 8e6").tolist() == [True, False]
+    assert matching(store, "label in [17000001.0, 0.5]").tolist() == [True, False]
+
+
+def test_a_text_is_no_number_in_arithmetic() -> None:
+    store = MemoryStore([b""] * 2, [1, 2], columns={"digits": ["1", "2"]})
+    for expression in ("digits / 2 > 0", "digits * 2 > 0", "-digits < 0", "digits in [1]"):
+        with pytest.raises(ConfigError, match="cannot be evaluated"):
+            matching(store, expression)

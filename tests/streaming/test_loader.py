@@ -425,3 +425,37 @@ def test_a_loader_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> No
     assert source.thread.is_alive()
     one.close()
     assert not source.thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"plan": {"epochs": 3}}, "StreamSpec: plan must be a PlanConfig or none, got {'epochs': 3}"),
+        ({"plan": {}}, "StreamSpec: plan must be a PlanConfig or none, got {}"),
+        ({"transform": "light"}, "StreamSpec: transform must be a TransformConfig or none, got 'light'"),
+        ({"pool": PlanConfig()}, r"StreamSpec: pool must be a PoolConfig or none, got PlanConfig\("),
+        ({"columns": "caption"}, r"store.columns must be \[string, …\] or .*, got 'caption'"),
+        ({"columns": 3}, "store.columns must be .*, got 3"),
+    ],
+)
+def test_an_argument_of_a_stream_that_is_of_another_type_is_named(argument: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StreamSpec(MemoryStore([b""] * 8, [0] * 8), **argument)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"augment": {"preset": "light"}}, "raypipe.loader: augment must be an AugmentConfig or none"),
+        ({"cursor": 3}, "raypipe.loader: cursor must be a Cursor or none, got 3"),
+        ({"depth": 0}, "raypipe.loader: depth must be a whole number of at least 1, got 0"),
+        ({"keep": 1.5}, "raypipe.loader: keep must be a whole number of at least 0, got 1.5"),
+        ({"max_actors": "8"}, "raypipe.loader: max_actors must be a whole number of at least 1 or none, got '8'"),
+    ],
+)
+def test_an_argument_of_a_loader_that_is_of_another_type_is_named(argument: Any, message: str) -> None:
+    spec = StreamSpec(MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(micro_batch_size=4))
+    with pytest.raises(ConfigError, match=message):
+        loader(spec, **argument)
+    with pytest.raises(ConfigError, match=r"raypipe.loader: spec must be a StreamSpec, got MemoryStore|got <"):
+        loader(MemoryStore([b""], [0]), **argument)  # type: ignore[arg-type]

@@ -255,7 +255,7 @@ def test_without_targets_there_are_none() -> None:
         ({"decode": "gpu"}, "transform.decode must be 'cpu' with transform.mask_column"),
         ({"decode_min_side": 256}, "transform.decode_min_side must be 0 with transform.mask_column"),
         ({"apply_exif": True}, "transform.apply_exif must be False with transform.mask_column"),
-        ({"max_boxes": 0}, "transform.max_boxes must be at least 1"),
+        ({"max_boxes": 0}, "transform.max_boxes must be a whole number of at least 1"),
     ],
 )
 def test_settings_that_do_not_go_with_targets(changes: dict[str, Any], message: str) -> None:

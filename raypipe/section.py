@@ -1,0 +1,223 @@
+"""A section of settings: a frozen dataclass whose fields are checked by their types, as the command line does.
+
+    kind            takes                                       gives
+    int             whole numbers, numpy's too, and no bools    int, by default in [0, 2^31)
+    float           numbers, numpy's too, and no bools          int or float, by default finite and at least 0
+    str             strings without NUL, and paths              str
+    bool, Literal   those values, of that very type             the value
+    list, tuple     lists, tuples and arrays                    list or tuple
+    dict            mappings                                    dict
+    a class         its instances                               the value
+
+`Annotated[int, Limits(…)]` has limits of its own, unions are tried in order, and Any takes what there is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import reprlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from raypipe.errors import ConfigError
+
+MAX_INT = (1 << 31) - 1
+_MAX_FLOAT = sys.float_info.max
+# A limit beyond this keeps memory and other types from overflowing: a message has it where it is passed.
+_MEANT = 1000
+
+
+class Limits(NamedTuple):
+    """The numbers that a setting may be; NaN never is one.
+
+    Attributes:
+        least, most: of them.
+        above, below: these two are none of them.
+    """
+
+    least: float = 0
+    most: float = _MAX_FLOAT
+    above: bool = False
+    below: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Whether a number is within them."""
+        least = self.least < value if self.above else self.least <= value
+        return least and (value < self.most if self.below else value <= self.most)
+
+    def words(self, kind: type, value: object) -> str:
+        """What they allow, for the message about a value."""
+        given = value if type(value) in (int, float) else math.nan
+        parts = []
+        if self.least > -_MEANT or given < self.least:  # type: ignore[operator]
+            parts.append(f"above {self.least}" if self.above else f"of at least {self.least}")
+        if self.most < _MEANT or math.inf > given > self.most:  # type: ignore[operator]
+            parts.append(f"below {self.most}" if self.below else f"at most {self.most}")
+        noun = "a whole number" if kind is int else "a number" if self.most < _MEANT else "a finite number"
+        return " ".join([noun, " and ".join(parts)]).strip()
+
+
+_DEFAULT = {int: Limits(most=MAX_INT), float: Limits()}
+ANY_NUMBER = Limits(-math.inf, math.inf)
+
+
+class _UnfitError(Exception):
+    """A value within another, at a path such as `[0]['size']`, is not of its kind."""
+
+    def __init__(self, kind: Any, value: object, path: tuple[object, ...] = ()) -> None:
+        self.kind, self.value, self.path = kind, value, path
+
+
+def check(name: str, value: object, kind: Any) -> Any:
+    """The value as the kind has it, see the module's table; raises ConfigError, which names it, if it is none."""
+    try:
+        return _as_kind(value, kind)
+    except _UnfitError as error:
+        place = "".join(f"[{shown(each)}]" for each in error.path)
+        words = expected(error.kind, error.value)
+        raise ConfigError(f"{name}{place} must be {words}, got {shown(error.value)}") from None
+
+
+def _as_kind(value: Any, kind: Any) -> Any:
+    if kind is Any:
+        return value
+    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy's and torch's numbers and arrays
+        value = value.tolist()
+    plain, limits = _parts(kind)
+    origin, parts = get_origin(plain), get_args(plain)
+    if limits is not None:
+        number = isinstance(value, int if plain is int else int | float) and not isinstance(value, bool)
+        if number and (limits is ANY_NUMBER or limits.hold(value)):
+            return value
+    elif plain is str:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if isinstance(text, str) and "\0" not in text:
+            return str(text)
+    elif origin is Literal:
+        if isinstance(value, str) and value in parts:
+            return str(value)
+    elif origin in (Union, UnionType):
+        return _as_one_of(value, kind, parts)
+    elif origin in (list, tuple):
+        if isinstance(value, list | tuple):
+            return origin([_within(each, parts[0], number) for number, each in enumerate(value)])
+    elif origin is dict:
+        if isinstance(value, Mapping) and all(_fits(key, parts[0]) for key in value):
+            return {_as_kind(key, parts[0]): _within(each, parts[1], key) for key, each in value.items()}
+    elif isinstance(value, plain):
+        return value
+    raise _UnfitError(kind, value)
+
+
+def _parts(kind: Any) -> tuple[Any, Limits | None]:
+    """A kind without its limits, and these; None = it is no number."""
+    plain, *own = get_args(kind) if get_origin(kind) is Annotated else [kind]
+    return plain, own[0] if own else _DEFAULT.get(plain)
+
+
+def _within(value: Any, kind: Any, place: object) -> Any:
+    try:
+        return _as_kind(value, kind)
+    except _UnfitError as error:
+        raise _UnfitError(error.kind, error.value, (place, *error.path)) from None
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        _as_kind(value, kind)
+    except _UnfitError:
+        return False
+    return True
+
+
+def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...]) -> Any:
+    """As the first alternative that fits; else the error is that of one which fits but for something within."""
+    nearest = _UnfitError(kind, value)
+    for part in parts:
+        try:
+            return _as_kind(value, part)
+        except _UnfitError as error:
+            nearest = error if error.path else nearest
+    raise nearest
+
+
+def expected(kind: Any, value: object = None) -> str:
+    """What a value must be, in words; those of a number's limits that it does not pass are left out if large."""
+    *others, last = dict.fromkeys(_alternatives(kind, value))
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
+    plain, limits = _parts(kind)
+    origin, parts = get_origin(plain), get_args(plain)
+    if origin in (Union, UnionType):
+        return [each for part in parts for each in _alternatives(part, value, inside)]
+    if origin is Literal:
+        return [repr(each) for each in parts]
+    if plain is bool:
+        return ["true", "false"]
+    if limits is not None and not inside:
+        return ["a number" if limits is ANY_NUMBER else limits.words(plain, value)]
+    within = ["/".join(_alternatives(part, None, True)) for part in parts if part is not ...]
+    if origin in (list, tuple):
+        return [f"[{within[0]}, …]"]
+    if origin is dict:
+        return [f"{{{within[0]}: {within[1]}, …}}"]
+    noun = _NOUNS.get(plain, getattr(plain, "__name__", str(plain)))
+    return [noun if inside or plain is NoneType else f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"]
+
+
+_NOUNS: dict[Any, str] = {int: "whole number", float: "number", str: "string", NoneType: "none", Any: "value"}
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 200, 200, 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of more digits, in whose place an error would stand.
+        return super().repr_int(x, level) if x.bit_length() < 10_000 else f"an integer of {x.bit_length()} bits"
+
+
+shown = _Shown().repr
+"""A value in a message: its repr, cut short where it is long, and of any value at all."""
+
+
+@cache
+def kinds_of(section: type) -> dict[str, Any]:
+    """The type of each field of a section."""
+    hints = get_type_hints(section, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(section)}
+
+
+def kind_at(section: Any, key: str) -> Any:
+    """The type of a field at a key such as `augment.strength.peak`; None = there is none."""
+    for name in key.split("."):
+        fits = isinstance(section, type) and issubclass(section, Section)
+        section = kinds_of(section).get(name) if fits else None
+    return section
+
+
+@dataclass(frozen=True)
+class Section:
+    """Settings that are checked by their types: a script that builds them has no command line that would."""
+
+    _prefix: ClassVar[str]
+
+    def __init_subclass__(cls, prefix: str) -> None:
+        cls._prefix = prefix
+
+    def __post_init__(self) -> None:
+        for name, kind in kinds_of(type(self)).items():  # type: ignore[arg-type] # a class is hashable
+            value = check(self._prefix + name, getattr(self, name), kind)
+            object.__setattr__(self, name, value)  # the class is frozen
+
+    def _require(self, ok: bool, name: str, value: object, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{self._prefix}{name} must be {expected}, got {shown(value)}")

@@ -14,7 +14,7 @@ as stored, without the EXIF orientation, as torchvision and everybody's ImageNet
 `exif=True` turns them upright. (TIFF comes upright in any case, and HEIC as its container turns it: on loading.)
 `raypipe.transform.decode_array` keeps 16 bits, floats and other channels.
 
-Nothing here runs code that is in the bytes. What is above a limit of `image_header` is refused by its
+Nothing here runs code that is in the bytes. What is above a limit of `limits` is refused by its
 header, before anything of its size is allocated.
 """
 

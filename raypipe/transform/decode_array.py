@@ -3,13 +3,13 @@
     starts with      array                                                        read by
     .npy             (H, W) or (H, W, C) of integers or floats of 8 to 64 bits    numpy; never a pickle
     PNG              uint8 or uint16: grey, RGB or RGBA                           cv2, after its checksums held
-    TIFF             any number of channels of 8 to 64 bits                       `raypipe.transform.tiff`; up to 4
-                                                                                  in LZW and the like by cv2
+    TIFF             any number of channels of 8 to 64 bits                       tifffile (the extra `arrays`)
     what is left     uint8 RGB                                                    `raypipe.transform.decode`
 
-An image of two dimensions becomes (H, W, 1). Colours are in the order R, G, B, A. Of a TIFF, a palette, YCbCr and
-fewer than 8 bits become uint8 RGB as well; of a PNG, grey with alpha becomes RGBA, as cv2 has it. What is above a
-limit of `image_header` is refused by its header.
+An image of two dimensions becomes (H, W, 1). Colors are in the order R, G, B, A. The values of a TIFF are those in
+the file: white may be 0, and colors multiplied by alpha. TIFFs of palettes, YCbCr, JPEG and fewer than 8 bits
+become uint8 RGB; a grey PNG with alpha becomes RGBA, as cv2 has it. Images above a limit of `limits` are
+refused by their header.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from typing import Any
 import cv2
 import numpy as np
 
-from raypipe.errors import SampleError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.decode import NPY, decode, stored_bytes
-from raypipe.transform.image_header import check_size, damage_in, image_kind
-from raypipe.transform.tiff import read_tiff, tiff_layout
+from raypipe.transform.image_header import damage_in, image_kind
+from raypipe.transform.jpeg import upright
+from raypipe.transform.limits import check_size
+from raypipe.transform.tiff import JPEG, LOSSLESS, PREDICTED, TiffHeader, tiff_header
 
 _MAX_HEADER_BYTES = 10_000  # numpy's own default
 _PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
+_TIFF_KINDS = {1: "u", 2: "i", 3: "f", 4: "u"}
+_PALETTE, _YCBCR = 3, 6
 
 
 def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
@@ -40,7 +44,7 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
 
     Raises:
         SampleError: whatever the bytes are, this and no other.
-        ConfigError: as `decode` does.
+        ConfigError: as `decode` does; or it is a TIFF, and tifffile or imagecodecs is not installed here.
     """
     encoded = stored_bytes(data)
     kind = "npy" if encoded.startswith(NPY) else image_kind(encoded)
@@ -60,6 +64,7 @@ def decode_any(data: bytes | None, min_side: int | None = None) -> np.ndarray:
 
     Raises:
         SampleError: neither can decode it; the error is `decode`'s, or of a .npy the other's.
+        ConfigError: as the two do.
     """
     try:
         return decode(data, min_side=min_side)
@@ -81,9 +86,11 @@ def array_size(data: bytes | None) -> tuple[int, int]:
     if image_kind(encoded) != "TIFF":
         raise SampleError("neither .npy nor TIFF")
     with damage_in("TIFF", encoded):
-        layout = tiff_layout(encoded)
-        size = layout.height, layout.width
-        return size if layout.orientation < 5 else size[::-1]
+        tiff = tiff_header(encoded)
+        if not _is_rgb(tiff):
+            _tiff_dtype(tiff)
+        size = tiff.height, tiff.width
+        return size[::-1] if 5 <= tiff.orientation <= 8 else size
 
 
 def _npy_header(data: bytes) -> tuple[tuple[int, int, int], bool, np.dtype[Any], int]:
@@ -131,45 +138,65 @@ def _png(data: bytes) -> np.ndarray:
             width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
             check_size(width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1))
         at, ended = end + 4, kind == b"IEND"
-    return _by_cv2(data, "PNG", (height, width))
-
-
-def _tiff(data: bytes) -> np.ndarray:
-    layout = tiff_layout(data)
-    if layout.is_coded or layout.dtype is None:
-        return decode(data)
-    if layout.is_plain:
-        return read_tiff(data, layout)
-    if layout.channels > 4 or layout.orientation != 1 or layout.separate:
-        raise SampleError(
-            f"a TIFF of {layout.channels} channels compressed by method {layout.compression}: store it "
-            "uncompressed or deflated, upright"
-        )
-    image = _by_cv2(data, "TIFF", (layout.height, layout.width))
-    if image.shape[2] != layout.channels or image.dtype != layout.dtype.newbyteorder("="):
-        raise SampleError(
-            f"a TIFF of {layout.channels} channels {layout.dtype}, compressed by method {layout.compression}, "
-            f"which cv2 reads as {image.shape[2]} of {image.dtype}: store it uncompressed or deflated"
-        )
-    return image
-
-
-def _by_cv2(data: bytes, kind: str, size: tuple[int, int]) -> np.ndarray:
-    level = cv2.utils.logging.getLogLevel()
     try:
-        # A line for each image would come of tags that change no pixel, such as those that cv2 itself writes.
-        cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     except cv2.error as error:
-        raise SampleError(f"damaged {kind}: {' '.join(str(error).split())}") from error
-    finally:
-        cv2.utils.logging.setLogLevel(level)
-    if image is None or image.shape[:2] != size:
-        raise SampleError(f"damaged {kind} ({len(data)} bytes)")
-    image = image.reshape(*size, -1)
+        raise SampleError(f"damaged PNG: {' '.join(str(error).split())}") from error
+    if image is None or image.shape[:2] != (height, width):
+        raise SampleError(f"damaged PNG ({len(data)} bytes)")
+    image = image.reshape(height, width, -1)
     if image.shape[2] < 3:
         return image
     return np.ascontiguousarray(image[..., [2, 1, 0, 3][: image.shape[2]]])  # OpenCV has blue first
+
+
+def _is_rgb(tiff: TiffHeader) -> bool:
+    """Whether values are no channels of their own, and become uint8 RGB by `decode`."""
+    is_jpeg = tiff.compression == JPEG and tiff.channels in (1, 3)
+    return is_jpeg or tiff.bits < 8 or tiff.photometric in (_PALETTE, _YCBCR)
+
+
+def _tiff_dtype(tiff: TiffHeader) -> np.dtype[Any]:
+    """The dtype of a TIFF within the limits; raises SampleError for all that is not read value by value."""
+    kind, bits = _TIFF_KINDS.get(tiff.format), tiff.bits
+    if kind is None or bits not in (8, 16, 32, 64) or (kind, bits) == ("f", 8):
+        raise SampleError(f"a TIFF of {bits} bits a channel, of format {tiff.format}: store 8, 16, 32 or 64 bits")
+    if tiff.compression not in LOSSLESS:
+        raise SampleError(
+            f"a TIFF of {tiff.channels} channels compressed by method {tiff.compression}: store it uncompressed, "
+            "or by Deflate, LZW, PackBits or Zstandard"
+        )
+    predictors = (1, 2, 3)[: 3 if kind == "f" else 2] if tiff.compression in PREDICTED else (1,)
+    if tiff.predictor not in predictors:
+        raise SampleError(
+            f"a TIFF of {kind}{bits} compressed by method {tiff.compression} with predictor {tiff.predictor}: "
+            "store it without"
+        )
+    dtype = np.dtype(f"{kind}{bits // 8}")
+    pixel_bytes = tiff.channels * dtype.itemsize
+    # Two copies of the image, and of a strip or tile what is unpacked and what is put in order.
+    num_pixels = 2 * tiff.width * tiff.height + 2 * tiff.block_pixels
+    check_size(tiff.width, tiff.height, num_pixels * pixel_bytes)
+    return dtype
+
+
+def _tiff(data: bytes) -> np.ndarray:
+    tiff = tiff_header(data)
+    if _is_rgb(tiff):
+        return decode(data)
+    dtype = _tiff_dtype(tiff)
+    try:
+        import imagecodecs  # noqa: F401 (by which tifffile unpacks)
+        import tifffile
+    except ImportError as error:
+        extra = "pip install 'raypipe[arrays]', on every node"
+        raise ConfigError(f"TIFFs as arrays need tifffile and imagecodecs ({error}): {extra}") from error
+    page = tifffile.TiffFile(io.BytesIO(tiff.file)).pages.first
+    parts = page.asarray(squeeze=False, maxworkers=1)  # of separate channels, (C, 1, H, W, 1)
+    image = np.moveaxis(parts[:, 0], 0, 2).reshape(tiff.height, tiff.width, tiff.channels)
+    if image.dtype != dtype:
+        raise SampleError(f"a TIFF of {dtype}, which tifffile reads as {image.dtype}")
+    return upright(image, tiff.orientation)
 
 
 def as_rgb(array: np.ndarray) -> np.ndarray:

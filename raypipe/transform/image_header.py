@@ -21,13 +21,9 @@ from typing import Any
 import simplejpeg
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_PIXELS, check_size
+from raypipe.transform.tiff import tiff_header
 
-MAX_DECODE_BYTES = 1 << 30
-"""What the decoding of one image may take at a time, the pixels that come out included."""
-MAX_PIXELS = MAX_DECODE_BYTES // 6
-"""178,956,970, as Pillow has it: 0.5 GiB as RGB, of which cv2 holds two copies. What takes more has fewer."""
-MAX_SIDE = 1 << 20
-"""Pixels, as OpenCV has it. A row costs Pillow a pointer; 2^24 of one pixel cost libwebp 20 s in an animation."""
 MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
 """Pixels times scans of a JPEG, of which a core does 1.5 to 7 thousand million in a second. Encoders write about
 10 scans; of photos of 12 MP 238 are read."""
@@ -48,8 +44,7 @@ _SCAN_BYTES = 10  # of the shortest scan: its header
 # Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame; and the
 # most that a JPEG takes, CMYK in several scans.
 _WEBP_BYTES, _MOST_JPEG_BYTES = 19, 15
-_TILE_WIDTH, _TILE_LENGTH, _ROWS_PER_STRIP, _BITS, _SAMPLES, _PHOTOMETRIC = 322, 323, 278, 258, 277, 262  # TIFF
-_YCBCR = 6
+_TIFF_YCBCR = 6
 # Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
@@ -67,19 +62,6 @@ def image_kind(data: bytes) -> str | None:
     if data.startswith(b"RIFF"):
         return "WebP" if data[8:12] == b"WEBP" else None
     return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
-
-
-def check_size(width: int, height: int, num_bytes: int = 0) -> None:
-    """Raise SampleError above MAX_PIXELS or MAX_SIDE, or if decoding takes more than MAX_DECODE_BYTES."""
-    if width * height > MAX_PIXELS:
-        raise SampleError(f"declares {width}x{height} pixels, limit is {MAX_PIXELS}")
-    if max(width, height) > MAX_SIDE:
-        raise SampleError(f"declares {width}x{height} pixels, limit of a side is {MAX_SIDE}")
-    if num_bytes > MAX_DECODE_BYTES:
-        raise SampleError(
-            f"declares {width}x{height} pixels in a form that takes {num_bytes >> 20} MiB to decode, limit is "
-            f"{MAX_DECODE_BYTES >> 20}: store it smaller, or as a baseline JPEG"
-        )
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -202,8 +184,13 @@ def open_pillow(data: bytes, kind: str) -> Any:
     """
     if kind == "WebP":
         _webp_size(data)
+    block_bytes = 0
     if kind == "TIFF":
-        _check_tags(data)
+        tiff = tiff_header(data)
+        data = tiff.file
+        # libtiff unpacks a tile, which may be far larger than its image, or a strip.
+        as_rgba = 4 if tiff.photometric == _TIFF_YCBCR else 0
+        block_bytes = tiff.block_pixels * (-(-tiff.bits * tiff.channels // 8) + as_rgba)
     image = _plugin(kind)(io.BytesIO(data))
     width, height = image.size
     if kind in ("AVIF", "HEIC"):
@@ -214,7 +201,7 @@ def open_pillow(data: bytes, kind: str) -> Any:
         _check_jpeg(data, width, height, pixel_bytes + 3)
     elif kind != "WebP":
         # Turning upright copies it; conversion adds 3 bytes of RGB for each pixel.
-        extra = max(width * height * max(pixel_bytes, 3), _tiff_buffer_bytes(image) if kind == "TIFF" else 0)
+        extra = max(width * height * max(pixel_bytes, 3), block_bytes)
         check_size(width, height, width * height * pixel_bytes + extra)
     return image
 
@@ -247,32 +234,3 @@ def damage_in(kind: str, data: bytes) -> Iterator[None]:
             damage = "truncated" if "truncated" in str(error).lower() else "damaged"
             reason = f"{damage} {kind}: {type(error).__name__}: {error} ({len(data)} bytes)"
             raise SampleError(reason) from error
-
-
-def _tiff_buffer_bytes(image: Any) -> int:
-    """What libtiff unpacks at a time: a tile, which may be far larger than its image, or a strip."""
-
-    def number(tag: int, default: int) -> int:
-        value = image.tag_v2.get(tag, default)
-        most = max(value) if isinstance(value, tuple) else value
-        if not isinstance(most, int):
-            raise TypeError(f"tag {tag} is {most!r}")
-        return most
-
-    width, height = image.size
-    num_pixels = number(_TILE_WIDTH, 0) * number(_TILE_LENGTH, 0)
-    num_pixels = num_pixels or width * min(height, number(_ROWS_PER_STRIP, height))
-    as_rgba = 4 if number(_PHOTOMETRIC, 0) == _YCBCR else 0
-    return num_pixels * (-(-number(_BITS, 1) * number(_SAMPLES, 1) // 8) + as_rgba)
-
-
-def _check_tags(data: bytes) -> None:
-    """Raise ValueError for a TIFF that has a tag twice: of two sizes Pillow reads the last, libtiff the first."""
-    order: Any = "little" if data[:1] == b"I" else "big"
-    start, num_bytes, entry_bytes = (8, 8, 20) if 43 in data[2:4] else (4, 2, 12)
-    at = int.from_bytes(data[start : start + (num_bytes if start == 8 else 4)], order)
-    num = min(int.from_bytes(data[at : at + num_bytes], order), len(data) // entry_bytes)
-    first = at + num_bytes
-    tags = [data[one : one + 2] for one in range(first, first + num * entry_bytes, entry_bytes)]
-    if len(set(tags)) < len(tags):
-        raise ValueError("a tag stands there twice")

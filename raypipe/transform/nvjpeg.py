@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raypipe.transform.image_header import MAX_PIXELS
 from raypipe.transform.jpeg import jpeg_orientation
+from raypipe.transform.limits import MAX_PIXELS
 
 # Luma sampling (horizontal, vertical) over chroma's 1, 1: 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1 and 4:1:0, the list in
 # nvJPEG's introduction. torchvision raises for the others.

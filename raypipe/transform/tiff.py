@@ -1,190 +1,152 @@
-"""TIFF of any number of channels and bits, as it is stored: uncompressed or deflated, by numpy.
+"""The first directory of a TIFF, held against its file before a library reads it.
 
-libtiff, in the libraries at hand, gives 8 bits, or up to four channels. Other compressions are left to it.
+Pillow, libtiff and tifffile read all tags of a directory, and each strip by its tags. Tags that overlap take
+memory for the file's bytes many times over, strips that overlap take time. `tiff_header` walks the directory with
+numpy, checks it, and keeps in a copy of the file only the tags that say how pixels are stored. Libraries get that
+copy.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from raypipe.errors import SampleError
-from raypipe.transform.image_header import check_size
-from raypipe.transform.jpeg import upright
+from raypipe.transform.limits import check_size
 
-_NONE, _DEFLATE = 1, (8, 32946)
-_PALETTE, _YCBCR = 3, 6
-_KINDS = {1: "u", 2: "i", 3: "f", 4: "u"}
-_TYPES = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}  # of tags' values, those that are whole numbers
-_COPIES = 3  # of the pixels at a time, where cv2 decodes
+NONE, LZW, JPEG, PACKBITS = 1, 5, 7, 32773
+LOSSLESS = frozenset({NONE, LZW, 8, 32946, PACKBITS, 34926, 50000})
+"""Compressions of bytes, whose output has a known size: none, LZW, Deflate, PackBits, Zstandard."""
+PREDICTED = LOSSLESS - {NONE, PACKBITS}
+"""Compressions that libtiff applies a predictor to; with others it ignores the tag."""
+
+_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _ORIENTATION, _CHANNELS = 256, 257, 258, 259, 262, 274, 277
+_FILL_ORDER, _OFFSETS, _ROWS, _COUNTS, _PLANAR, _PREDICTOR, _FORMAT = 266, 273, 278, 279, 284, 317, 339
+_TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_COUNTS, _COLORS = 322, 323, 324, 325, 320
+# Options of faxes, inks, extra samples, tables of JPEG, YCbCr.
+_OTHERS = {292, 293, 332, 338, 347, 512, 513, 514, 515, 519, 520, 521, 529, 530, 531, 532}
+_STRIPS = {_OFFSETS, _ROWS, _COUNTS}
+_TILES = {_TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_COUNTS}
+_TAGS = sorted(
+    {_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _ORIENTATION, _CHANNELS, _PLANAR, _PREDICTOR, _FORMAT}
+    | {_COLORS, _FILL_ORDER, *_STRIPS, *_TILES, *_OTHERS}
+)
+_TYPES = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}  # whole numbers without a sign
+_MAX_BLOCKS = 1 << 18  # strips or tiles, for which tifffile takes 1.1 s
+_MAX_VALUES = 1 << 16  # of another tag: one for each channel
+_MOST = {_COLORS: 3 << 16} | dict.fromkeys((_OFFSETS, _COUNTS, _TILE_OFFSETS, _TILE_COUNTS), _MAX_BLOCKS)
 
 
 @dataclass(frozen=True)
-class TiffLayout:
+class TiffHeader:
     """What the first directory of a TIFF says.
 
     Attributes:
+        file: the TIFF, whose directory has no other tags than those of pixels.
         height, width, channels: of the image as it is stored.
-        dtype: of its values, in the file's byte order; None where they are fewer than 8 bits.
-        is_coded: values are no channels: a palette's, or YCbCr.
-        tiled: blocks are tiles, which are whole at the edges, and no strips.
-        block: height and width of one, pixels.
-        separate: each channel has blocks of its own.
-        offsets, counts: bytes of each block.
-        compression, predictor, orientation: TIFF's numbers.
+        bits, format: of a channel; TIFF's number.
+        compression, predictor, photometric, orientation: TIFF's numbers.
+        block_pixels: of a strip or tile, which may be larger than the image.
     """
 
+    file: bytes
     height: int
     width: int
     channels: int
-    dtype: np.dtype[Any] | None
-    is_coded: bool
-    tiled: bool
-    block: tuple[int, int]
-    separate: bool
-    offsets: list[int]
-    counts: list[int]
+    bits: int
+    format: int
     compression: int
     predictor: int
+    photometric: int
     orientation: int
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `read_tiff` reads it."""
-        return self.compression in (_NONE, *_DEFLATE)
+    block_pixels: int
 
 
-def tiff_layout(data: bytes) -> TiffLayout:
-    """The layout of a TIFF within the limits.
+def tiff_header(data: bytes) -> TiffHeader:
+    """Check a TIFF's first directory; takes memory for a copy of the file.
 
     Raises:
-        SampleError: it is over a limit, or of a kind that is not read.
-        Exception: whatever numpy raises on damaged bytes.
+        SampleError: it is over a limit, or cut short, or its strips or tiles overlap.
+        ValueError: another damage, or whatever else numpy raises.
     """
-    tags = _tags(data)
+    order, is_big = "<" if data[:1] == b"I" else ">", 43 in data[2:4]
+    word, length = np.dtype(f"{order}u{8 if is_big else 4}"), np.dtype(f"{order}u{8 if is_big else 2}")
+    entry = np.dtype([("tag", f"{order}u2"), ("type", f"{order}u2"), ("count", word), ("value", word)])
+    (start,) = np.frombuffer(data, word, 1, 8 if is_big else 4).tolist()
+    (num,) = np.frombuffer(data, length, 1, start).tolist()
+    first = start + length.itemsize
+    if first + num * entry.itemsize > len(data):
+        raise SampleError(f"truncated TIFF ({len(data)} bytes)")
+    entries = np.frombuffer(data, entry, num, first)
+    places = np.flatnonzero(np.isin(entries["tag"], _TAGS))
+    if len(np.unique(entries["tag"][places])) < len(places):
+        raise ValueError("a tag stands there twice")  # of two sizes libraries read one or the other
+    tags: dict[int, np.ndarray] = {}
+    for place in places.tolist():
+        tag, kind, count, value = entries[place].tolist()
+        if count > _MOST.get(tag, _MAX_VALUES):
+            raise SampleError(f"a TIFF with {count} values in tag {tag}, limit is {_MOST.get(tag, _MAX_VALUES)}")
+        tags[tag] = np.empty(0)
+        if kind in _TYPES:
+            dtype = np.dtype(order + _TYPES[kind])
+            if count * dtype.itemsize <= word.itemsize:
+                value = first + (place + 1) * entry.itemsize - word.itemsize
+            tags[tag] = np.frombuffer(data, dtype, count, value)
 
     def one(tag: int, default: int | None = None) -> int:
-        values = tags.get(tag) or ([] if default is None else [default])
-        if not values:
-            raise ValueError(f"it has no tag {tag}")
-        if any(value != values[0] for value in values):
+        values = tags.get(tag, np.array([] if default is None else [default]))
+        if not len(values) or (len(values) > 1 and tag not in (_BITS, _FORMAT)):
+            raise ValueError(f"it has {len(values)} values in tag {tag}, not one")
+        if (values != values[0]).any():
             raise SampleError(
-                f"a TIFF whose channels differ in tag {tag}, {values[:8]}: store them alike, or as .npy"
+                f"a TIFF whose channels differ in tag {tag}, {values[:8].tolist()}: store them alike"
             )
         return int(values[0])
 
-    width, height, channels = one(256), one(257), one(277, 1)
-    bits, kind = one(258, 1), _KINDS.get(one(339, 1))
-    if kind is None or (bits >= 8 and (bits not in (8, 16, 32, 64) or (kind == "f" and bits == 8))):
-        raise SampleError(f"a TIFF of {bits} bits a channel, of format {one(339, 1)}: store 8, 16, 32 or 64 bits")
-    dtype = np.dtype(f"{_order(data)}{kind}{bits // 8}") if bits >= 8 else None
-    tiled = 324 in tags
-    block = (one(323), one(322)) if tiled else (min(height, one(278, height)), width)
-    if min(width, height, channels, *block) < 1:
-        raise ValueError(f"it has {width}x{height} pixels of {channels} channels, in blocks of {block}")
-    pixel_bytes = channels * (dtype.itemsize if dtype else 1)
-    check_size(width, height, width * height * pixel_bytes * _COPIES)
-    check_size(block[1], block[0], (width * height + 2 * block[0] * block[1]) * pixel_bytes)
-    offsets, counts = tags[324 if tiled else 273], tags.get(325 if tiled else 279, [])
-    if len(offsets) == 1 and not counts and one(259, 1) == _NONE:  # old writers leave it out
-        counts = [len(data) - offsets[0]]
-    if len(offsets) != len(counts) or any(at + num > len(data) for at, num in zip(offsets, counts, strict=True)):
-        raise SampleError(f"truncated TIFF ({len(data)} bytes)")
-    separate, coded = one(284, 1) == 2, one(262, 1) in (_PALETTE, _YCBCR)
-    numbers = (one(259, 1), one(317, 1), one(274, 1))
-    of_blocks = (tiled, block, separate, offsets, counts)
-    return TiffLayout(height, width, channels, dtype, coded, *of_blocks, *numbers)
+    width, height, channels, bits = one(_WIDTH), one(_HEIGHT), one(_CHANNELS, 1), one(_BITS, 1)
+    compression, is_tiled = one(_COMPRESSION, NONE), _TILE_OFFSETS in tags
+    rows, columns = (one(_TILE_HEIGHT), one(_TILE_WIDTH)) if is_tiled else (min(height, one(_ROWS, height)), width)
+    if min(width, height, channels, bits, rows, columns) < 1:
+        raise ValueError(f"it has {width}x{height} pixels of {channels} channels, in blocks of {columns}x{rows}")
+    planar, fill_order = one(_PLANAR, 1), one(_FILL_ORDER, 1)
+    if not {planar, fill_order} <= {1, 2}:
+        raise ValueError(f"it has planes by {planar} and bits by {fill_order}, which TIFF does not define")
+    parts = channels if planar == 2 else 1
+    num_blocks = parts * -(-height // rows) * -(-width // columns)
+    row_bytes = -(-columns * bits * channels // parts // 8)
+    check_size(width, height, num_blocks * rows * row_bytes)  # tiles may be far larger than the image
+    offsets, counts = (
+        tags.get(tag, np.empty(0)).astype(np.int64)
+        for tag in ((_TILE_OFFSETS, _TILE_COUNTS) if is_tiled else (_OFFSETS, _COUNTS))
+    )
+    if len(offsets) == 1 and compression == NONE:  # old writers leave the count out, or have it wrong
+        counts = np.array([rows * row_bytes])
+    if not len(offsets) == len(counts) == num_blocks:
+        raise ValueError(f"{len(offsets)} blocks of {len(counts)} lengths, where the image has {num_blocks}")
+    if compression == NONE and counts.sum() < row_bytes * (num_blocks * rows if is_tiled else parts * height):
+        raise SampleError(f"truncated TIFF: {counts.sum()} bytes of pixels")
+    if ((offsets < 8) | (counts < 1) | (offsets > len(data)) | (counts > len(data) - offsets)).any():
+        raise SampleError(f"truncated TIFF: a strip or tile is not in the file ({len(data)} bytes)")
 
-
-def _order(data: bytes) -> str:
-    return "<" if data[:1] == b"I" else ">"
-
-
-def _tags(data: bytes) -> dict[int, list[int]]:
-    """The whole numbers of the first directory, by tag; of the classic form, or BigTIFF."""
-    order, big = _order(data), data[2:4] in (b"\x2b\0", b"\0\x2b")
-    word, entry_bytes = ("u8", 20) if big else ("u4", 12)
-
-    def numbers(kind: str, at: int, count: int = 1) -> list[int]:
-        return np.frombuffer(data, f"{order}{kind}", count, at).tolist()
-
-    (at,) = numbers(word, 8 if big else 4)
-    (num,) = numbers("u8" if big else "u2", at)
-    first = at + (8 if big else 2)
-    if first + num * entry_bytes > len(data):
-        raise SampleError(f"truncated TIFF ({len(data)} bytes)")
-    found: dict[int, list[int]] = {}
-    for entry in range(first, first + num * entry_bytes, entry_bytes):
-        tag, kind = numbers("u2", entry, 2)
-        (count,) = numbers(word, entry + 4)
-        place = entry + (12 if big else 8)
-        if tag in found:
-            raise ValueError("a tag stands there twice")  # of two sizes libraries read one or the other
-        found[tag] = []
-        if kind in _TYPES and count:
-            if count * int(_TYPES[kind][1]) > (8 if big else 4):
-                (place,) = numbers(word, place)
-            found[tag] = numbers(_TYPES[kind], place, count)
-    return found
-
-
-def read_tiff(data: bytes, layout: TiffLayout) -> np.ndarray:
-    """The image (H, W, C), upright, of its dtype in native order; `layout.is_plain` and has a dtype.
-
-    Raises:
-        SampleError: a block is cut short.
-        Exception: whatever zlib or numpy raise on damaged bytes.
-    """
-    assert layout.dtype is not None
-    image = np.empty((layout.height, layout.width, layout.channels), layout.dtype.newbyteorder("="))
-    rows, columns = layout.block
-    parts = 1 if not layout.separate else layout.channels
-    num = parts * -(-layout.height // rows) * -(-layout.width // columns)
-    if num != len(layout.offsets):
-        raise ValueError(f"{len(layout.offsets)} blocks, where the image has {num}")
-    for number, (part, top, left) in enumerate(_places(layout, parts)):
-        place = image[top : top + rows, left : left + columns]
-        if layout.separate:
-            place = place[..., part : part + 1]
-        # The last strip has the rows that are left.
-        shape = (rows if layout.tiled else place.shape[0], columns, place.shape[2])
-        begin = layout.offsets[number]
-        values = _block(data[begin : begin + layout.counts[number]], layout, shape)
-        place[...] = values[: place.shape[0], : place.shape[1]]
-    return upright(image, layout.orientation)
-
-
-def _places(layout: TiffLayout, parts: int) -> Iterator[tuple[int, int, int]]:
-    """Part, top and left of each block, in the order of the file."""
-    rows, columns = layout.block
-    for part in range(parts):
-        for top in range(0, layout.height, rows):
-            for left in range(0, layout.width, columns):
-                yield part, top, left
-
-
-def _block(stored: bytes, layout: TiffLayout, shape: tuple[int, int, int]) -> np.ndarray:
-    """The values of a strip or tile (h, w, c)."""
-    assert layout.dtype is not None
-    rows, columns, channels = shape
-    num_bytes = rows * columns * channels * layout.dtype.itemsize
-    if layout.compression != _NONE:
-        stored = zlib.decompressobj().decompress(stored, num_bytes)  # a bomb inflates no further
-    if len(stored) < num_bytes:
-        raise SampleError(f"truncated TIFF: a block of {len(stored)} bytes, not {num_bytes}")
-    values = np.frombuffer(stored, layout.dtype, rows * columns * channels).reshape(shape)
-    if layout.predictor == 1:
-        return values
-    if layout.predictor == 2 and layout.dtype.kind in "ui":
-        native = values.astype(layout.dtype.newbyteorder("="))
-        return np.cumsum(native, axis=1, dtype=native.dtype)  # which wraps, as it must
-    if layout.predictor == 3 and layout.dtype.kind == "f":  # Adobe's: differences of the bytes, the highest first
-        flat = np.frombuffer(stored, np.uint8, num_bytes).reshape(rows, -1, channels)
-        summed = np.cumsum(flat, axis=1, dtype=np.uint8).reshape(rows, layout.dtype.itemsize, columns * channels)
-        ordered = np.ascontiguousarray(summed.transpose(0, 2, 1))
-        return ordered.view(layout.dtype.newbyteorder(">")).reshape(shape)
-    raise SampleError(f"a TIFF of {layout.dtype} with predictor {layout.predictor}: store it without")
+    # Left out: tags of which libraries read one or the other, and a predictor where libtiff ignores it.
+    ignored = (_STRIPS if is_tiled else _TILES) | ({_PREDICTOR} if compression == NONE else set())
+    kept = entries[places][~np.isin(entries["tag"][places], sorted(ignored))]
+    directory = np.array([len(kept)], length).tobytes() + kept.tobytes() + bytes(word.itemsize)
+    begins, ends = np.append(offsets, start), np.append(offsets + counts, start + len(directory))
+    in_order = np.argsort(begins)
+    if (begins[in_order][1:] < ends[in_order][:-1]).any():
+        raise SampleError("a TIFF whose strips or tiles overlap: store it again")
+    return TiffHeader(
+        file=b"".join((data[:start], directory, data[start + len(directory) :])),
+        height=height,
+        width=width,
+        channels=channels,
+        bits=bits,
+        format=one(_FORMAT, 1),
+        compression=compression,
+        predictor=1 if _PREDICTOR in ignored else one(_PREDICTOR, 1),
+        photometric=one(_PHOTOMETRIC, 0),
+        orientation=one(_ORIENTATION, 1),
+        block_pixels=rows * columns,
+    )

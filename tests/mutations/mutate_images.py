@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import sys
 import zlib
 from pathlib import Path
 
 import numpy as np
+import tifffile
 from mutate import EDGES, Mutation, flip, garbage, number, splice, truncate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -210,6 +212,41 @@ def tiff_tile(data: bytes, rng: np.random.Generator) -> bytes:
     return bombs.tiled_tiff(int(rng.choice([1, 16, tile, 3000])), tile, twice=not rng.integers(4))
 
 
+def tiff_tags(data: bytes, rng: np.random.Generator) -> bytes:
+    """Many tags, or long ones, all of the same bytes; of those that say how pixels are stored, at times."""
+    num, values = int(rng.choice([1, 100, 2000])), int(rng.choice([1, 1000, 300_000]))
+    first = 40_000 if num > 1 else int(rng.choice([266, 292, 317, 320, 332, 338, 339, 347, 530, 532]))
+    return bombs.tagged_tiff(num, values, packed=bool(rng.integers(2)), first=first)
+
+
+def tiff_strips(data: bytes, rng: np.random.Generator) -> bytes:
+    """Strips that overlap, or tiles that inflate far beyond the image."""
+    num = int(rng.choice([1, 2, 10_000]))
+    if rng.integers(2):
+        return bombs.inflating_tiff(min(num, 100), int(rng.choice([1, 1000, 10_000_000])))
+    return bombs.overlapping_tiff(num, num * 11 + int(rng.choice([0, 1, 2_000_000])), int(rng.integers(1, 3)))
+
+
+def tiff_mix(data: bytes, rng: np.random.Generator) -> bytes:
+    """Any mix of photometry, compression, predictor and layout, with a tag changed, at times."""
+    photometric, channels = [("miniswhite", 1), ("rgb", 3), ("rgb", 4), ("separated", 4)][int(rng.integers(4))]
+    array = rng.integers(0, 255, (21, 17, channels)).astype(str(rng.choice(["uint8", "uint16", "float32"])))
+    is_separate = channels > 1 and bool(rng.integers(2))
+    compression = [None, "lzw", "zlib", "packbits", "zstd"][int(rng.integers(5))]
+    out = io.BytesIO()
+    tifffile.imwrite(
+        out,
+        np.moveaxis(array, 2, 0) if is_separate else array,
+        photometric=photometric,
+        planarconfig=("separate" if is_separate else "contig") if channels > 1 else None,
+        compression=compression,
+        predictor=compression is not None and bool(rng.integers(2)),
+        byteorder="<",
+        tile=(16, 16) if rng.integers(2) else None,
+    )
+    return tiff_entry(out.getvalue(), rng) if rng.integers(2) else out.getvalue()
+
+
 def jpeg_scans(data: bytes, rng: np.random.Generator) -> bytes:
     """Any number of scans of any number of pixels."""
     sides = [int(rng.choice([8, 100, 1000, 6000, 13_000])) for _ in range(2)]
@@ -234,5 +271,12 @@ OF_FORMAT: dict[str, dict[str, Mutation]] = {
     "webp": {"declared size": webp_size, "chunk": webp_chunk, "canvas": webp_canvas},
     "bmp": {"declared size": bmp_header, "runs": bmp_runs},
     "gif": {"declared size": gif_size},
-    "tiff": {"directory": tiff_entry, "directory, again": tiff_entry, "tile": tiff_tile},
+    "tiff": {
+        "directory": tiff_entry,
+        "directory, again": tiff_entry,
+        "tile": tiff_tile,
+        "tags": tiff_tags,
+        "strips": tiff_strips,
+        "mix": tiff_mix,
+    },
 }

@@ -23,9 +23,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from raypipe.errors import SampleError
-from raypipe.transform import image_header
+from raypipe.transform import limits
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
-from raypipe.transform.image_header import MAX_DECODE_BYTES, MAX_PIXELS
+from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_PIXELS
 
 RNG = np.random.default_rng(0)
 
@@ -201,10 +201,10 @@ def test_size_limit_holds_before_any_pixel_is_allocated(monkeypatch: pytest.Monk
     image = picture()
     for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0"}):
         webp = encoded(image, "WEBP", **options)
-        monkeypatch.setattr(image_header, "MAX_PIXELS", 1960)
+        monkeypatch.setattr(limits, "MAX_PIXELS", 1960)
         with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
             decode(webp)
-        monkeypatch.setattr(image_header, "MAX_PIXELS", 1961)
+        monkeypatch.setattr(limits, "MAX_PIXELS", 1961)
         assert decode(webp).shape == (37, 53, 3)
 
 
@@ -344,7 +344,7 @@ def test_truncated_jpeg_says_so() -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_damaged_bytes_give_a_sample_error_or_an_image(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_header, "MAX_PIXELS", 1_000_000)
+    monkeypatch.setattr(limits, "MAX_PIXELS", 1_000_000)
     rng, good = np.random.default_rng(1), encoded(picture(20, 24), kind)
     for _ in range(300):
         data = bytearray(good)
@@ -361,7 +361,7 @@ def test_damaged_bytes_give_a_sample_error_or_an_image(kind: str, monkeypatch: p
 def test_damaged_png_writes_nothing_to_stderr(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_header, "MAX_PIXELS", 1_000_000)
+    monkeypatch.setattr(limits, "MAX_PIXELS", 1_000_000)
     good = encoded(picture(), "PNG")
     for at in range(8, len(good), 7):
         with contextlib.suppress(SampleError):

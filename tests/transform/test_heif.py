@@ -14,7 +14,7 @@ from PIL import AvifImagePlugin, Image
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores import open_store
-from raypipe.transform import image_header
+from raypipe.transform import limits
 from raypipe.transform.decode import decode, image_size
 from raypipe.transform.image_header import image_kind
 
@@ -110,9 +110,9 @@ def test_whatever_is_damaged_is_a_bad_sample(kind: str) -> None:
 @KINDS
 def test_what_declares_too_much_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(kind)
-    monkeypatch.setattr(image_header, "MAX_DECODE_BYTES", 60 * 40 * 20)
+    monkeypatch.setattr(limits, "MAX_DECODE_BYTES", 60 * 40 * 20)
     assert decode(data).shape == (40, 60, 3)
-    monkeypatch.setattr(image_header, "MAX_DECODE_BYTES", 60 * 40 * 20 - 1)
+    monkeypatch.setattr(limits, "MAX_DECODE_BYTES", 60 * 40 * 20 - 1)
     for function in (decode, image_size):
         with pytest.raises(SampleError, match="declares 60x40 pixels in a form that takes"):
             function(data)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from documented import PAGES, ROOT, blocks, commands
+from documented import PAGES, ROOT, blocks, commands, defined
 from without_ray import one_thread, only_rank
 
 import raypipe
@@ -228,10 +228,7 @@ def test_the_loop_of_docs_integrations_on_ray_train_alone_reports_and_learns(
     import ray.train
 
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
-    names: dict[str, Any] = {}
-    page = blocks("python", ROOT / "docs" / "integrations.md")
-    for code in (page[0], *(code for code in page if "def train_ray" in code)):
-        exec(compile(code, "integrations.md", "exec"), names)
+    names = defined("integrations.md", "train_ray")
     names["spec"] = names["spec"].replace(pool=raypipe.PoolConfig(engine="inline"))
     reported: list[tuple[dict[str, float], set[str]]] = []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,8 @@ from raypipe.transform.columns import SampleColumns
 from raypipe.transform.resident import Gather
 from raypipe.transform.sizes import Size, size_in
 from raypipe.transform.views import makes_views
+
+_logger = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -139,6 +142,12 @@ class Loader:
 
     def _open(self) -> None:
         """Start the stream."""
+        if self.rank == 0 and next(self.plan.segments(self._start), None) is None:
+            _logger.warning(
+                "the checkpoint is the end of the run: all %d epochs are done, and there is nothing left to train; "
+                "a larger plan.epochs goes on from here",
+                self.num_epochs,
+            )
         self._created = time.perf_counter()
         self._source, self._supervisor, gather = self._open_at(self._start)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform

@@ -425,3 +425,15 @@ def test_a_loader_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> No
     assert source.thread.is_alive()
     one.close()
     assert not source.thread.is_alive()
+
+
+def test_a_run_that_is_started_again_after_its_end_says_that_nothing_is_left(
+    inline: StreamSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = inline.plan
+    loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch - 1))
+    assert caplog.messages == []
+    ended = loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch))
+    assert list(ended.epochs()) == []
+    (told,) = caplog.messages
+    assert f"all {plan.config.epochs} epochs are done" in told and "a larger plan.epochs" in told

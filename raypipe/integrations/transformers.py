@@ -127,11 +127,12 @@ class StreamTrainer(transformers.Trainer):
         missing, unexpected = load_result.missing_keys, load_result.unexpected_keys
         if (missing or unexpected) and isinstance(self.model, transformers.PreTrainedModel):
             dtypes = [value.dtype for value in self.model.parameters() if value.is_floating_point()]
-            translated, found = type(self.model).from_pretrained(
+            model_class: Any = type(self.model)
+            translated, found = model_class.from_pretrained(
                 self._loaded_from,
                 config=self.model.config,
                 dtype=functools.reduce(torch.promote_types, dtypes),  # each value stays as it is
-                ignore_mismatched_sizes=True,  # of parts that were exchanged in the model: no names of theirs differ
+                ignore_mismatched_sizes=True,  # of parts that the user has put into the model
                 output_loading_info=True,
             )
             new = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
@@ -145,8 +146,8 @@ class StreamTrainer(transformers.Trainer):
         ]
         if wrong:
             raise ConfigError(
-                f"{self._loaded_from} {' and '.join(wrong)}: build the model that was saved, or start a new run in "
-                "another output_dir"
+                f"{self._loaded_from} {' and '.join(wrong)}: build the model that was saved, or start a new run "
+                "in another output_dir"
             )
 
 

@@ -144,8 +144,7 @@ class Loader:
         """Start the stream."""
         if self.rank == 0 and next(self.plan.segments(self._start), None) is None:
             _logger.warning(
-                "the checkpoint is the end of the run: all %d epochs are done, and there is nothing left to train; "
-                "a larger plan.epochs goes on from here",
+                "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
             )
         self._created = time.perf_counter()
@@ -209,7 +208,8 @@ class Loader:
     def report(self, metrics: Mapping[str, Any], **parts: Stateful) -> None:
         """Report metrics to Ray Train, with a checkpoint: the parts' states, and where the run stands.
 
-        All ranks call it, in a train function, after a whole optimizer step or after a validation.
+        All ranks call it, in a train function, after a whole optimizer step or after a validation. It returns once
+        Ray Train has noted the checkpoint, which takes up to 2 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
 
         Args:
             parts: what has a `state_dict`, by names of your choice: the model, in DDP or not, the optimizer, …

@@ -436,4 +436,4 @@ def test_a_run_that_is_started_again_after_its_end_says_that_nothing_is_left(
     ended = loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch))
     assert list(ended.epochs()) == []
     (told,) = caplog.messages
-    assert f"all {plan.config.epochs} epochs are done" in told and "a larger plan.epochs" in told
+    assert f"all {plan.config.epochs} epochs are done" in told and "set a larger plan.epochs" in told

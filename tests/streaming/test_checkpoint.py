@@ -1,4 +1,4 @@
-"""The states of a train function's checkpoint, with Ray Train's functions played by the test, but for one that kills."""
+"""The states of a train function's checkpoint, with Ray Train's functions played by the test; and a real kill."""
 
 from __future__ import annotations
 

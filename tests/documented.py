@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "llms.txt", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,4 +27,13 @@ def commands(*pages: Path) -> list[list[str]]:
             ours = [number for number, word in enumerate(words) if word in OURS]
             if ours and not any(mark in line for mark in NOT_OURS):
                 found.append(words[ours[0] :])
+    return found
+
+
+def defined(page: str, *names: str) -> dict[str, Any]:
+    """What a page of docs/ defines in its first block of Python, and in those that define these functions."""
+    first, *others = blocks("python", ROOT / "docs" / page)
+    found: dict[str, Any] = {}
+    for code in (first, *(code for code in others if any(f"def {name}(" in code for name in names))):
+        exec(compile(code, page, "exec"), found)
     return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -24,11 +27,23 @@ def image_inputs(batch: Batch) -> dict[str, Any]:
     return {"pixel_values": batch.image, "labels": counted_target(batch)}
 
 
+class _EpochOfRun(transformers.TrainerCallback):
+    """Sets the epoch by the run's steps: in a resumed epoch, the Trainer counts from that epoch's beginning."""
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        self._steps = steps_per_epoch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        epoch, step = divmod(state.global_step - 1, self._steps)
+        state.epoch = epoch + (step + 1) / self._steps
+
+
 class StreamTrainer(transformers.Trainer):
     """The Trainer of Transformers, trained and evaluated on this rank's loader.
 
     The plan sets its arguments for epochs, batch size, accumulation and evaluation. A run that resumes from a
-    checkpoint continues with the very next step, by the number of steps in the checkpoint.
+    checkpoint continues with the very next step, by the number of steps in the checkpoint, and with all of its
+    weights: a checkpoint of another model is refused.
 
     Rows of a validation that do not count have the label -100, which `compute_metrics` has to ignore as well. The
     loss of a validation is the mean over its samples, for any number of workers.
@@ -39,7 +54,8 @@ class StreamTrainer(transformers.Trainer):
         args, kwargs: those of `transformers.Trainer`, except datasets and collators.
 
     Raises:
-        ConfigError: an argument contradicts the plan.
+        ConfigError: an argument contradicts the plan; or, from `train`, the checkpoint lacks weights of the model,
+            or has others.
     """
 
     def __init__(self, *args: Any, loader: Loader, form: Form = image_inputs, **kwargs: Any) -> None:
@@ -67,6 +83,8 @@ class StreamTrainer(transformers.Trainer):
         self._loader = loader
         self._stream_train, self._stream_val = plain_loaders(loader, form)
         super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
+        # First, so that all others see the epoch that is logged.
+        self.callback_handler.callbacks.insert(0, _EpochOfRun(loader.plan.steps_per_epoch))
 
     def get_train_dataloader(self) -> Any:
         return self._stream_train
@@ -91,3 +109,47 @@ class StreamTrainer(transformers.Trainer):
             state = json.loads(Path(str(last), "trainer_state.json").read_text())
             self._loader.load_state_dict(asdict(self._loader.plan.cursor_at(state["global_step"])))
         return super().train(last, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        self._loaded_from = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        self._loaded_from = str(self.state.best_model_checkpoint)
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Load the weights that a checkpoint has under other names, and refuse it where any are left.
+
+        A Trainer saves by `save_pretrained`, which gives weights the names of the Hub's checkpoints; it loads by
+        `load_state_dict`, which does not translate them back, and leaves those weights as they are (5.23, 5.24).
+        """
+        missing, unexpected = load_result.missing_keys, load_result.unexpected_keys
+        if (missing or unexpected) and isinstance(self.model, transformers.PreTrainedModel):
+            dtypes = [value.dtype for value in self.model.parameters() if value.is_floating_point()]
+            model_class: Any = type(self.model)
+            translated, found = model_class.from_pretrained(
+                self._loaded_from,
+                config=self.model.config,
+                dtype=functools.reduce(torch.promote_types, dtypes),  # each value stays as it is
+                ignore_mismatched_sizes=True,  # of parts that the user has put into the model
+                output_loading_info=True,
+            )
+            new = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+            values = {name: value for name, value in translated.state_dict().items() if name not in new}
+            self.model.load_state_dict({name: values[name] for name in missing if name in values}, strict=False)
+            missing = [name for name in missing if name not in values]
+            unexpected = [name for name in unexpected if name in found["unexpected_keys"]]
+        wrong = [
+            *([f"lacks {len(missing)} weights of the model ({_some(missing)})"] if missing else []),
+            *([f"has {len(unexpected)} weights that the model lacks ({_some(unexpected)})"] if unexpected else []),
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{self._loaded_from} {' and '.join(wrong)}: build the model that was saved, or start a new run "
+                "in another output_dir"
+            )
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join([*names][:3]) + (", …" if len(names) > 3 else "")

@@ -32,6 +32,7 @@ from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
 from raypipe.rayext.cluster import is_local
+from raypipe.rayext.console import quiet_first_actor
 from raypipe.rayext.pool import PoolKeeper
 
 _KEY = "raypipe"
@@ -270,6 +271,10 @@ def _create_cluster_autoscaler(topology: Any, *args: Any, **options: Any) -> Any
     settings = _settings_of(topology)
     return Turns(topology, settings) if settings else _rays_cluster_autoscaler(topology, *args, **options)
 
+
+_pool_class: Any = actor_pool_map_operator.ActorPoolMapOperator
+if _rays_start_actor := getattr(_pool_class, "_start_actor", None):
+    _pool_class._start_actor = quiet_first_actor()(_rays_start_actor)
 
 streaming_executor.create_actor_autoscaler = _create_actor_autoscaler
 streaming_executor.create_cluster_autoscaler = _create_cluster_autoscaler

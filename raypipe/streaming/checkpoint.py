@@ -33,6 +33,8 @@ def report(
 ) -> None:
     """Report metrics and a checkpoint to Ray Train; all ranks call it.
 
+    On its return Ray Train has noted the checkpoint: whatever dies from then on, the run resumes from this one.
+
     Args:
         parts: by their names.
         save: writes the place into a folder.
@@ -49,11 +51,14 @@ def report(
             )
     if rank > 0:
         ray.train.report(dict(metrics))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(state, Path(folder, _STATE_FILE))
-        save(folder)
-        ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(state, Path(folder, _STATE_FILE))
+            save(folder)
+            ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))
+    # Ray Train's `report` leaves it in a queue of this process, which the controller empties every 2 s: until then
+    # the death of any rank would lose it.
+    ray.train.get_all_reported_checkpoints(consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED)
 
 
 def restore(parts: Mapping[str, Stateful]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import math
 import time
 import weakref
@@ -45,6 +46,8 @@ from raypipe.transform.columns import SampleColumns
 from raypipe.transform.resident import Gather
 from raypipe.transform.sizes import Size, size_in
 from raypipe.transform.views import makes_views
+
+_logger = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -167,6 +170,11 @@ class Loader:
 
     def _open(self) -> None:
         """Start the stream."""
+        if self.rank == 0 and next(self.plan.segments(self._start), None) is None:
+            _logger.warning(
+                "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
+                self.num_epochs,
+            )
         self._created = time.perf_counter()
         self._source, self._supervisor, gather, self._actors = self._open_at(self._start)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
@@ -238,7 +246,8 @@ class Loader:
     def report(self, metrics: Mapping[str, Any], **parts: Stateful) -> None:
         """Report metrics to Ray Train, with a checkpoint: the parts' states, and where the run stands.
 
-        All ranks call it, in a train function, after a whole optimizer step or after a validation.
+        All ranks call it, in a train function, after a whole optimizer step or after a validation. It returns once
+        Ray Train has noted the checkpoint, which takes up to 2 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
 
         Args:
             metrics: those that are numbers are recorded, and drawn by `raypipe report`.

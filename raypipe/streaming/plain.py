@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Split
 from raypipe.streaming.loader import Epoch, Loader, Pass
 
 Form = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
 """What a plain loader yields: `{"image", "target", "weight"}`, `"views"` where there are any, and columns by their
-names; `(image, target)`; the Batch; or what a function makes of it."""
+names; `(image, target)` of the rows that count; the Batch; or what a function makes of it."""
 
 NOT_COUNTED = -100
 """The target of rows that do not count: padding, and samples that cannot be used. `cross_entropy` of torch leaves
@@ -34,12 +34,14 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
     Args:
         loader: this rank's loader.
         form: what they yield: "dict" (image, target, weight, and columns), "tuple" (image, target), "batch", or a
-            function of the `Batch`.
+            function of the `Batch`. Tuples leave out the padding of a validation and samples that cannot be used,
+            so `len(target)` counts samples; a batch may then be smaller.
 
     Raises:
-        ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets; or it is "tuple", which has
-            none for weights, and targets are no classes; or "dict", and a column has the name of an entry. If the
-            loop's order differs from the plan's, iterating raises it too, and names the setting to change.
+        ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets; or it is "tuple", and ranks
+            would have different numbers of validation batches; or "dict", and a column has the name of an entry.
+            If the loop's order differs from the plan's, iterating raises it too, and names the setting to change.
+        SampleError: iterating, no sample of a micro-batch can be used, and "tuple" cannot say so.
     """
     config = loader.augment.config if loader.augment else None
     if config and (config.mixup_alpha or config.cutmix_alpha) and form in ("dict", "tuple"):
@@ -47,16 +49,23 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
             f"MixUp and CutMix make two targets of one, and {form!r} has room for one: give a function, such as "
             "lambda batch: (batch.image, soft_targets(batch.target, batch.mixed, num_classes))"
         )
-    columns = loader.columns
-    if form == "tuple" and columns.target is not None:
+    padding, world_size = _padding_alone(loader), loader.world_size
+    if form == "tuple" and padding % world_size:
         raise ConfigError(
-            f"targets are {columns.target}, of which none says that its row does not count, and 'tuple' has no "
-            "room for weights: use form='dict', or give a function"
+            f"the last {padding} micro-batches of a validation are padding, which 'tuple' leaves out, and then "
+            f"{world_size} workers have different numbers of batches: use form='dict', whose weight is 0 there, "
+            "or give a function"
         )
-    if form == "dict" and (clash := {"image", "target", "weight", "views"} & columns.types.keys()):
+    if form == "dict" and (clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()):
         raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")
     turns = _Turns(loader)
     return PlainLoader(turns, "train", form), PlainLoader(turns, "val", form)
+
+
+def _padding_alone(loader: Loader) -> int:
+    """Micro-batches, of all ranks, at the end of a validation that have no sample."""
+    plan = loader.plan
+    return plan.val_steps * plan.config.per_step + -plan.num_val_rows // plan.config.micro_batch_size
 
 
 class _Turns:
@@ -115,17 +124,16 @@ class PlainLoader:
 
     def __len__(self) -> int:
         """This rank's micro-batches of a whole epoch."""
-        plan = self._loader.plan
-        steps = plan.steps_per_epoch if self._split == "train" else plan.val_steps
-        return steps * self._loader.accumulation
+        plan, loader = self._loader.plan, self._loader
+        if self._split == "train":
+            return plan.steps_per_epoch * loader.accumulation
+        left_out = _padding_alone(loader) // loader.world_size if self._form == "tuple" else 0
+        return plan.val_steps * loader.accumulation - left_out
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        batches = self._turns.next(self._split)
-        for number, batch in enumerate(batches, 1):
-            if number == len(batches):
-                next(batches, None)  # its end, which loops that count do not ask for
-            yield self._formed(batch)
+        batches = _to_the_end(self._turns.next(self._split))
+        yield from self._tuples(batches) if self._form == "tuple" else map(self._formed, batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place."""
@@ -140,12 +148,33 @@ class PlainLoader:
             return self._form(batch)
         if self._form == "batch":
             return batch
-        if self._form == "tuple":
+        made: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
+        return made | ({"views": batch.views} if batch.views else {}) | batch.columns
+
+    def _tuples(self, batches: Iterable[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Image and target of the rows that count."""
+        for batch in batches:
             if batch.views:
                 raise ConfigError(
                     "the transform makes views, and 'tuple' has room for one image: give 'dict', 'batch', or a "
                     "function of the batch"
                 )
-            return batch.image, counted_target(batch)
-        made: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
-        return made | ({"views": batch.views} if batch.views else {}) | batch.columns
+            num = int((batch.index >= 0).sum())  # padding is at the end
+            # Without bad samples the host knows the rows, and nothing waits for the device.
+            rows = batch.weight > 0 if batch.num_bad else slice(num)
+            image, target = batch.image[rows], batch.target[rows]
+            if len(target):
+                yield image, target
+            elif num and (self._split == "train" or self._loader.world_size > 1):
+                raise SampleError(
+                    f"no sample of micro-batch {batch.at} can be used, and 'tuple' cannot say so: mend the "
+                    "samples that the log names, or use form='dict', whose weight is 0 there"
+                )
+
+
+def _to_the_end(batches: Pass) -> Iterator[Batch]:
+    """The batches; their end is asked for with the last one, since loops that count do not ask for it."""
+    for number, batch in enumerate(batches, 1):
+        if number == len(batches):
+            next(batches, None)
+        yield batch

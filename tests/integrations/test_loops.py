@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from documented import defined
 from local_head import free_port
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from raypipe.config import PlanConfig
+from raypipe.config import PlanConfig, PoolConfig
 from raypipe.errors import ConfigError
 from raypipe.streaming.handover import loader
+from raypipe.streaming.plain import counted_target
 
 sys.path.append(str(Path(__file__).parent))
 import ranks
@@ -135,6 +139,91 @@ def test_a_trainer_is_not_given_batches_that_are_gone_when_it_uses_them(
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ConfigError, match=r"takes all 4 batches of a step .* keep=3"):
         StreamTrainer(ranks.Net(), arguments, loader=one)
+
+
+def test_the_pages_trainer_resumes_on_other_weights_as_if_undisturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    names = defined("integrations.md", "train_transformers")
+    names["spec"] = names["spec"].replace(pool=PoolConfig(engine="inline"))
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    torch.manual_seed(1)
+    logged = names["train_transformers"]({"folder": str(whole)})
+    shutil.copytree(whole / "checkpoint-10", rest / "checkpoint-10")
+    torch.manual_seed(2)
+    resumed = names["train_transformers"]({"folder": str(rest), "resume": True})
+    last = [load_file(folder / "checkpoint-22" / "model.safetensors") for folder in (whole, rest)]
+    assert last[0].keys() == last[1].keys()
+    assert [name for name in last[0] if not torch.equal(last[0][name], last[1][name])] == []
+    figures = ("step", "epoch", "eval_loss", "eval_accuracy")
+    assert [[entry.get(name) for name in figures] for entry in resumed] == [
+        [entry.get(name) for name in figures] for entry in logged
+    ]
+
+
+def trainer_of(model: torch.nn.Module, store: Path, folder: Path, **more: Any) -> Any:
+    from transformers import TrainingArguments
+
+    from raypipe.integrations.transformers import StreamTrainer
+
+    compute_metrics = more.pop("compute_metrics", None)
+    every = {"eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, **every | more)  # type: ignore[arg-type]
+    return StreamTrainer(
+        model,
+        arguments,
+        loader=loader(ranks.spec_of(str(store))),
+        form=lambda batch: {"pixel_values": batch.image.float() / 255, "labels": counted_target(batch)},
+        compute_metrics=compute_metrics,
+    )
+
+
+def vit(num_layers: int) -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": num_layers}
+    return ViTForImageClassification(ViTConfig(image_size=12, patch_size=4, num_labels=5, **sizes))
+
+
+class Deeper(ranks.Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(5, 5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "message"),
+    [
+        (ranks.Net, Deeper, r"checkpoint-12 lacks 2 weights of the model \(more\.weight, more\.bias\)"),
+        (Deeper, ranks.Net, r"checkpoint-12 has 2 weights that the model lacks \(more\."),
+        (lambda: vit(1), lambda: vit(2), r"checkpoint-12 lacks 16 weights of the model \(vit\.layers\.1\."),
+    ],
+)
+def test_a_trainer_refuses_a_checkpoint_that_leaves_weights_as_they_are(
+    saved: Any, other: Any, message: str, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer_of(saved(), stores["train"], tmp_path).train()
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(other(), stores["train"], tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_the_best_model_that_a_trainer_loads_has_all_weights_of_its_checkpoint(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    falling = iter(range(9, 0, -1))
+    trainer = trainer_of(
+        vit(1),
+        stores["train"],
+        tmp_path,
+        load_best_model_at_end=True,
+        metric_for_best_model="falling",
+        compute_metrics=lambda _: {"falling": next(falling)},
+    )
+    trainer.train()
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-6"
+    saved = type(trainer.model).from_pretrained(tmp_path / "checkpoint-6").state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in trainer.model.state_dict().items())
 
 
 def test_lightning_is_told_what_the_plan_has(stores: dict[str, Path]) -> None:

@@ -1,8 +1,10 @@
-"""The states of a train function's checkpoint, with Ray Train's two functions played by the test."""
+"""The states of a train function's checkpoint, with Ray Train's functions played by the test; and a real kill."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,19 @@ from raypipe.streaming.spec import StreamSpec
 
 
 class Reports:
-    """What was reported: metrics, and the newest checkpoint."""
+    """What was reported: metrics, and the newest checkpoint; and how many reports were waited for."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.metrics = folder, list[dict[str, Any]]()
+        self.folder, self.metrics, self.num_awaited = folder, list[dict[str, Any]](), 0
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
         self.metrics.append(metrics)
         if checkpoint:
             shutil.copytree(checkpoint.path, self.folder, dirs_exist_ok=True)
+
+    def wait(self, consistency_mode: ray.train.CheckpointConsistencyMode) -> None:
+        assert consistency_mode is ray.train.CheckpointConsistencyMode.COMMITTED
+        self.num_awaited = len(self.metrics)
 
     def newest(self) -> Any:
         return ray.train.Checkpoint.from_directory(self.folder) if self.folder.exists() else None
@@ -43,6 +49,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reports:
     found = Reports(tmp_path / "checkpoint")
     monkeypatch.setattr("ray.train.report", found.report)
     monkeypatch.setattr("ray.train.get_checkpoint", found.newest)
+    monkeypatch.setattr("ray.train.get_all_reported_checkpoints", found.wait)
     return found
 
 
@@ -105,6 +112,7 @@ def test_only_the_first_rank_makes_a_checkpoint_and_all_report(stream: Loader, r
     stream.rank = 1
     stream.report({"accuracy": 0.5}, **parts())
     assert reports.metrics == [{"accuracy": 0.5}] and reports.newest() is None
+    assert reports.num_awaited == 1
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -135,3 +143,38 @@ def test_a_checkpoint_without_a_part_or_of_another_make_is_named(stream: Loader,
     (reports.folder / "state.pt").unlink()
     with pytest.raises(ConfigError, match=r"was not made by loader\.report"):
         stream.restore(**parts())
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("two_cpus")
+def test_a_rank_that_is_killed_when_report_returns_resumes_from_that_report(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    plan = PlanConfig(epochs=1, micro_batch_size=8, global_batch_size=16)
+    spec = StreamSpec(stores["train"], plan=plan, pool=PoolConfig(engine="inline"))
+
+    def train_fn() -> None:
+        made = loader(spec)
+        model = torch.nn.Linear(1, 1)
+        made.restore(model=model)
+        began_at = made.global_step
+        with (tmp_path / f"began-{made.rank}").open("a") as file:
+            file.write(f"{began_at} {model.weight.item()}\n")
+        for batch in next(made.epochs()).train:
+            if batch.ends_step and made.global_step in (2, 4):
+                torch.nn.init.constant_(model.weight, made.global_step)
+                made.report({}, model=model)
+                if made.rank == began_at == 0 and made.global_step == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
+    failures = FailureConfig(max_failures=1)
+    run = RunConfig(name="killed", storage_path=str(tmp_path / "runs"), failure_config=failures)
+    TorchTrainer(train_fn, scaling_config=scaling, run_config=run).fit()
+    for rank in range(2):
+        _, resumed = (tmp_path / f"began-{rank}").read_text().splitlines()
+        assert resumed == "4 4.0"

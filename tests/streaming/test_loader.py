@@ -459,3 +459,15 @@ def test_an_argument_of_a_loader_that_is_of_another_type_is_named(argument: Any,
         loader(spec, **argument)
     with pytest.raises(ConfigError, match=r"raypipe.loader: spec must be a StreamSpec, got MemoryStore|got <"):
         loader(MemoryStore([b""], [0]), **argument)  # type: ignore[arg-type]
+
+
+def test_a_run_that_is_started_again_after_its_end_says_that_nothing_is_left(
+    inline: StreamSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = inline.plan
+    loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch - 1))
+    assert caplog.messages == []
+    ended = loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch))
+    assert list(ended.epochs()) == []
+    (told,) = caplog.messages
+    assert f"all {plan.config.epochs} epochs are done" in told and "set a larger plan.epochs" in told

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.numbers import labels_of
 
 
 def columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
@@ -158,4 +159,4 @@ def join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool
     value_type, shape = array_of or (kind, ())
     nothing = np.empty((0, *shape), value_type.to_pandas_dtype())
     joined = np.concatenate(parts)[places] if parts else nothing
-    return joined.astype(np.int64) if is_label and pa.types.is_integer(kind) else joined
+    return labels_of(joined) if is_label and pa.types.is_integer(kind) else joined

@@ -32,6 +32,7 @@ NO_BOX = -1
 """The label of a row of `boxes` that holds no box, or of `keypoints` that holds none."""
 _OUTSIDE = -2
 """The label of a keypoint outside of the image is this minus its own."""
+_MAX_LABEL = 1 << 24  # float32 holds all whole numbers up to it, and -2 minus each of them
 
 
 def check_columns(store: Store, targets: Mapping[str, str], setting: str = "transform.{}_column") -> None:
@@ -111,8 +112,7 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
     limits = np.array(size[::-1] * 2, np.float64)
     cut = np.clip(corners, 0, limits)
     wrong = {
-        "is not finite": ~np.isfinite(boxes).all(1),
-        "has a label that is no whole number from 0 on": (labels < 0) | (labels != np.floor(labels)),
+        **_wrong(boxes, labels),
         f"reaches out of the image of {size[1]}x{size[0]} pixels (width x height)": (
             (corners < -1) | (corners > limits + 1)
         ).any(1),
@@ -138,21 +138,29 @@ def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
         SampleError: they are malformed.
     """
     keypoints = _numbers(value, "keypoints", "x, y, label")
-    labels = keypoints[:, 2]
-    wrong = {
-        "is not finite": ~np.isfinite(keypoints).all(1),
-        "has a label that is no whole number from 0 on": (labels < 0) | (labels != np.floor(labels)),
-    }
-    for why, which in wrong.items():
+    for why, which in _wrong(keypoints, keypoints[:, 2]).items():
         for number in np.flatnonzero(which)[:1]:
             raise SampleError(f"keypoint {number} of {len(keypoints)}, {keypoints[number].tolist()}, {why}")
     return keypoints.astype(np.float32)
 
 
+def _wrong(numbers: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """Why float32 does not hold numbers, float64 (K, n), and labels, (K,), as they are; and which, bool (K,)."""
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(numbers.astype(np.float32)).all(1)
+    whole = (labels >= 0) & (labels <= _MAX_LABEL) & (labels == np.floor(labels))
+    return {
+        "is not finite as float32": ~finite,
+        f"has a label that is not a whole number from 0 to {_MAX_LABEL}": ~whole,
+    }
+
+
 def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Transformed keypoints, float32 (K, 3), of an image of this (height, width, …): those outside have the label
-    -2 - label."""
+    -2 - label. Raises SampleError where the transform made one infinite."""
     made = np.asarray(keypoints, np.float32).reshape(-1, 3)
+    for number in np.flatnonzero(~np.isfinite(made).all(1))[:1]:
+        raise SampleError(f"keypoint {number} of {len(made)} is not finite behind the transform")
     x, y, labels = made.T
     outside = ~((x >= 0) & (y >= 0) & (x < shape[1]) & (y < shape[0]))
     return np.column_stack([x, y, np.where(outside, _OUTSIDE - labels, labels)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +100,7 @@ def npy_header(data: bytes) -> NpyHeader:
         what = "objects, which only a pickle holds" if dtype.hasobject else f"{dtype!s:.200}"
         raise SampleError(f"a .npy of {what}: store integers or floats of 8 to 64 bits")
     there, num_bytes = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
-    if there != num_bytes or min(shape, default=0) < 0 or len(shape) > 32:
+    if there != num_bytes or not all(0 <= side <= sys.maxsize for side in shape):
         damage = "truncated" if there < num_bytes else "damaged"
         raise SampleError(
             f"{damage} .npy: {there} bytes behind its header, and it declares {dtype} of shape {shape!s:.200}"
@@ -110,8 +111,9 @@ def npy_header(data: bytes) -> NpyHeader:
 def read_npy(data: bytes, header: NpyHeader | None = None) -> np.ndarray:
     """The array of a .npy, writable, C-contiguous and in native byte order; raises SampleError as `npy_header`."""
     shape, fortran, dtype, begin = header or npy_header(data)
+    values = np.frombuffer(data, dtype, offset=begin) if begin < len(data) else np.empty(0, dtype)
     try:
-        values = np.frombuffer(data, dtype, offset=begin) if begin < len(data) else np.empty(0, dtype)
-        return np.array(values.reshape(shape, order="F" if fortran else "C"), dtype.newbyteorder("="), order="C")
-    except ValueError as error:  # of an axis that is too long where another is 0
+        values = values.reshape(shape, order="F" if fortran else "C")
+    except ValueError as error:  # of too many axes, or of two that are too long beside one of 0
         raise SampleError(f"damaged .npy: {error}") from None
+    return np.array(values, dtype.newbyteorder("="), order="C")

@@ -24,6 +24,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store
+from raypipe.stores.numbers import exactly
 from raypipe.transform.image_header import damage_in, image_kind
 
 IGNORE = 255
@@ -170,8 +171,11 @@ def decode_targets(
     values: Mapping[str, Any], targets: Iterable[str], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """Decode what a sample has by "mask", "boxes" and "keypoints", of an image of this (height, width)."""
-    decoders = {"mask": decode_mask, "boxes": decode_boxes, "keypoints": decode_keypoints}
-    return {name: decoders[name](values[name], size) for name in targets}
+    return {name: DECODERS[name](values[name], size) for name in targets}
+
+
+DECODERS = {"mask": decode_mask, "boxes": decode_boxes, "keypoints": decode_keypoints}
+"""Of each target."""
 
 
 def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
@@ -185,7 +189,10 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
             value = json.loads(value) if value.strip() else []
         elif isinstance(value, bytes):
             value = np.frombuffer(value, "<f4") if value else []
-        numbers = np.asarray(value, np.float64)
+        numbers = exactly(value)
+        if numbers.dtype.kind not in "biuf":
+            raise TypeError(f"they hold {numbers.dtype}")
+        numbers = exactly(numbers, np.float64)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SampleError(f"the {what} are not numbers: {error}") from error
     if not numbers.size:

@@ -11,7 +11,7 @@ import pytest
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.numbers import InexactError, exactly, labels_of, npy_header, read_npy
+from raypipe.stores.numbers import InexactError, exactly, labels_of, read_npy
 from raypipe.stores.record import RecordLayout
 
 U63, U64 = np.uint64(1 << 63), np.uint64((1 << 64) - 1)
@@ -60,7 +60,7 @@ def test_a_cast_that_changes_a_number_is_refused_with_the_number(values: Any, dt
 
 
 def test_labels_that_int64_cannot_hold_have_no_value() -> None:
-    assert labels_of(np.array([1, U63])) == [1, None] and labels_of([2, None]) == [2, None]
+    assert labels_of(np.array([1, 1 << 63], np.uint64)) == [1, None] and labels_of([2, None]) == [2, None]
     assert labels_of(np.array([3], np.uint8)).dtype == np.int64
 
 
@@ -113,9 +113,8 @@ def test_a_sound_npy_is_what_numpy_reads(array: np.ndarray) -> None:
     ],
 )
 def test_a_npy_that_is_not_what_it_declares_is_refused(data: bytes, message: str) -> None:
-    for read in (npy_header, read_npy):
-        with pytest.raises(SampleError, match=message):
-            read(data)
+    with pytest.raises(SampleError, match=message):
+        read_npy(data)
 
 
 # Where stores cast

@@ -35,7 +35,7 @@ def columns_of(path: str, schema: pa.Schema, image_column: str, label_column: st
             f"{path}, column {image_column!r} has type {columns['image'].type}; an image is binary, "
             "large_binary or struct{bytes, path}"
         )
-    if "label" in columns and not _is_target(columns["label"].type):
+    if "label" in columns and not is_target(columns["label"].type):
         raise StoreError(
             f"{path}, column {label_column!r} has type {columns['label'].type}; a label is a number, or a list of "
             "numbers; set label_column"
@@ -65,9 +65,10 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
-def _is_target(kind: pa.DataType) -> bool:
+def is_target(kind: pa.DataType) -> bool:
+    """Whether a column of this type may be labels."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _is_target(kind.value_type)
+        return is_target(kind.value_type)
     return _is_number(kind) or pa.types.is_boolean(kind) or _array_of(kind) is not None
 
 

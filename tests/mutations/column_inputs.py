@@ -1,6 +1,6 @@
 """Runs the cases of `mutate_columns`: a store with one damaged value, read, converted and made into a micro-batch.
 
-Each row of it must be what the library of the format makes of the stored value, to the bit. A value that the library
+Each row must be what the library of the format makes of the stored value, to the bit. A value that the library
 cannot read has no row: its sample is a bad one, with its name, or one error names the store.
 """
 
@@ -80,7 +80,9 @@ def check(case: Case, path: Path, values: list[Any], damaged: int, through_row: 
         try:
             meaning = case.mean(values[index])
         except Exception as error:
-            raise AssertionError(f"{values[index]!r:.60} cannot be read ({error!s:.60}), and is {row!r:.60}") from None
+            raise AssertionError(
+                f"{values[index]!r:.60} cannot be read ({error!s:.60}), and is {row!r:.60}"
+            ) from None
         assert is_same(case, row, meaning), f"{values[index]!r:.60} is {meaning!r:.60}, and became {row!r:.60}"
     return "good" if damaged in rows else "bad sample"
 
@@ -134,14 +136,14 @@ def is_same(case: Case, row: Any, meaning: Any) -> bool:
         return all(is_same(case, row[name], each) for name, each in meaning.items() if name in row)
     if isinstance(meaning, str | bytes):
         return type(row) is type(meaning) and row == meaning
-    if isinstance(meaning, dict | list | None):
+    if isinstance(meaning, dict | list) and not isinstance(row, np.ndarray):
         return json.dumps(row) == json.dumps(meaning)
     if case.column in ("boxes", "keypoints"):
         assert (row[len(meaning) :, -1] == -1).all()
         row = row[: len(meaning)]
     if case.column == "label" and np.ndim(row) and np.ndim(meaning) == 0:
         return False
-    found, exact = np.asarray(row), np.asarray(meaning)
+    found, exact = np.asarray(row), meaning if isinstance(meaning, np.ndarray) else np.asarray(meaning, object)
     if found.shape != exact.shape:
         return not found.size and not exact.size
     return all(itertools.starmap(is_same_number, _pairs(found, exact)))

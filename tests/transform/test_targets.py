@@ -318,8 +318,14 @@ def test_keypoints_outside_of_the_image_are_marked_and_keep_their_label_and_plac
 
 
 def test_a_mask_with_a_wrong_checksum_is_a_bad_sample() -> None:
-    pixels = np.random.default_rng(0).integers(0, 4, (40, 48), np.uint8)
-    stored = png(pixels, compress_level=0)  # so that damaged pixels unpack
-    at = stored.index(b"IDAT") + 200
-    with pytest.raises(SampleError, match="damaged PNG"):
-        decode_mask(stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :], pixels.shape)
+    one, other = (png(np.full((4, 4), value, np.uint8)) for value in (1, 2))
+    at = one.index(b"IDAT")
+    length = int.from_bytes(one[at - 4 : at], "big")
+    assert len(one) == len(other)
+    with pytest.raises(SampleError, match=r"the checksum of .* is wrong"):
+        decode_mask(one[:at] + other[at : at + 4 + length] + one[at + 4 + length :], (4, 4))
+
+
+def test_numbers_as_texts_are_no_boxes() -> None:
+    with pytest.raises(SampleError, match="the boxes are not numbers"):
+        decode_boxes('[["0", "0", "5", "5", "1"]]', SIZE)

@@ -171,14 +171,14 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
 
 
 def check_png(data: bytes) -> None:
-    """Raise SampleError where a checksum of what pixels are made of is wrong: Pillow does not compare them."""
+    """Raise ValueError where a checksum of what pixels are made of is wrong: Pillow does not compare them."""
     at, kind = 8, b""
     while kind != b"IEND" and at + 12 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         end = at + 8 + length
         checksum = int.from_bytes(data[end : end + 4], "big")
         if not kind[0] & 0x20 and end + 4 <= len(data) and zlib.crc32(memoryview(data)[at + 4 : end]) != checksum:
-            raise SampleError(f"damaged PNG: the checksum of {kind!r} is wrong")
+            raise ValueError(f"the checksum of {kind!r} is wrong")
         at = end + 4
 
 

@@ -383,7 +383,7 @@ def test_a_png_whose_pixels_have_a_wrong_checksum_is_bad_whatever_reads_it(mode:
         other[:-4] + one[-4:] if one[4:8] in (b"IDAT", b"PLTE") else one for one, other in zip(*parts, strict=True)
     ]
     assert decode(first)[0, 0].tolist() != decode(second)[0, 0].tolist()
-    with pytest.raises(SampleError, match=r"damaged PNG: the checksum of .* is wrong"):
+    with pytest.raises(SampleError, match=r"damaged PNG: .*the checksum of .* is wrong"):
         decode(b"".join(mixed))
 
 

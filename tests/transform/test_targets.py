@@ -176,7 +176,7 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
         (box(0, 0, np.nan, 5), r"box 1 of 2, \[0.0, 0.0, nan, 5.0, 1.0\], is not finite"),
         (box(0, 0, 5, 5, label=np.inf), "is not finite"),
         (json.dumps(box(0, 0, np.nan, 5)), "is not finite"),
-        ([[1, 2, 3, None, 5]], "is not finite"),
+        ([[1, 2, 3, None, 5]], "the boxes are not numbers"),
         (box(5, 0, 5, 5), r"box 1 of 2, \[5.0, 0.0, 5.0, 5.0, 1.0\], is empty"),
         (box(0, 6, 5, 5), "is empty"),
         (box(-0.9, 0, -0.1, 5), "is empty"),

@@ -149,7 +149,8 @@ def _as_list(data: bytes, start: int, dtype: np.dtype[Any], shape: Sequence[int]
     values = np.frombuffer(memoryview(data)[start:], dtype)
     if math.prod(shape) != len(values):  # numpy would take a product over 64 bits for another
         raise ValueError(f"{len(values)} values in an array of {tuple(shape)}")
-    found: list[Any] = values.reshape(shape).tolist()
+    # Of no values in four billion rows, each row would become a list.
+    found: list[Any] = values.reshape(shape).tolist() if len(values) else []
     return found
 
 

@@ -77,15 +77,15 @@ def _is_number(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def _labels_of(shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
+def _labels_of(name: str, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """The labels of all shards: int64 (N,) of integers; else float64 (N,), or numbers (N, …) of lists."""
     labels = [label for shard in shards for label in shard["labels"]]
     try:
         return exactly(labels)
     except ValueError as error:
         raise StoreError(
-            f"labels of a WebDataset make no array ({error}): name a field of lists of several lengths in "
-            "store.columns, with a length, and not as store.label_column"
+            f"{name}: its labels, with those of other shards, make no array ({error}): name a field of lists of "
+            "several lengths in store.columns, with a length, and not as store.label_column"
         ) from None
 
 
@@ -198,7 +198,7 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Index:
     }
     columns = {"image": places.pop("")}
     if labelled[0]:
-        columns["label"] = _labels_of(shards)
+        columns["label"] = _labels_of(names[0], shards)
     return Index(
         columns=columns | places,
         texts=_TEXT_SUFFIXES,

@@ -27,7 +27,7 @@ from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store, is_class
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch, read_encoded
+from raypipe.transform.batch import NO_LABEL, HostBatch, read_encoded
 from raypipe.transform.columns import LABEL
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import as_rgb, decode_array
@@ -190,6 +190,8 @@ class Preview:
         if not self._columns.has_target:
             return ""
         names = self.store.classes or ()
+        if label == NO_LABEL:
+            return "no label"
         return names[label] if 0 <= label < len(names) and names[label].isascii() else f"class {label}"
 
 

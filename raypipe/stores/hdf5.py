@@ -176,4 +176,4 @@ def _checked_labels(address: str, labels: Any, num_samples: int) -> np.ndarray:
             f"{address}, {labels.name}: {labels.dtype} of {shape}; labels are one integer for each of the "
             f"{num_samples} images; set label_column"
         )
-    return labels[...].reshape(num_samples).astype(np.int64)
+    return np.asarray(labels[...].reshape(num_samples))

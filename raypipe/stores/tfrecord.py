@@ -137,6 +137,9 @@ def _sample(where: str, features: Mapping[str, Any], names: dict[str, str]) -> d
         column: list(getattr(features[name], _KINDS[column]).value) if name in features else []
         for column, name in names.items()
     }
+    unforeseen = () if "label" in names else _USUAL["label"]
+    if any(name in features and features[name].HasField(_KINDS["label"]) for name in unforeseen):
+        raise StoreError(f"{where}, has a label, and the first record has none: name the feature by label_column")
     if len(found.get("image", ())) != 1:
         logger.warning("%s: its checksum is wrong, it is over 512 MiB, or no Example with one image", where)
         return {"image": None}

@@ -31,6 +31,8 @@ from raypipe.stores.base import Store, name_of, title_of
 from raypipe.streaming.row import Made
 from raypipe.transform.batch import (
     FIRST_ATTEMPT,
+    NO_LABEL,
+    WRONG_LABEL,
     Attempt,
     Content,
     HostBatch,
@@ -305,7 +307,7 @@ def differing(
 
 def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:
     """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
-    for row in np.flatnonzero((labels < 0) | (labels >= num_classes)).tolist():
+    for row in np.flatnonzero(((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)).tolist():
         raise ConfigError(
             f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or mend "
             "the store"
@@ -360,8 +362,11 @@ def try_samples(
             check_labels(labels, num_classes, titles.__getitem__)
         maker = ColumnMaker(columns) if columns else None
         bad = []
-        for sample, title, (k0, k1) in zip(samples, titles, plan.sample_keys(at, indices).tolist(), strict=True):
+        keys = plan.sample_keys(at, indices).tolist()
+        for sample, label, title, (k0, k1) in zip(samples, labels.tolist(), titles, keys, strict=True):
             try:
+                if label == NO_LABEL:
+                    raise SampleError(WRONG_LABEL)
                 if maker:
                     maker.one(sample.columns, (k0, k1))
                 made = content.one(sample, (k0, k1))

@@ -19,6 +19,7 @@ import numpy as np
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import Store, title_of
+from raypipe.stores.numbers import labels_of
 from raypipe.transform.columns import LABEL, NO_COLUMNS, ColumnMaker, PackedColumn, SampleColumns
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
 
@@ -47,6 +48,9 @@ Make = Callable[[int, np.ndarray | None], Any]
 """(position in the micro-batch, place for the image, if it is known) → what `one` makes of the sample; None for
 padding, or a bad sample that is left out."""
 
+NO_LABEL = int(np.iinfo(np.int64).min)
+"""Stands for a label that is missing or damaged, or that int64 cannot hold: its sample is a bad one."""
+WRONG_LABEL = "the label is missing, damaged, or no integer of 64 bits with a sign"
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
 
 
@@ -128,7 +132,7 @@ def read_encoded(
     targets: Mapping[str, str] | None = None,
     columns: SampleColumns = NO_COLUMNS,
 ) -> tuple[list[EncodedSample], np.ndarray]:
-    """Samples, and labels int64 (n,), of int64 indices (n,).
+    """Samples, and labels int64 (n,), of int64 indices (n,); NO_LABEL where a label is none.
 
     Args:
         targets: columns of masks and boxes, see `TransformConfig.target_columns`.
@@ -148,6 +152,9 @@ def read_encoded(
             f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are no classes: name label "
             "in store.columns, or set label_is_class = False in the store's class"
         )
+    labels = labels_of(labels)
+    if isinstance(labels, list):
+        labels = np.array([NO_LABEL if each is None else each for each in labels], np.int64)
     return samples, labels
 
 
@@ -352,6 +359,8 @@ class MicroBatchTransform:
             raise SampleError(attempt.bad[index])
         if callable(sample):
             sample, label = sample()
+        if label == NO_LABEL:
+            raise SampleError(WRONG_LABEL)
         try:
             found: dict[str, Any] = {}
             if self._columns is not None:

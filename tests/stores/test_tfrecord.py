@@ -122,6 +122,12 @@ def test_without_labels(tmp_path: Path) -> None:
     assert read(path) == {"image": IMAGES}
 
 
+def test_a_first_record_without_a_label_does_not_take_those_of_the_others(tmp_path: Path) -> None:
+    rows = [{"image/encoded": IMAGES[0]}, {"image/encoded": IMAGES[1], "image/class/label": 1}]
+    with pytest.raises(StoreError, match=r"record 1, has a label, and the first record has none"):
+        list(open_source(tfrecords.write(tmp_path / "a.tfrecord", rows)))
+
+
 @pytest.mark.parametrize("labels", [{"image/class/label": [1, 2]}, {}])
 def test_a_label_that_is_missing_is_loud(tmp_path: Path, labels: dict[str, Any]) -> None:
     rows = [slim(0), {"image/encoded": IMAGES[1], **labels}]

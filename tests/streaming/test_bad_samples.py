@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import without_ray
 from full_disk import fill
@@ -14,10 +17,14 @@ from full_disk import fill
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError
 from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.batch import HostBatch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
 from conftest import picture  # isort: skip
+from shard_writers import write_mds  # isort: skip
 
 BAD = [{"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7", "substitute": 3, "error": "no value"}]
 
@@ -134,3 +141,48 @@ def test_budget_grows_with_what_was_seen() -> None:
 def test_budget_of_nothing_stops_at_the_first() -> None:
     with pytest.raises(BadSamplesError, match="1 of 1000"):
         BadSampleBudget(max_fraction=0.0, grace=0).spend([LAST], 1000)
+
+
+def write_labels(folder: Path, kind: str) -> Path:
+    """Eight images, the sixth of which has a label that is damaged, or that int64 cannot hold."""
+    images = [picture(number) for number in range(8)]
+    if kind == "mds":
+        labels = [b"1"] * 8
+        labels[5] = b"\xb1"
+        columns = {"image": ("jpeg", None), "label": ("str_int", None)}
+        write_mds(folder / kind, columns, [list(zip(images, labels, strict=True))])
+        return folder / kind
+    path = folder / f"labels.{kind}"
+    labels = pa.array([1] * 5 + [(1 << 64) - 1, 1, 1], pa.uint64())
+    table = pa.table({"image": images, "label": labels})
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["mds", "parquet", "arrow"])
+def test_a_label_that_is_damaged_or_too_large_makes_a_bad_sample_and_no_other_class(
+    tmp_path: Path, kind: str
+) -> None:
+    store = write_labels(tmp_path, kind)
+    spec = StreamSpec(
+        store,
+        store,
+        plan=PlanConfig(epochs=1, micro_batch_size=4),
+        transform=TransformConfig(train="none", val="none"),
+        quarantine=(tmp_path / "quarantine").as_uri(),
+    )
+    rows = [row for batch in inline_batches(spec, spec.plan.start()) for row in zip(*rows_of(batch), strict=True)]
+    assert {label for label, index, weight in rows if weight} == {1}
+    assert [weight for _, index, weight in rows if index == 5] == [0]  # of the validation
+    records = [json.loads(path.read_text()) for path in (tmp_path / "quarantine").iterdir()]
+    assert {record["split"] for record in records} == {"train", "val"}
+    for record in records:
+        assert record["index"] == 5 and record["name"] and "the label" in record["error"]
+
+
+def rows_of(batch: HostBatch) -> list[list[float]]:
+    return [batch.label.tolist(), batch.index.tolist(), batch.weight.tolist()]

@@ -46,6 +46,7 @@ from raypipe.transform.contents import Images
 from raypipe.transform.device_share import DeviceShare
 from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform
+from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import EncodedSample, Key
 from raypipe.transform.sizes import Sides, Size, has_sizes, sides_of, size_in, sizes_of
@@ -123,8 +124,9 @@ class MicroBatchMaker:
         return next(found, None)
 
     def batch(self, at: MicroBatchId, drawn: Drawn | None = None) -> HostBatch:
-        """One micro-batch; its bad samples are recorded."""
-        made = self.make(at, drawn=drawn)
+        """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
+        with process_kept(self._transform(at).draws_globally):
+            made = self.make(at, drawn=drawn)
         self.settle(made)
         return made.host_batch()
 
@@ -264,6 +266,7 @@ def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], st
         )
 
 
+@process_kept()
 def try_samples(
     plan: Plan,
     stores: Mapping[Split, Store],

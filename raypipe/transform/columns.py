@@ -19,8 +19,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -31,6 +29,7 @@ from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
+from raypipe.transform.process_state import seed_process
 from raypipe.transform.sample_transform import Key, KeyedGenerator, rng_parameter
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
@@ -185,7 +184,7 @@ class ColumnMaker:
         if self._rng_name:
             more[self._rng_name] = generator
         else:
-            _seed_globally(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
+            seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
             made = self._function(dict(found), **more)
         except (SampleError, ConfigError, MemoryError):
@@ -349,12 +348,3 @@ def as_json(value: Any) -> bytes:
         return part.tolist() if hasattr(part, "tolist") else str(part)
 
     return json.dumps(value, default=plain, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _seed_globally(k0: int, k1: int) -> None:
-    """Seed the generators of the process, which the function may draw from."""
-    random.seed(k0 << 64 | k1)
-    np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.manual_seed(k0)

@@ -181,12 +181,6 @@ def test_what_cannot_be_called_is_a_config_error() -> None:
         SampleTransform([A.HorizontalFlip()])  # type: ignore[arg-type]
 
 
-def test_opencv_is_single_threaded_where_transforms_run() -> None:
-    cv2.setNumThreads(4)
-    pickle.loads(cloudpickle.dumps(SampleTransform(None)))
-    assert cv2.getNumThreads() == 1
-
-
 def test_import_brings_neither_torch_nor_ray_nor_albumentations() -> None:
     code = "import sys, raypipe.transform.batch"
     code += "\nprint({'torch', 'ray', 'albumentations', 'scipy'} & set(sys.modules))"

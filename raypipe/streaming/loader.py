@@ -364,7 +364,7 @@ class Loader:
         for row, error in batch.failed.items():
             index = int(batch.index[row])
             where = {"store": store.address, "index": index, "name": name_of(store, index)}
-            bad.append({**where, "substitute": None, "error": error})
+            bad.append({**where, "substitute": None, "error": error, "fault": SampleError.fault})
         if bad:
             record_bad(self._spec.quarantine, batch.at, bad, by="device")
             if self._spec.transform.on_bad_sample == "raise":

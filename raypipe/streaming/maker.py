@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.config import PoolConfig, TransformConfig
-from raypipe.errors import BadSamplesError, ConfigError, SampleError
+from raypipe.errors import BadSamplesError, ConfigError, SampleError, TransformError
 from raypipe.logs import log_place
 from raypipe.plan.draws import Drawn
 from raypipe.plan.places import PADDING, MicroBatchId, Split
@@ -332,7 +332,7 @@ def try_samples(
                 if isinstance(made, dict) and not several:
                     sizes[split] = made["image"].shape[:2]
             except SampleError as error:
-                bad.append(f"{title}: {error}")
+                bad.append(f"{title}: {error}; {error.advice}")
             except ConfigError as error:
                 raise ConfigError(f"{title}: {error}") from error
         if len(bad) == len(indices):
@@ -390,9 +390,10 @@ class BadSampleBudget:
         self.num_seen += num_seen
         if bad and self.num_bad > max(self.grace, self.max_fraction * self.num_seen):
             title = title_of(bad[-1]["store"], bad[-1]["index"], bad[-1]["name"])
+            kind = TransformError if bad[-1].get("fault") == TransformError.fault else SampleError
             raise BadSamplesError(
                 f"{self.num_bad} of {self.num_seen} samples are bad, more than"
                 f" transform.max_bad_fraction={self.max_fraction:g} allows (the first {self.grace} are free);"
                 f" the last one is {title}: {bad[-1]['error']}."
-                " Mend the store, or raise transform.max_bad_fraction"
+                f" Raise transform.max_bad_fraction, or {kind.advice}"
             )

@@ -31,6 +31,7 @@ from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.sample_transform import Key, KeyedGenerator, rng_parameter
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 MakeColumns = Callable[..., Mapping[str, Any]]
@@ -187,10 +188,10 @@ class ColumnMaker:
             seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
             made = self._function(dict(found), **more)
-        except (SampleError, ConfigError, MemoryError):
+        except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
-            raise SampleError(f"transform.make_columns raised {type(error).__name__}: {error}") from error
+            raise failed("transform.make_columns", error) from error
         if not isinstance(made, Mapping):
             raise ConfigError(
                 f"transform.make_columns returned a {type(made).__name__}: it must return a dict of the batch's "

@@ -19,7 +19,7 @@ from process_state import undisturbed
 from torchvision.transforms import v2
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, TransformError
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
@@ -181,7 +181,8 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
         transform=TransformConfig(on_bad_sample="raise"),
         pool=PoolConfig(engine="inline", threads=threads),
     )
-    with pytest.raises(SampleError, match=r"train\.lmdb.* sample \d+ .*: the transform raised ValueError: no"):
+    where = r"the transform failed at .*test_inline\.py:\d+ in broken: ValueError: no"
+    with pytest.raises(TransformError, match=rf"train\.lmdb.* sample \d+ .*: {where} .*pool\.engine=inline"):
         list(inline_batches(spec, spec.plan.start()))
 
 

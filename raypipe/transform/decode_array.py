@@ -24,7 +24,7 @@ import cv2
 import numpy as np
 
 from raypipe.errors import SampleError
-from raypipe.transform.decode import NPY, decode, stored_bytes
+from raypipe.transform.decode import NPY, decode, image_size, stored_bytes
 from raypipe.transform.image_header import check_size, damage_in, image_kind
 from raypipe.transform.tiff import read_tiff, tiff_layout
 
@@ -70,6 +70,14 @@ def decode_any(data: bytes | None, min_side: int | None = None) -> np.ndarray:
             with contextlib.suppress(SampleError):
                 return decode_array(data)
         raise
+
+
+def header_size(data: bytes | None, exif: bool = False) -> tuple[int, int]:
+    """(height, width) that `decode`, or else `decode_array`, gives, by the header; raises SampleError."""
+    try:
+        return image_size(data, exif=exif)
+    except SampleError:
+        return array_size(data)
 
 
 def array_size(data: bytes | None) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from raypipe.errors import ConfigError, TransformError
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
@@ -108,6 +108,13 @@ def test_a_process_draws_the_same_as_if_there_were_no_stream(
         train, val = plain_loaders(loader(drawing(stores, name, threads=threads)), "batch")
         for _ in range(PLAN.epochs):
             assert [*train] and [*val]
+
+
+def test_the_driver_that_tries_samples_is_left_as_it_was(stores: dict[str, Path]) -> None:
+    with undisturbed():
+        spec = drawing(stores, "function")
+        sizes = try_samples(spec.plan, spec.stores, spec.transforms, spec.transform, 5)
+        assert sizes == {"train": (8, 8), "val": (8, 8)}
 
 
 def test_opencv_has_one_thread_where_micro_batches_are_made(stores: dict[str, Path]) -> None:

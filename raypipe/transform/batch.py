@@ -64,7 +64,8 @@ class MicroBatchResult:
         index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
         weight: float32 (B,), 1 or 0.
         bad: one record per bad sample: `store` (address), `index`, `name` (the store's own, "" where it has
-            none), `substitute` (index, or None in a validation), `error` (reason).
+            none), `substitute` (index, or None in a validation), `error` (reason), `fault` ("store", or
+            "transform").
         columns: see `ColumnMaker.pack`, without the target's.
     """
 
@@ -327,8 +328,8 @@ class MicroBatchTransform:
                 bad = f"{self._title(wanted)}: {error}"
                 substitute: int | None = None
                 if self._on_bad_sample == "raise":
-                    hint = "transform.on_bad_sample='substitute' would go on without it"
-                    raise SampleError(f"{bad} ({hint})") from error
+                    hint = f"transform.on_bad_sample='substitute' would go on without it; or {error.advice}"
+                    raise type(error)(f"{bad} ({hint})") from error
                 if self._exact:
                     made, label[position], result.weight[position] = None, 0, 0
                 elif read_substitute is None:
@@ -340,7 +341,8 @@ class MicroBatchTransform:
                     )
                     index[position] = substitute
                 record = {"store": self._store_address, "index": wanted, "name": self._sample_name(wanted)}
-                result.bad.append(record | {"substitute": substitute, "error": str(error)})
+                record |= {"substitute": substitute, "error": str(error), "fault": error.fault}
+                result.bad.append(record)
             return made
 
         result.arrays = self.content.pack(make, len(index), (room or Room()).take)
@@ -381,8 +383,8 @@ class MicroBatchTransform:
             try:
                 return self._try(candidate, out, attempt), index
             except SampleError as error:
-                last = f"{self._title(index)}: {error}"
-        raise SampleError(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}")
+                last, kind = f"{self._title(index)}: {error}", type(error)
+        raise kind(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}; {kind.advice}")
 
     def _title(self, index: int) -> str:
         return title_of(self._store_address, index, self._sample_name(index))

@@ -23,10 +23,12 @@ from raypipe.transform.columns import (
     length_name,
     numbers_of,
 )
+from raypipe.transform.process_state import process_kept
 
 NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
 
 
+@process_kept()
 def find_columns(
     stores: Mapping[Any, Store],
     declared: Mapping[str, ColumnOptions],

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -31,7 +29,9 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
+from raypipe.transform.process_state import seed_process
 from raypipe.transform.sample_transform import Key, KeyedGenerator, rng_parameter
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 MakeColumns = Callable[..., Mapping[str, Any]]
@@ -201,13 +201,13 @@ class ColumnMaker:
         if self._rng_name:
             more[self._rng_name] = generator
         else:
-            _seed_globally(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
+            seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
             made = self._function(dict(found), **more)
-        except (SampleError, ConfigError, MemoryError):
+        except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
-            raise SampleError(f"transform.make_columns raised {type(error).__name__}: {error}") from error
+            raise failed("transform.make_columns", error) from error
         if not isinstance(made, Mapping):
             raise ConfigError(
                 f"transform.make_columns returned a {type(made).__name__}: it must return a dict of the batch's "
@@ -372,12 +372,3 @@ def as_json(value: Any) -> bytes:
         return part.tolist() if hasattr(part, "tolist") else str(part)
 
     return json.dumps(value, default=plain, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _seed_globally(k0: int, k1: int) -> None:
-    """Seed the generators of the process, which the function may draw from."""
-    random.seed(k0 << 64 | k1)
-    np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.manual_seed(k0)

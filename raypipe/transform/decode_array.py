@@ -25,7 +25,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
-from raypipe.transform.decode import decode, stored_bytes
+from raypipe.transform.decode import decode, image_size, stored_bytes
 from raypipe.transform.image_header import damage_in, image_kind
 from raypipe.transform.jpeg import upright
 from raypipe.transform.limits import check_size
@@ -75,6 +75,14 @@ def decode_any(data: bytes | None, min_side: int | None = None) -> np.ndarray:
             with contextlib.suppress(SampleError):
                 return decode_array(data)
         raise
+
+
+def header_size(data: bytes | None, exif: bool = False) -> tuple[int, int]:
+    """(height, width) that `decode`, or else `decode_array`, gives, by the header; raises SampleError."""
+    try:
+        return image_size(data, exif=exif)
+    except SampleError:
+        return array_size(data)
 
 
 def array_size(data: bytes | None) -> tuple[int, int]:

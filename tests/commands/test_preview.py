@@ -14,6 +14,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
+from process_state import undisturbed
 
 from raypipe.commands.cli import main
 from raypipe.commands.picture import Tile, draw
@@ -208,6 +209,12 @@ def test_the_same_settings_make_the_same_file(tmp_path: Path) -> None:
     run(memory(), files[2], augment=augment, plan=PlanConfig(epochs=2, micro_batch_size=B, seed=1))
     assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
     assert Image.open(io.BytesIO(files[0].read_bytes())).format == "PNG"
+
+
+def test_the_process_that_draws_a_picture_is_left_as_it_was(tmp_path: Path) -> None:
+    transform = replace(TRANSFORM, train="tv-light")
+    with undisturbed():
+        run(memory(), tmp_path / "a.png", transform=transform, augment=replace(FLIP, mixup_alpha=0.4))
 
 
 def test_a_small_store_makes_small_micro_batches(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +17,7 @@ import without_ray
 from full_disk import fill
 
 from raypipe.config import PlanConfig, TransformConfig
-from raypipe.errors import BadSamplesError, SampleError
+from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import BadSampleBudget, record_bad
@@ -26,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
 from conftest import picture  # isort: skip
 from shard_writers import write_mds  # isort: skip
 
-BAD = [{"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7", "substitute": 3, "error": "no value"}]
+WHERE = {"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7"}
+BAD = [WHERE | {"substitute": 3, "error": "no value", "fault": "store"}]
 
 
 def place(step: int) -> MicroBatchId:
@@ -114,7 +117,7 @@ def test_a_bad_sample_is_named_in_its_record_and_in_errors_without_control_chara
 
 # The budget
 
-LAST = {"store": "x.lmdb", "index": 77, "name": "cats/7.jpg", "substitute": 5, "error": "no value"}
+LAST = WHERE | {"store": "x.lmdb", "index": 77, "name": "cats/7.jpg", "error": "no value", "fault": "store"}
 
 
 def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
@@ -124,9 +127,40 @@ def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
         budget.spend([LAST], 100)
     assert str(caught.value) == (
         "11 of 110 samples are bad, more than transform.max_bad_fraction=0.01 allows (the first 10 are free);"
-        " the last one is x.lmdb sample 77 (cats/7.jpg): no value. Mend the store, or raise"
-        " transform.max_bad_fraction"
+        " the last one is x.lmdb sample 77 (cats/7.jpg): no value. Raise transform.max_bad_fraction,"
+        " or mend the store"
     )
+
+
+def test_the_users_code_is_named_where_it_is_at_fault_by_line_in_the_error_the_record_and_the_log(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def picky(image: np.ndarray) -> np.ndarray:
+        if image.mean() > 0:
+            raise LookupError("too bright")
+        return image[:16, :16]
+
+    place = r"test_bad_samples\.py:\d+ in picky: LookupError: too bright"
+    given: Any = {"train_transform": picky, "val_transform": None, "plan": PlanConfig(micro_batch_size=4)}
+    for error, config, advice in (
+        (TransformError, {"on_bad_sample": "raise"}, "pool.engine=inline"),
+        (TransformError, {"bad_grace": 100}, "8 substitutes were bad as well.*pool.engine=inline"),
+    ):
+        spec = StreamSpec(str(folder), transform=TransformConfig(size=16, **config), **given)
+        with pytest.raises(error, match=rf"sample \d+ .*the transform failed at .*{place}.*{advice}"):
+            digests(spec)
+
+    def now_and_then(image: np.ndarray) -> np.ndarray:
+        return picky(image) if image[0, 0, 0] % 2 else image[:16, :16]
+
+    given |= {"train_transform": now_and_then, "quarantine": (tmp_path / "records").as_uri()}
+    spec = StreamSpec(str(folder), transform=TransformConfig(size=16, bad_grace=1), **given)
+    with pytest.raises(BadSamplesError, match=rf"{place}\. Raise .*, or mend the transform: .*pool.engine=inline"):
+        digests(spec)
+    records = [json.loads(line) for file in (tmp_path / "records").iterdir() for line in file.open()]
+    of_transform = [record for record in records if record["fault"] == "transform"]
+    assert of_transform and all(re.search(place, record["error"]) for record in of_transform)
+    assert any(re.search(place, text) for text in caplog.messages)
 
 
 def test_budget_grows_with_what_was_seen() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raypipe.config import ColumnOptions, column_options
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.stores.base import MemoryStore
 from raypipe.transform.column_types import find_columns, type_of
 from raypipe.transform.columns import ColumnMaker, ColumnType, PackedColumn, SampleColumns
@@ -261,7 +261,8 @@ def test_what_a_function_draws_hangs_on_the_key_alone_and_not_as_the_transform_d
 
 def test_a_function_that_fails_makes_a_bad_sample_and_one_that_gives_no_dict_ends_the_run() -> None:
     columns = maker({"a": ["1"]}, function=lambda columns: {"b": int(columns["a"])})
-    with pytest.raises(SampleError, match=r"transform\.make_columns raised ValueError"):
+    place = r"test_columns\.py:\d+ in <lambda>"
+    with pytest.raises(TransformError, match=rf"transform\.make_columns failed at .*{place}: ValueError"):
         columns.one(["x"], KEY)
     with pytest.raises(ConfigError, match="must return a dict"):
         maker({"a": [1]}, function=lambda columns: [1])

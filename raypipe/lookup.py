@@ -31,8 +31,9 @@ _PACKAGES = (
 def import_name(address: str, setting: str) -> Any:
     """What `module:name` names; the name may have dots.
 
-    The module is looked for where Python looks, and then in the current folder, as Ray's workers do of themselves:
-    a script's own folder, or that of a command, is where Python begins, and not where the user is.
+    The module is looked for where Python looks, and then in the current folder, unless PYTHONSAFEPATH is set or
+    Python was started with -P: a script's own folder, or that of a command, is where Python begins, and not where
+    the user is.
 
     Args:
         address: `module:name`.
@@ -42,15 +43,21 @@ def import_name(address: str, setting: str) -> Any:
         ConfigError: there is no such thing.
     """
     module_name, _, name = address.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path and not sys.flags.safe_path:
+    here, closed = str(Path.cwd()), sys.flags.safe_path or bool(os.environ.get("PYTHONSAFEPATH"))
+    if here not in sys.path and not closed:
         sys.path.append(here)
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{setting} {address!r} cannot be imported: {type(error).__name__}: {error}") from error
+        why = f"{type(error).__name__}: {error}"
+        if closed and isinstance(error, ModuleNotFoundError):
+            why += (
+                "; the current folder is not searched: it holds the store or the run, or PYTHONSAFEPATH is set. "
+                "Set PYTHONPATH to the folder of your code"
+            )
+        raise ConfigError(f"{setting} {address!r} cannot be imported: {why}") from error
     return found
 
 

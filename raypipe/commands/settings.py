@@ -98,11 +98,13 @@ def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     check_no_pipe(args)
     given = parser.parse_args(args)
     target = given.get("target", "")
+    from raypipe.train.run_folder import read_config  # what help need not wait for
+
     of_target = target if not given.resume and _is_run(target) else ""
     if given.resume:
         check_owner(given.resume, given.trust)
     if of_run := given.resume or of_target:
-        base = _stored_config(of_run)
+        base = read_config(as_uri(of_run))
     elif not (target or given.store.train):
         base = (files("raypipe") / "digits.yaml").read_text()
     else:
@@ -173,13 +175,6 @@ def _is_run(address: str) -> bool:
         return bool(address) and has_config(as_uri(address))
     except (ConfigError, OSError, UnicodeError):  # those who open it as a store tell what is wrong with it
         return False
-
-
-def _stored_config(run: str) -> str:
-    """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
-    from raypipe.train.run_folder import read_config
-
-    return read_config(as_uri(run))
 
 
 def check_no_pipe(args: list[str]) -> None:

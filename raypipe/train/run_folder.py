@@ -156,7 +156,7 @@ def has_config(run_uri: str) -> bool:
 
 
 def read_config(run_uri: str) -> str:
-    """The configuration of a run as YAML, "" where there is none; ConfigError where it is not a run's."""
+    """The configuration of a run as YAML; "" where there is none; ConfigError where it is not a run's."""
     address = join(run_uri, CONFIG_FILE)
     if not exists(address):
         return ""

@@ -15,6 +15,7 @@ from raypipe.commands.cli import _finish, main
 from raypipe.commands.settings import _normalized, parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
+from raypipe.train.run_folder import CONFIG_HEAD
 
 DIGITS: dict[str, dict[str, Any]] = yaml.safe_load((files("raypipe") / "digits.yaml").read_text())
 
@@ -210,7 +211,9 @@ def test_any_other_transform_is_a_string(name: str) -> None:
 def stored(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("store: {train: some.lmdb}\nplan: {epochs: 3, seed: 4}\nname: mine\n")
+    (folder / "config.yaml").write_text(
+        CONFIG_HEAD + "store: {train: some.lmdb}\nplan: {epochs: 3, seed: 4}\nname: mine\n"
+    )
     return folder
 
 

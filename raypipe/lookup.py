@@ -10,11 +10,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import raypipe
 from raypipe.errors import ConfigError
 
-# Whatever reads, decodes, transforms or draws at random on the CPU.
+DISTRIBUTION = "raypipe-data"
+"""What pip calls raypipe. The package `raypipe` of PyPI is another one."""
+
+# Whatever reads, decodes, transforms or draws at random on the CPU, beside raypipe.
 _PACKAGES = (
-    "raypipe",
     "ray",
     "numpy",
     "pyarrow",
@@ -61,6 +64,11 @@ def import_name(address: str, setting: str) -> Any:
     return found
 
 
+def to_install(extra: str) -> str:
+    """How to install what an extra of raypipe names, for errors."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
 def version_of(package: str) -> str | None:
     """The version of an installed package; None where it is not installed."""
     try:
@@ -76,4 +84,6 @@ def num_cpus() -> int:
 
 def versions() -> dict[str, str | None]:
     """The versions of all that pixels may depend on; None = it is not installed."""
-    return {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    # raypipe's is that of the sources that run: Ray may have put a folder of them before an installed one.
+    found: dict[str, str | None] = {"raypipe": raypipe.__version__}
+    return found | {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}

@@ -21,6 +21,7 @@ from typing import Any
 import simplejpeg
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.lookup import to_install
 
 MAX_DECODE_BYTES = 1 << 30
 """What the decoding of one image may take at a time, the pixels that come out included."""
@@ -225,7 +226,7 @@ def _plugin(kind: str) -> Any:
         try:
             return importlib.import_module("pillow_heif").HeifImageFile
         except ImportError as error:
-            extra = "pip install 'raypipe[heic]', on every node"
+            extra = f"{to_install('heic')}, on every node"
             raise ConfigError(f"HEIC images need pillow-heif ({error}): {extra}") from error
     name = kind if kind == "WebP" else kind.capitalize()
     plugin = importlib.import_module(f"PIL.{name}ImagePlugin")

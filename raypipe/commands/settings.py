@@ -42,7 +42,8 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
 
 
 def command_parser(name: str, command: Callable[..., Any]) -> Parser:
-    """The parser of a command, by its parameters; those without defaults are given by their places.
+    """The parser of a command, by its parameters; those without defaults are given by their places, or as options
+    where they have names alone.
 
     One named `run` stands for all settings of a run; `target` and `folder` are optional, and given by place.
     """
@@ -50,13 +51,14 @@ def command_parser(name: str, command: Callable[..., Any]) -> Parser:
     parameters = inspect.signature(command).parameters
     optional = [name for name, each in parameters.items() if name in _OPTIONAL and each.default == ""]
     places = [_OPTIONAL[name][0] for name in optional]
-    places += [
-        each.name.upper() for each in parameters.values() if each.default is each.empty and each.name != "run"
-    ]
+    for each in parameters.values():
+        if each.default is each.empty and each.name != "run":
+            option = f"--{each.name} " if each.kind is each.KEYWORD_ONLY else ""
+            places.append(option + each.name.upper())
     parser = Parser(prog=f"raypipe {name}", usage=" ".join(["%(prog)s", *places, "[--OPTION VALUE …]"]))
     parser.description = about
-    for each in optional:
-        parser.add_argument(each, nargs="?", default="", help=_OPTIONAL[each][1])
+    for place in optional:
+        parser.add_argument(place, nargs="?", default="", help=_OPTIONAL[place][1])
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"run", *optional})
     if "run" in parameters:
         _add_run(parser)

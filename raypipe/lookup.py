@@ -31,12 +31,24 @@ _PACKAGES = (
 )
 
 
+def search_here() -> bool:
+    """Let modules be found in the current folder, after all other places; False where it is closed.
+
+    PYTHONSAFEPATH and `python -P` close it.
+    """
+    here = str(Path.cwd())
+    if sys.flags.safe_path or os.environ.get("PYTHONSAFEPATH"):
+        return False
+    if here not in sys.path:
+        sys.path.append(here)
+    return True
+
+
 def import_name(address: str, setting: str) -> Any:
     """What `module:name` names; the name may have dots.
 
-    The module is looked for where Python looks, and then in the current folder, unless PYTHONSAFEPATH is set or
-    Python was started with -P: a script's own folder, or that of a command, is where Python begins, and not where
-    the user is.
+    The module is looked for where Python looks, and then in the current folder, unless that is closed: a script's
+    own folder, or that of a command, is where Python begins, and not where the user is.
 
     Args:
         address: `module:name`.
@@ -46,16 +58,14 @@ def import_name(address: str, setting: str) -> Any:
         ConfigError: there is no such thing.
     """
     module_name, _, name = address.partition(":")
-    here, closed = str(Path.cwd()), sys.flags.safe_path or bool(os.environ.get("PYTHONSAFEPATH"))
-    if here not in sys.path and not closed:
-        sys.path.append(here)
+    is_open = search_here()
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
-        if closed and isinstance(error, ModuleNotFoundError):
+        if not is_open and isinstance(error, ModuleNotFoundError):
             why += (
                 "; the current folder is not searched: it holds the store or the run, or PYTHONSAFEPATH is set. "
                 "Set PYTHONPATH to the folder of your code"

@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser
 from raypipe.config import RunConfig, TrainConfig
 from raypipe.errors import ConfigError, without_credentials
 from raypipe.logs import printable
+from raypipe.lookup import search_here
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
 
@@ -126,6 +127,8 @@ def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     train = run.store.train
     stores = train.values() if isinstance(train, dict) else (train,)
     _close_here(filter(None, (of_run, *stores, run.store.val, *map(str, values.values()))))
+    if any(_code_of(dataclasses.asdict(run))):
+        search_here()  # before Ray is told where its workers look, which need not be in this folder
     return {"run": run, **values}
 
 

@@ -108,7 +108,7 @@ def connect(
 class _SearchPath(list[str]):
     """Where Ray's workers look for modules first of all: nowhere that this process does not look.
 
-    Ray adds the current folder, be it a data set's with a file cv2.py in it.
+    Ray would add the current folder, be it a data set's with a file cv2.py in it.
     """
 
     def extend(self, folders: Iterable[str]) -> None:

@@ -200,7 +200,9 @@ def test_a_store_in_the_current_folder_leaves_that_folder_open(
 ) -> None:
     monkeypatch.chdir(downloaded.parent)
     parse("downloaded", "--store.val=other.lmdb")
-    assert "PYTHONSAFEPATH" not in os.environ
+    assert "PYTHONSAFEPATH" not in os.environ and str(downloaded.parent) not in sys.path
+    parse("downloaded", "--transform.train=mine:make")
+    assert str(downloaded.parent) in sys.path  # for Ray's workers, wherever they are
 
 
 @pytest.mark.cluster

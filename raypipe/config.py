@@ -559,7 +559,7 @@ class RunConfig(Section, prefix=""):
         storage_path: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
         name: the run's name; empty = made from the date.
         resume: folder or URI of a run to continue from its latest checkpoint.
-        trust: resume even if another user owns the run's folder, and so run the code that it names.
+        trust: run the code that a run names which is the target, or resume one whose folder another user owns.
         log: progress and logs as lines of "text", or as "json" objects with time, run, rank, epoch, step.
     """
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +79,12 @@ def connect(
         return
     # With it Ray also leaves out the "(Actor pid=…)" before the lines of workers.
     ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log == "json" else None
-    options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log}
+    job = ray.job_config.JobConfig()
+    job._py_driver_sys_path = _SearchPath()
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log, "job_config": job}
     if address or os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address or None, runtime_env={"env_vars": _WORKER_ENV}, **options)
+        closed = {name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ}
+        ray.init(address=address or None, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
         quiet_console()
         return
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
@@ -100,6 +103,17 @@ def connect(
     quiet_console()
     global _own_node
     _own_node = ray.get_runtime_context().get_node_id()
+
+
+class _SearchPath(list[str]):
+    """Where Ray's workers look for modules first of all: nowhere that this process does not look.
+
+    Ray would add the current folder, be it a data set's with a file cv2.py in it.
+    """
+
+    def extend(self, folders: Iterable[str]) -> None:
+        known = {os.path.realpath(folder) for folder in sys.path}
+        super().extend(folder for folder in folders if os.path.realpath(folder) in known)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.lookup import to_install
 from raypipe.storage.filesystem import one_line
 from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices
@@ -68,7 +69,7 @@ class _Version:
         try:
             import lance
         except ImportError as error:
-            extra = "pip install 'raypipe[lance]', on every node"
+            extra = f"{to_install('lance')}, on every node"
             raise ConfigError(f"{address} needs the library of Lance ({error}): {extra}") from error
         self._address = address
         with _explained(f"{address} cannot be opened as a Lance data set"):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
+from raypipe.lookup import to_install
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
@@ -183,7 +184,7 @@ def _library() -> tuple[Any, Any]:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
         from google_crc32c import value
     except ImportError:
-        raise StoreError("TFRecord needs google-crc32c: pip install 'raypipe[tfrecord]'") from None
+        raise StoreError(f"TFRecord needs google-crc32c: {to_install('tfrecord')}") from None
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
     return value, message_factory.GetMessageClass(pool.FindMessageTypeByName("raypipe.Example"))

@@ -130,7 +130,7 @@ class MicroBatchMaker:
 
     def batch(self, at: MicroBatchId, drawn: Drawn | None = None) -> HostBatch:
         """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
-        with process_kept(self._transform(at).draws_globally):
+        with process_kept(self.draws_globally() is not None):  # the first compares with the validation
             made = self.make(at, drawn=drawn)
         self.settle(made)
         return made.host_batch()

@@ -24,6 +24,7 @@ import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.lookup import to_install
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
 from raypipe.transform.decode import decode, image_size, stored_bytes
 from raypipe.transform.image_header import damage_in, image_kind
@@ -179,8 +180,8 @@ def _tiff(data: bytes) -> np.ndarray:
         import imagecodecs  # noqa: F401 (by which tifffile unpacks)
         import tifffile
     except ImportError as error:
-        extra = "pip install 'raypipe[arrays]', on every node"
-        raise ConfigError(f"TIFFs as arrays need tifffile and imagecodecs ({error}): {extra}") from error
+        message = f"TIFFs as arrays need tifffile and imagecodecs ({error}): {to_install('arrays')}, on every node"
+        raise ConfigError(message) from error
     page = tifffile.TiffFile(io.BytesIO(tiff.file)).pages.first
     parts = page.asarray(squeeze=False, maxworkers=1)  # of separate channels, (C, 1, H, W, 1)
     image = np.moveaxis(parts[:, 0], 0, 2).reshape(tiff.height, tiff.width, tiff.channels)

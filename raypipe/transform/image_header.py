@@ -21,6 +21,7 @@ from typing import Any
 import simplejpeg
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.lookup import to_install
 from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_PIXELS, check_size
 from raypipe.transform.tiff import tiff_header
 
@@ -226,7 +227,7 @@ def _plugin(kind: str) -> Any:
         try:
             return importlib.import_module("pillow_heif").HeifImageFile
         except ImportError as error:
-            extra = "pip install 'raypipe[heic]', on every node"
+            extra = f"{to_install('heic')}, on every node"
             raise ConfigError(f"HEIC images need pillow-heif ({error}): {extra}") from error
     name = kind if kind == "WebP" else kind.capitalize()
     plugin = importlib.import_module(f"PIL.{name}ImagePlugin")

@@ -164,7 +164,7 @@ def test_without_the_library_the_error_says_what_to_install(
     store = open_store(write(tmp_path / "a.lance"))
     monkeypatch.setitem(sys.modules, "lance", None)
     with pytest.raises(
-        ConfigError, match=r"a\.lance needs the library .*pip install 'raypipe\[lance\]', on every"
+        ConfigError, match=r"a\.lance needs the library .*pip install 'raypipe-data\[lance\]', on every"
     ):
         len(store)
 

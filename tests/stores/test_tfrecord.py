@@ -209,5 +209,5 @@ def test_messages_that_would_take_for_ever_are_bad_samples(tmp_path: Path) -> No
 def test_without_its_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     _library.cache_clear()
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    with pytest.raises(StoreError, match=r"pip install 'raypipe\[tfrecord\]'"):
+    with pytest.raises(StoreError, match=r"pip install 'raypipe-data\[tfrecord\]'"):
         read(DATA / "tensorflow-train.tfrecord")

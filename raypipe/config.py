@@ -134,8 +134,8 @@ class PlanConfig(Section, prefix="plan."):
             ("shortest"), which may also be its last ("longest"). See docs/plans.md for this and what follows.
         mixture: weights of the stores that store.train names, or from epoch → such; empty = by their sizes.
         weights: how often each sample is drawn: a column of numbers, or a file *.npy; empty = all alike.
-        class_balance: exponent: a class of n samples is drawn in proportion to n^(1 - exponent); 0 = off, 1 = all
-            classes equally often.
+        class_balance: exponent, in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent);
+            0 = off, 1 = all classes equally often.
         repeats: draw each sample so many times in a step (repeated augmentation), each differently augmented.
         repeats_in: "step": the copies in different micro-batches of a step; "micro_batch": side by side in one.
         buckets: sizes of training images, as ["192x256", "224x224", "256x192"] (height x width): a micro-batch has

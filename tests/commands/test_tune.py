@@ -60,7 +60,8 @@ def test_trials_differ_in_their_policies_alone(run: RunConfig) -> None:
     chosen = policies(TUNE, run)
     trials = search_runs(run, TUNE, chosen)
     assert [(trial.transform, trial.augment) for trial in trials] == [(c.transform, c.augment) for c in chosen]
-    same = {repr(dataclasses.replace(trial, transform=None, augment=None, name="")) for trial in trials}
+    policy = {"transform": run.transform, "augment": run.augment}
+    same = {repr(dataclasses.replace(trial, **policy, name="")) for trial in trials}
     assert len(same) == 1
     assert all(trial.plan == dataclasses.replace(run.plan, epochs=2) for trial in trials)
     assert len({trial.name for trial in trials}) == 3

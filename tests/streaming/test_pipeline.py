@@ -166,7 +166,8 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
             seg = b"bad" if number == 5 else mask
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
     settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_boxes=3)
-    spec = StreamSpec(path, path, plan=dataclasses.replace(PLAN, epochs=1), transform=settings)
+    plan = dataclasses.replace(PLAN, epochs=1)
+    spec = StreamSpec(path, path, plan=plan, transform=settings, label_column="")
     alone = without_ray.digests(spec)
     in_actors = spec.replace(pool=PoolConfig(read="actor", cpus_per_actor=0.5))
     assert digests_of(in_actors, spec.plan.start(), max_actors=1, world_size=2) == alone

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
@@ -33,10 +34,12 @@ from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
 from raypipe.rayext.cluster import is_local
 from raypipe.rayext.pool import PoolKeeper
+from raypipe.rayext.watch import here, in_worker, this_process
 
 _KEY = "raypipe"
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # as Ray Data's own
+_START_S = 15.0  # until a first block may be expected
 
 
 @dataclass(frozen=True)
@@ -225,8 +228,15 @@ class Turns:
     def __init__(self, topology: Any, settings: Settings) -> None:
         configure_logs(settings.log, run=settings.run)
         self._flow, self._shown_at = _Flow(topology), 0.0
+        # The reader runs on this process's node: for a task on a node that has fallen silent, which is no actor's,
+        # Ray waits for ever, though it calls the node dead.
+        self._flow.reader._ray_remote_args["scheduling_strategy"] = here()
         self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())
         self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
+        self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
+        # A process that is no worker of Ray's is its user's, who may stop it with Ctrl-Z.
+        self._process = this_process("coordinator") if in_worker() else None
+        self._left, self._left_at = 0, time.monotonic() + _START_S
 
     def try_trigger_scaling(self) -> None:
         """At each turn."""
@@ -237,10 +247,15 @@ class Turns:
             self._shown_at, waiting = now, flow.waiting()
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
+            if flow.made - waiting != self._left:
+                self._left, self._left_at = flow.made - waiting, now
+            self._supervisor.moves.remote(self._name, now - self._left_at, self._process)
 
     def on_executor_shutdown(self) -> None:
         """At the end."""
         self._metrics.show(self._flow.made)
+        if ray.is_initialized():  # or the call would start it anew
+            self._supervisor.left.remote(self._name)
 
     def get_total_resources(self) -> ExecutionResources:
         """What the execution may use: whatever there is."""

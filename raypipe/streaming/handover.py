@@ -15,6 +15,7 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
+from raypipe.rayext.watch import in_worker, this_process
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.resident import ResidentStream
@@ -121,10 +122,8 @@ def _handed_round(
 
     handed: tuple[list[DataIterator], Any] | None = None
     if rank == 0:
-        context = ray.get_runtime_context()
-        is_worker = context.worker.mode == ray.WORKER_MODE  # and not a driver that calls its train function
-        if in_train and max_actors is None and is_worker:
-            own = context.get_assigned_resources().get("CPU", 0.0)
+        if in_train and max_actors is None and in_worker():  # and not a driver that calls its train function
+            own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
         iterators = splits(
@@ -142,6 +141,8 @@ def _handed_round(
         quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are some 6,000, once
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
+    if in_train and in_worker():
+        handed[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
     return handed
 
 

@@ -33,7 +33,8 @@ def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_tr
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(output.read_text())
-    assert found["max_actors"] == (6 if soak else 4)  # of nodes that were not there yet
+    assert found["max_actors"] == (7 if soak else 5)  # of nodes that were not there yet, and one more
+    assert not any(seen["gpus"] for seen in found["timeline"])  # the GPU group never grows for actors
     assert all(found["reached"].values()), found["reached"]  # no nodes before, between and after the streams
 
     def most(what: str, phase: str) -> int:

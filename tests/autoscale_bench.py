@@ -2,10 +2,10 @@
 
     python tests/autoscale_bench.py --output timeline.json --picture docs/autoscale.png
 
-Nodes are processes on this machine, added and removed by Ray's own autoscaler. It may also add GPU nodes, which no
-actor should make it do, though the pool wants one actor more than the CPU nodes hold. The transform sleeps, so that
-they may be more than its CPUs. The trainer takes micro-batches as fast as they come, then slowly, then (in a run of
-its own) slowly from the start.
+Nodes are processes on this machine, added and removed by Ray's own autoscaler. It may also add GPU nodes, and no
+actor should make it do so, though the pool wants one actor more than the CPU nodes hold. The transform sleeps, so
+that they may be more than its CPUs. The trainer takes micro-batches as fast as they come, then slowly, then (in a
+run of its own) slowly from the start.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import ray
 
-from raypipe.rayext.watch import _stat, end_stopped
+from raypipe.rayext.watch import Process, Watch, _stat, end_stopped, this_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -60,3 +61,49 @@ def test_a_process_that_goes_on_within_a_moment_is_left_alone(processes: list[su
 
 def test_the_state_of_no_process_is_empty() -> None:
     assert _stat(2**22 + 1) == ("", "") and _stat(os.getpid())[0] == "R"
+
+
+# The watch
+
+
+class Actor:
+    """One that knows its process."""
+
+    def process(self) -> Process:
+        return this_process("transform actor")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_stopped_actor_is_killed_and_named_while_the_stream_stands_still_and_only_then() -> None:
+    notes: list[tuple[str, str]] = []
+    watch = Watch(lambda *note: notes.append(note), lambda key: f"in the block of {key}")
+    stopped, busy = (ray.remote(num_cpus=0)(Actor).remote() for _ in range(2))
+    process = ray.get(stopped.process.remote())
+    watch.add("a", process)
+    watch.add("b", ray.get(busy.process.remote()))
+    os.kill(process.pid, signal.SIGSTOP)
+    watch.moves("an execution", 0.0)
+    watch.turn(time.monotonic())
+    assert not watch._looks
+    watch.moves("an execution", 60.0)
+    deadline = time.monotonic() + 60
+    while not (told := [note for note in notes if note[1] == "stopped"]):  # a busy node may be late, and be named
+        assert time.monotonic() < deadline
+        watch.turn(time.monotonic())
+        time.sleep(0.1)
+    text = f"transform actor ({process}, in the block of a)"
+    assert told == [(f"a stopped process (SIGSTOP) held up the stream, and was killed: {text}", "stopped")]
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(stopped.process.remote(), timeout=60)
+    assert ray.get(busy.process.remote(), timeout=60)
+    ray.kill(busy)
+
+
+def test_a_stream_whose_execution_has_ended_is_not_looked_at() -> None:
+    watch = Watch(lambda *note: None)
+    watch.add("a", Process("transform actor", 1, "1", "127.0.0.1", "node"))
+    watch.moves("an execution", 60.0)
+    watch.remove("an execution")
+    watch.turn(time.monotonic())
+    assert not watch._looks

@@ -30,7 +30,8 @@ _STILL_S = 2.0
 _MOST_S = 30.0
 # Between two looks at a process that seems stopped: a profiler stops one for a moment.
 _SURE_S = 0.5
-# A task's process starts within seconds. A node that has not run one by then is told of.
+# A node that has not run its task after so long is told of, if another one has: a process starts slowly on a
+# busy machine. After twice the time it is told of in any case.
 _ANSWER_S = 4.0
 
 
@@ -116,6 +117,7 @@ class Watch:
         self._still: dict[str, float] = {}  # execution → since when no rank has taken a block from it
         self._look_after = _STILL_S
         self._looks: dict[str, tuple[Any, float]] = {}  # node → its look, and when it was asked
+        self._answered_at = 0.0  # when a node last did
         self._silent: set[str] = set()
 
     def start(self) -> None:
@@ -165,7 +167,8 @@ class Watch:
     def _answer(self, now: float) -> None:
         for node, (look, asked) in list(self._looks.items()):
             if not ray.wait([look], timeout=0)[0]:
-                if now - asked >= _ANSWER_S and node not in self._silent:
+                late_s = (now - asked) * (1 if self._answered_at > asked else 0.5)
+                if late_s >= _ANSWER_S and node not in self._silent:
                     self._silent.add(node)
                     self._note(
                         f"node {node[:8]} has not answered for {now - asked:.0f} s: {self._told(self._on(node))}; "
@@ -181,6 +184,7 @@ class Watch:
                 for key in self._on(node):
                     self._processes.pop(key, None)
                 continue
+            self._answered_at = now
             for key, process in self._on(node).items():
                 if process.pid in ended:
                     self._processes.pop(key, None)

@@ -64,8 +64,8 @@ def this_process(role: str) -> Process:
 
 
 def here() -> NodeAffinitySchedulingStrategy:
-    """On the calling process's node while that lives; then on any other."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    """On the calling process's node, and nowhere else: with `soft`, Ray 2.60 puts every second actor elsewhere."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def in_worker() -> bool:

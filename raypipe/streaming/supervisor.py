@@ -251,7 +251,7 @@ def _split(at: str) -> str:
 
 
 def start_supervisor(max_attempts: int, run: str = "", log: LogFormat = "text") -> Any:
-    """A handle of a Supervisor that runs as an actor, on the node of the caller while that lives."""
+    """A handle of a Supervisor that runs as an actor, on the node of the caller."""
     actor = ray.remote(Supervisor).options(
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here()
     )

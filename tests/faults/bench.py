@@ -326,7 +326,7 @@ def run(
             spec = spec_of(stores[store], max_actors, kind)
             expected = undisturbed[store]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
-            after = choose.randint(1, latest // 2 if kind == "frozen actor" else latest)  # that it still has work
+            after = choose.randint(1, latest // 2 if kind.startswith("frozen") else latest)  # it still has work
             damage = damage_of(kind, nodes, choose)
             name, faults = kind, 0
             if kind in ("coordinator", "trainer", "frozen trainer"):

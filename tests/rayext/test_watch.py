@@ -9,10 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+from ray import cloudpickle
 
 from raypipe.rayext.watch import Process, Watch, _stat, end_stopped, this_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 BUSY = [sys.executable, "-c", "while True: pass"]
 

@@ -34,7 +34,7 @@ from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
 from raypipe.rayext.cluster import is_local
 from raypipe.rayext.pool import PoolKeeper
-from raypipe.rayext.watch import here, in_worker, this_process
+from raypipe.rayext.watch import Process, end_stopped, here, in_worker, this_process
 
 _KEY = "raypipe"
 _METRICS_PERIOD_S = 1.0
@@ -237,6 +237,8 @@ class Turns:
         # A process that is no worker of Ray's is its user's, who may stop it with Ctrl-Z.
         self._process = this_process("coordinator") if in_worker() else None
         self._left, self._left_at = 0, time.monotonic() + _START_S
+        self._answer: Any = None  # of the supervisor, to what it was told last
+        self._watcher: Process | None = None
 
     def try_trigger_scaling(self) -> None:
         """At each turn."""
@@ -249,7 +251,20 @@ class Turns:
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
             if flow.made - waiting != self._left:
                 self._left, self._left_at = flow.made - waiting, now
-            self._supervisor.moves.remote(self._name, now - self._left_at, self._process)
+            self._tell(now - self._left_at)
+
+    def _tell(self, still_s: float) -> None:
+        """Tell the supervisor how long no rank has taken a block. If it was stopped, kill it: Ray restarts it."""
+        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._watcher = ray.get(self._answer)
+            self._answer = None
+        if self._answer is None:
+            self._answer = self._supervisor.moves.remote(self._name, still_s, self._process)
+        elif (watcher := self._watcher) and end_stopped([(watcher.pid, watcher.started)]):  # on this node
+            self._supervisor.note.remote(
+                f"the supervisor was stopped (SIGSTOP), and killed ({watcher})", "stopped"
+            )
 
     def on_executor_shutdown(self) -> None:
         """At the end."""

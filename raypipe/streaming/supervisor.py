@@ -35,7 +35,7 @@ import ray
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import Split
-from raypipe.rayext.watch import Process, Watch, here
+from raypipe.rayext.watch import Process, Watch, here, this_process
 from raypipe.streaming.blocks import fitting
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class Supervisor:
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._watch = Watch(self.note, self._work_of)
+        self._process = this_process("supervisor") if watches else None
         if watches:
             self._watch.start()
 
@@ -103,11 +104,16 @@ class Supervisor:
         """A process of the stream is there, which is known by this key."""
         self._watch.add(key, process)
 
-    def moves(self, execution: str, still_s: float, process: Process | None = None) -> None:
-        """An execution runs, as it says each second; no rank has taken a block from it for so long."""
+    def moves(self, execution: str, still_s: float, process: Process | None = None) -> Process | None:
+        """An execution runs, as it says each second; no rank has taken a block from it for so long.
+
+        Returns:
+            This process, which the execution watches in turn.
+        """
         if process:
             self._watch.add(execution, process)
         self._watch.moves(execution, still_s)
+        return self._process
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""

@@ -282,6 +282,9 @@ KINDS = (
     "frozen actor",
     "frozen node",
     "frozen trainer",
+    "frozen coordinator",
+    "frozen reader",
+    "frozen supervisor",
 )
 
 
@@ -322,14 +325,14 @@ def run(
         stores = make_stores(Path(folder), num_samples, names)
         undisturbed = {name: without_ray(spec_of(path, max_actors)) for name, path in stores.items()}
         for kind in kinds:
-            store = "parquet" if kind == "reader" else choose.choice(names)
+            store = "parquet" if "reader" in kind else choose.choice(names)
             spec = spec_of(stores[store], max_actors, kind)
             expected = undisturbed[store]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
             after = choose.randint(1, latest // 2 if kind.startswith("frozen") else latest)  # it still has work
             damage = damage_of(kind, nodes, choose)
             name, faults = kind, 0
-            if kind in ("coordinator", "trainer", "frozen trainer"):
+            if kind.removeprefix("frozen ") in ("coordinator", "trainer"):
                 rows, longest, _ = train(spec, damage, after, Trainers())
             elif kind == "elastic":
                 rows, longest, sizes = train(spec, damage, after // 4, Trainers(1, 4, consume_s=0.3))

@@ -109,10 +109,13 @@ class Watch:
     Args:
         note: told of each process that was ended, and of each node that does not answer: text and kind of fault.
         work_of: says what a process is at, by its key; "" = nothing is known.
+        node: id of this process's node, where it looks itself.
     """
 
-    def __init__(self, note: Callable[[str, str], None], work_of: Callable[[str], str] = lambda key: "") -> None:
-        self._note, self._work_of = note, work_of
+    def __init__(
+        self, note: Callable[[str, str], None], work_of: Callable[[str], str] = lambda key: "", node: str = ""
+    ) -> None:
+        self._note, self._work_of, self._node = note, work_of, node
         self._processes: dict[str, Process] = {}  # by actor, task, rank or execution
         self._still: dict[str, float] = {}  # execution → since when no rank has taken a block from it
         self._look_after = _STILL_S
@@ -160,9 +163,13 @@ class Watch:
 
     def _look(self, now: float) -> None:
         for node in {process.node for process in list(self._processes.values())} - self._looks.keys():
+            known = [(each.pid, each.started) for each in self._on(node).values()]
+            if node == self._node:
+                self._tell(node, end_stopped(known))
+                continue
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             task = ray.remote(end_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-            self._looks[node] = task.remote([(each.pid, each.started) for each in self._on(node).values()]), now
+            self._looks[node] = task.remote(known), now
 
     def _answer(self, now: float) -> None:
         for node, (look, asked) in list(self._looks.items()):
@@ -185,14 +192,14 @@ class Watch:
                     self._processes.pop(key, None)
                 continue
             self._answered_at = now
-            for key, process in self._on(node).items():
-                if process.pid in ended:
-                    self._processes.pop(key, None)
-                    self._note(
-                        f"a stopped process (SIGSTOP) held up the stream, and was killed: "
-                        f"{self._told({key: process})}",
-                        "stopped",
-                    )
+            self._tell(node, ended)
+
+    def _tell(self, node: str, ended: list[int]) -> None:
+        for key, process in self._on(node).items():
+            if process.pid in ended:
+                self._processes.pop(key, None)
+                told = self._told({key: process})
+                self._note(f"a stopped process (SIGSTOP) held up the stream, and was killed: {told}", "stopped")
 
     def _told(self, processes: dict[str, Process]) -> str:
         by_role: dict[str, list[str]] = defaultdict(list)

@@ -95,8 +95,8 @@ class Supervisor:
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))  # by split
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
-        self._watch = Watch(self.note, self._work_of)
         self._process = this_process("supervisor") if watches else None
+        self._watch = Watch(self.note, self._work_of, self._process.node if self._process else "")
         if watches:
             self._watch.start()
 

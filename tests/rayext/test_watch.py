@@ -78,9 +78,11 @@ class Actor:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_stopped_actor_is_killed_and_named_while_the_stream_stands_still_and_only_then() -> None:
+@pytest.mark.parametrize("same_node", [True, False])
+def test_a_stopped_actor_is_killed_and_named_while_the_stream_stands_still_and_only_then(same_node: bool) -> None:
     notes: list[tuple[str, str]] = []
-    watch = Watch(lambda *note: notes.append(note), lambda key: f"in the block of {key}")
+    here = ray.get_runtime_context().get_node_id() if same_node else ""
+    watch = Watch(lambda *note: notes.append(note), lambda key: f"in the block of {key}", here)
     stopped, busy = (ray.remote(num_cpus=0)(Actor).remote() for _ in range(2))
     process = ray.get(stopped.process.remote())
     watch.add("a", process)

@@ -119,6 +119,7 @@ class PoolKeeper:
         self._watched_at = self._moved_at = self._queued_at = now
         self._made, self._told = 0, False
         self._room_at: dict[Any, float] = {}  # actor that died with work in hand → when room is made for it
+        self._room_made = set[Any]()  # those for which it was
         # Nodes on which actors have been seen, and those of them that have the label.
         self._known, self._labelled = set[str](), set[str]()
 
@@ -202,7 +203,12 @@ class PoolKeeper:
         for actor in new:
             self._room_at[actor] = now + (_PATIENCE_S if waiting[actor].actor_location in there else 0.0)
         self._room_at = {actor: at for actor, at in self._room_at.items() if actor in waiting}
+        self._room_made &= waiting.keys()
         late = [actor for actor, at in self._room_at.items() if now >= at]
+        if (
+            self._room_made.intersection(late) and self._cpus not in _waited_for()
+        ):  # they have CPUs, and only start
+            late = [actor for actor in late if actor not in self._room_made]
         idle = [actor for actor, s in states.items() if not (s.is_restarting or s.num_tasks_in_flight)]
         if not (late and idle):
             return
@@ -213,6 +219,7 @@ class PoolKeeper:
         for actor in idle[: len(late)]:
             self._pool._release_running_actor(actor)
         self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)
+        self._room_made |= set(late)
         self._supervisor.note.remote(
             f"there are no CPUs for {len(late)} transform actors that died with work in hand: "
             "idle ones make room for them",

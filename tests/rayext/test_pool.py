@@ -216,6 +216,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         {"NodeID": "gpu", "Labels": {}, "Resources": {"CPU": 8.0, "GPU": 1.0}},
     ]
     monkeypatch.setattr(pool, "nodes", lambda: there)
+    monkeypatch.setattr(pool, "_waited_for", lambda: {1.0})
     return free
 
 
@@ -263,6 +264,14 @@ def test_room_is_made_at_once_for_actors_whose_node_has_gone_and_before_those_th
     )
     assert keeper.left_after(0) == ["a", "b"]
     assert keeper.left_after(1, 4) == ["a", "b"] and len(keeper.notes) == 1
+
+
+def test_room_is_made_once_for_an_actor_that_has_its_cpus_and_starts_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_waited_for", lambda: set())
+    keeper = Keeper(Pool(lost=(True, 1, "gone"), idle=(False, 0), spare=(False, 0)))
+    assert keeper.left_after(0, 6, 12, 60) == ["lost", "spare"] and len(keeper.notes) == 1
 
 
 def test_none_is_let_go_before_a_restart_has_had_its_time() -> None:

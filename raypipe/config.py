@@ -341,7 +341,7 @@ class PoolConfig(Section, prefix="pool."):
         cpus_per_actor: CPUs that Ray reserves for each.
         grow_after_s: the pool grows if ranks waited for half of this many seconds; at most once in this time.
         shrink_after_s: seconds without waiting after which idle actors are given back.
-        label_selector: `label=value` of the nodes that actors prefer while these have room; empty = any node.
+        label_selector: `label=value` of the nodes that actors prefer, and alone ask for; empty = any node.
         block: micro-batches that Ray moves at a time; 0 = chosen by their size and time (docs/tuning.md).
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         read: "actor": actors read the store; "stage": one reader does; "auto": stage for stores in groups.

@@ -2,9 +2,10 @@
 
     python tests/autoscale_bench.py --output timeline.json --picture docs/autoscale.png
 
-Nodes are processes on this machine, added and removed by Ray's own autoscaler. The transform sleeps, so that they
-may be more than its CPUs. The trainer takes micro-batches as fast as they come, then slowly, then (in a run of its
-own) slowly from the start.
+Nodes are processes on this machine, added and removed by Ray's own autoscaler. It may also add GPU nodes, and no
+actor should make it do so, though the pool wants one actor more than the CPU nodes hold. The transform sleeps, so
+that they may be more than its CPUs. The trainer takes micro-batches as fast as they come, then slowly, then (in a
+run of its own) slowly from the start.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Watcher(threading.Thread):
                     "phase": self.phase,
                     "nodes": len(nodes),
                     "actors": round(used),
+                    "gpus": round(ray.cluster_resources().get("GPU", 0.0)),
                     "micro_batches_per_s": round((self.taken - taken) / (now - at), 2),
                 }
             )
@@ -87,7 +89,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
     spec = StreamSpec(
         str(store),
         plan=PlanConfig(epochs=1000, micro_batch_size=B),
-        pool=PoolConfig(max_actors=NODE_CPUS * max_nodes, grow_after_s=3.0, shrink_after_s=6.0),
+        pool=PoolConfig(max_actors=NODE_CPUS * max_nodes + 1, grow_after_s=3.0, shrink_after_s=6.0),
         train_transform=sleepy,
     )
     from raypipe.rayext.cluster import preflight
@@ -102,14 +104,14 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
         """For so long, but no longer than until the pool has grown or shrunk to its end, and some seconds."""
         watcher.phase = phase
         deadline, over = time.monotonic() + seconds, False
-        end = 1 if pause_s else allocation.max_actors
+        end = 1 if pause_s else NODE_CPUS * max_nodes
         while time.monotonic() < deadline:
             next(batches)
             watcher.taken += 1
             time.sleep(pause_s)
             seen = watcher.timeline[-1]
             if not over and seen["phase"] == phase and seen["actors"] == end:
-                deadline, over = min(deadline, time.monotonic() + 4), True
+                deadline, over = min(deadline, time.monotonic() + (4 if pause_s else 10)), True
 
     for name, phases in (
         ("fast", (("the trainer takes all", starving_s, 0.0), ("the trainer is slow", slow_s, SLOW_S))),
@@ -181,7 +183,8 @@ def main() -> None:
 
     resources = {"CPU": NODE_CPUS, "object_store_memory": 100 << 20}
     node = {"resources": resources, "node_config": {}, "labels": {"raypipe": "transform"}}
-    node_types = {"cpu": {**node, "min_workers": 0, "max_workers": options.max_nodes}}
+    gpu_node = {"resources": {**resources, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 1}
+    node_types = {"cpu": {**node, "min_workers": 0, "max_workers": options.max_nodes}, "gpu": gpu_node}
     with tempfile.TemporaryDirectory() as folder, LocalHead(0, node_types=node_types, idle_timeout_s=5) as head:
         # Ray reads these, the token among them, when it is imported.
         os.environ.update({name: value for name, value in head.environment.items() if name.startswith("RAY")})

@@ -145,7 +145,7 @@ def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: f
         import ray
 
         from raypipe.rayext.cluster import connect
-        from raypipe.streaming.pipeline import placement
+        from raypipe.rayext.placement import placement
 
         connect()
         task: Any = ray.remote(_alone).options(num_cpus=1, **placement(PoolConfig().label_selector))

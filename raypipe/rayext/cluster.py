@@ -40,6 +40,9 @@ _WORKER_ENV = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # It waits in silence for the room that trainers need; after so long trainer.py says so.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+    # A trainer that does not answer is replaced after so long, and not after ten minutes; nothing holds the
+    # interpreter for that long. (If Ray makes its stream, watch.py finds a stopped one earlier.)
+    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "120",
 }
 # On one machine Ray's own bookkeeping takes CPU from the transform: statistics of its event loops, and a
 # record of every task for the dashboard, which is not there.

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
@@ -34,10 +35,12 @@ from raypipe.metrics.prometheus import StreamMetrics
 from raypipe.rayext.cluster import is_local
 from raypipe.rayext.console import quiet_first_actor
 from raypipe.rayext.pool import PoolKeeper
+from raypipe.rayext.watch import Process, end_stopped, here, in_worker, this_process
 
 _KEY = "raypipe"
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # as Ray Data's own
+_START_S = 15.0  # until a first block may be expected
 
 
 @dataclass(frozen=True)
@@ -226,8 +229,17 @@ class Turns:
     def __init__(self, topology: Any, settings: Settings) -> None:
         configure_logs(settings.log, run=settings.run)
         self._flow, self._shown_at = _Flow(topology), 0.0
+        # The reader runs on this process's node: for a task on a node that has fallen silent, which is no actor's,
+        # Ray waits for ever, though it calls the node dead.
+        self._flow.reader._ray_remote_args["scheduling_strategy"] = here()
         self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())
         self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
+        self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
+        # A process that is no worker of Ray's is its user's, who may stop it with Ctrl-Z.
+        self._process = this_process("coordinator") if in_worker() else None
+        self._left, self._left_at = 0, time.monotonic() + _START_S
+        self._answer: Any = None  # of the supervisor, to what it was told last
+        self._watcher: Process | None = None
 
     def try_trigger_scaling(self) -> None:
         """At each turn."""
@@ -238,10 +250,28 @@ class Turns:
             self._shown_at, waiting = now, flow.waiting()
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
+            if flow.made - waiting != self._left:
+                self._left, self._left_at = flow.made - waiting, now
+            self._tell(now - self._left_at)
+
+    def _tell(self, still_s: float) -> None:
+        """Tell the supervisor how long no rank has taken a block. If it was stopped, kill it: Ray restarts it."""
+        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._watcher = ray.get(self._answer)
+            self._answer = None
+        if self._answer is None:
+            self._answer = self._supervisor.moves.remote(self._name, still_s, self._process)
+        elif (watcher := self._watcher) and end_stopped([(watcher.pid, watcher.started)]):  # on this node
+            self._supervisor.note.remote(
+                f"the supervisor was stopped (SIGSTOP), and killed ({watcher})", "stopped"
+            )
 
     def on_executor_shutdown(self) -> None:
         """At the end."""
         self._metrics.show(self._flow.made)
+        if ray.is_initialized():  # or the call would start it anew
+            self._supervisor.left.remote(self._name)
 
     def get_total_resources(self) -> ExecutionResources:
         """What the execution may use: whatever there is."""

@@ -66,6 +66,18 @@ def autoscaler_limits() -> dict[str, float]:
         ~/ray_bootstrap_config.yaml      the one that `ray up` leaves on the head
         the RayCluster of this pod       on Kubernetes, from its API server
     """
+    config = _configuration()
+    return limits_of(config) if config else {}
+
+
+def has_labelled_type(label: str, value: str) -> bool:
+    """Whether nodes that the autoscaler may add have a label; False where nothing says so."""
+    groups = _configuration().get("available_node_types", {}).values()
+    return any((group.get("labels") or {}).get(label) == value for group in groups)
+
+
+def _configuration() -> dict[str, Any]:
+    """The cluster YAML, see `autoscaler_limits`; empty where there is none."""
     path = os.environ.get("RAYPIPE_AUTOSCALING_CONFIG", "")
     if not path:
         here = ray.get_runtime_context().get_node_id()
@@ -75,10 +87,11 @@ def autoscaler_limits() -> dict[str, float]:
         path = str(Path(_OF_RAY_UP).expanduser())
         if not Path(path).is_file():
             return _of_kubernetes()
-    return limits_of(yaml.safe_load(read_text(path, _MAX_BYTES)))
+    config: dict[str, Any] = yaml.safe_load(read_text(path, _MAX_BYTES))
+    return config
 
 
-def _of_kubernetes() -> dict[str, float]:
+def _of_kubernetes() -> dict[str, Any]:
     name = os.environ.get("RAY_CLUSTER_NAME", "")
     if not name or not _NAMESPACE_FILE.is_file():
         return {}
@@ -89,7 +102,9 @@ def _of_kubernetes() -> dict[str, float]:
         cluster = client.get(f"rayclusters/{name}")
         if not cluster["spec"].get("enableInTreeAutoscaling"):
             return {}
-        return limits_of(autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster))
+        config: dict[str, Any] = autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)
+        limits_of(config)  # it has what we read
+        return config
     except Exception as error:  # whatever a client of another system raises; the run can do without its answer
         logger.warning("the API server does not tell what RayCluster %s may grow to: %s", name, error)
         return {}

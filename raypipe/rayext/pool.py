@@ -21,6 +21,7 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 from raypipe.config import PoolConfig
 from raypipe.errors import ResourceError
 from raypipe.rayext.limits import resource_state
+from raypipe.rayext.placement import is_gpu, is_labelled, nodes, placement
 
 _WATCH_PERIOD_S = 1.0
 
@@ -34,7 +35,8 @@ _CALM = 0.05
 # busy at once varies about that.
 _SPARE = 1.25
 
-# A restart takes a process's start, some seconds; one that has not begun after so long has no CPUs.
+# A restart takes a process's start, some seconds; one that has not begun after so long has no CPUs. One that was
+# lost with its node has none from the start.
 _PATIENCE_S = 5.0
 # Actors are queued for a moment even where there is room.
 _QUEUE_S = 2.0
@@ -112,10 +114,14 @@ class PoolKeeper:
         self._cpus: float = self._pool.per_actor_resource_usage().cpu or 0.0
         self._sizer: PoolSizer | None = None  # until the first block is there
         self._target: int | None = None
-        # When it was last watched; when the pool was last whole; when a block was last finished, and the how
-        # many-th; when an actor ran, or none was queued for CPUs.
-        self._watched_at = self._whole_at = self._moved_at = self._queued_at = now
+        # When it was last watched; when a block was last finished, and the how many-th; when an actor ran, or none
+        # was queued for CPUs.
+        self._watched_at = self._moved_at = self._queued_at = now
         self._made, self._told = 0, False
+        self._room_at: dict[Any, float] = {}  # actor that died with work in hand → when room is made for it
+        self._room_made = set[Any]()  # those for which it was
+        # Nodes on which actors have been seen, and those of them that have the label.
+        self._known, self._labelled = set[str](), set[str]()
 
     def keep(self, now: float, *, made: int, queued: int, ranks_waiting: float) -> None:
         """Look at the pool; called at each turn of Ray Data's scheduler, some ten times a second.
@@ -132,13 +138,14 @@ class PoolKeeper:
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._make_room(now)
+            self._tell_of_gpus()
             self._tell_of_none(now)
             self._end_stall(now, made, queued)
 
     def _size(self, now: float, made: int, ranks_waiting: float) -> None:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
-            pool.scale(ActorPoolScalingRequest.upscale(delta=missing, reason="the pool is below its minimum"))
+            self._grow(missing, "the pool is below its minimum")
         if not made:  # the first actors are only starting
             return
         if self._sizer is None:
@@ -152,45 +159,87 @@ class PoolKeeper:
             self._target = decision.size
             self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")
             if decision.size > size:
-                pool.scale(ActorPoolScalingRequest.upscale(delta=decision.size - size, reason=decision.reason))
+                self._grow(decision.size - size, decision.reason)
         if self._target is not None and self._target < size:
             self._shrink(size - self._target)
 
-    def _shrink(self, surplus: int) -> None:
-        """Let pending actors go, and then idle ones, those first that are alone on their node: it can then go too.
+    def _grow(self, num: int, reason: str) -> None:
+        self._op._ray_remote_args.update(placement(self._rules.label_selector))  # of the nodes that are there now
+        self._pool.scale(ActorPoolScalingRequest.upscale(delta=num, reason=reason))
 
-        Actors that have work in hand are let go at a later turn.
+    def _shrink(self, surplus: int) -> None:
+        """Let actors go that do not run, and then idle ones, but never the last one that runs.
+
+        Those go first that are on nodes without the label, which are for other work, and then those that are alone
+        on their node: it can then go too. Actors that have work in hand are let go at a later turn.
         """
         while surplus and self._pool._try_remove_pending_actor():
             surplus -= 1
+        surplus -= self._release_lost(surplus)
         states = self._pool._running_actors.items()
         on_node = Counter(state.actor_location for _, state in states)
         idle = [
-            (on_node[state.actor_location], state.actor_location, actor)
+            (state.actor_location in self._labelled, on_node[state.actor_location], state.actor_location, actor)
             for actor, state in states
             if not (state.num_tasks_in_flight or state.is_restarting)
         ]
-        for _, _, actor in sorted(idle, key=lambda found: found[:2])[:surplus]:
+        num_running = sum(1 for _, state in states if not state.is_restarting)
+        for *_, actor in sorted(idle, key=lambda found: found[:3])[: max(0, min(surplus, num_running - 1))]:
             self._pool._release_running_actor(actor)
 
-    def _make_room(self, now: float) -> None:
+    def _release_lost(self, most: int) -> int:
+        """Let actors go that died without work in hand: they would start again for nothing. Returns how many."""
         states = self._pool._running_actors.items()
-        waited_for = sum(1 for _, state in states if state.is_restarting and state.num_tasks_in_flight)
-        if not waited_for:
-            self._whole_at = now
+        lost = [actor for actor, state in states if state.is_restarting and not state.num_tasks_in_flight][:most]
+        for actor in lost:
+            self._pool._release_running_actor(actor)
+        return len(lost)
+
+    def _make_room(self, now: float) -> None:
+        states = self._pool._running_actors
+        waiting = {actor: s for actor, s in states.items() if s.is_restarting and s.num_tasks_in_flight}
+        new = waiting.keys() - self._room_at.keys()
+        there = {node["NodeID"] for node in nodes()} if new else set()
+        for actor in new:
+            self._room_at[actor] = now + (_PATIENCE_S if waiting[actor].actor_location in there else 0.0)
+        self._room_at = {actor: at for actor, at in self._room_at.items() if actor in waiting}
+        self._room_made &= waiting.keys()
+        late = [actor for actor, at in self._room_at.items() if now >= at]
+        if (
+            self._room_made.intersection(late) and self._cpus not in _waited_for()
+        ):  # they have CPUs, and only start
+            late = [actor for actor in late if actor not in self._room_made]
+        idle = [actor for actor, s in states.items() if not (s.is_restarting or s.num_tasks_in_flight)]
+        if not (late and idle):
             return
-        idle = [actor for actor, state in states if not (state.is_restarting or state.num_tasks_in_flight)]
-        if not idle or now - self._whole_at < _PATIENCE_S:
+        late = late[int(_free_cpus() / self._cpus) :][: len(idle)]
+        if not late:
             return
-        if _free_cpus() < self._cpus:
-            for actor in idle[:waited_for]:
-                self._pool._release_running_actor(actor)
-            self._supervisor.note.remote(
-                f"there are no CPUs for {waited_for} transform actors that died with work in hand: "
-                "idle ones make room for them",
-                "no_room",
-            )
-            self._whole_at = now
+        self._release_lost(len(states))  # else these may take the CPUs
+        for actor in idle[: len(late)]:
+            self._pool._release_running_actor(actor)
+        self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)
+        self._room_made |= set(late)
+        self._supervisor.note.remote(
+            f"there are no CPUs for {len(late)} transform actors that died with work in hand: "
+            "idle ones make room for them",
+            "no_room",
+        )
+
+    def _tell_of_gpus(self) -> None:
+        """Say so, once for each, where actors run on a GPU node because CPU nodes have no room."""
+        new = {state.actor_location for state in self._pool._running_actors.values()} - self._known
+        if not new or not (label := self._rules.label_selector):
+            return
+        self._known |= new
+        there = {node["NodeID"]: node for node in nodes()}
+        self._labelled |= {name for name in new & there.keys() if is_labelled(there[name], label)}
+        for name in sorted((new & there.keys()) - self._labelled):
+            if is_gpu(there[name]) and len(there) > 1:
+                self._supervisor.scaled.remote(
+                    f"transform actors run on the GPU node {name[:8]}, as nodes with the label {label} had no "
+                    "room; no such node is started for them"
+                )
 
     def _tell_of_none(self, now: float) -> None:
         info = self._op.get_actor_info()

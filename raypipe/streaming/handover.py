@@ -17,6 +17,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.run_log import Folder
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.schedule import shares
+from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.inline import first_maker, inline_batches
@@ -172,10 +173,8 @@ def _handed_round(
 
     handed: tuple[list[DataIterator], Any, int] | None = None
     if rank == 0:
-        context = ray.get_runtime_context()
-        is_worker = context.worker.mode == ray.WORKER_MODE  # and not a driver that calls its train function
-        if in_train and max_actors is None and is_worker:
-            own = context.get_assigned_resources().get("CPU", 0.0)
+        if in_train and max_actors is None and in_worker():  # and not a driver that calls its train function
+            own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
         most = preflight(spec.pool).max_actors if max_actors is None else max_actors
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
@@ -194,6 +193,8 @@ def _handed_round(
         quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are some 6,000, once
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
+    if in_train and in_worker():
+        handed[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
     return handed
 
 

@@ -22,6 +22,7 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, datasets_with
+from raypipe.rayext.placement import placement
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
 from raypipe.streaming.row import Ended
@@ -42,15 +43,6 @@ logger = logging.getLogger(__name__)
 # A reader does nothing but yield rows. It must not wait for a CPU that the pool holds: a pool that takes all
 # CPUs would starve it, and the run would hang (ray#44687).
 _READER_CPUS = 0
-
-
-def placement(label_selector: str) -> dict[str, Any]:
-    """Ray's options for an actor that prefers nodes with a label, and takes any other if those have no room.
-
-    By default, Ray Data spreads actors over all nodes, GPU hosts included. See `PoolConfig.label_selector`.
-    """
-    label, _, value = label_selector.partition("=")
-    return {"label_selector": {label: value}, "fallback_strategy": [{"label_selector": {}}]} if label else {}
 
 
 def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfig, int]:

@@ -27,6 +27,7 @@ from raypipe.errors import ResourceError, StoreError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import WHOLE, Plan, Share
+from raypipe.rayext.watch import this_process
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, check_columns, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
@@ -111,7 +112,8 @@ class MicroBatchSource(Datasource):
         sizes: dict[Split, int] = dict.fromkeys(("train", "val"), self._block or 1)
         if self._supervisor:
             task = str(ray.get_runtime_context().get_task_id())
-            begun = self._supervisor.reads.remote(task, f"{count} micro-batches from {at} on")
+            share = f"{count} micro-batches from {at} on"
+            begun = self._supervisor.reads.remote(task, share, this_process("reader"))
             if not self._block and first:
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(self._supervisor.sizes.remote(task, room, self._max_bytes))

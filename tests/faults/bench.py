@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -47,7 +48,7 @@ PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
 # Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.
-BLOCKS = {"actor": 3, "all actors": 3, "node": 3}
+BLOCKS = {"actor": 3, "all actors": 3, "node": 3, "frozen actor": 3, "frozen node": 3}
 READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
 
 
@@ -279,6 +280,12 @@ KINDS = (
     "coordinator",
     "trainer",
     "elastic",
+    "frozen actor",
+    "frozen node",
+    "frozen trainer",
+    "frozen coordinator",
+    "frozen reader",
+    "frozen supervisor",
 )
 
 
@@ -293,6 +300,11 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
     }
     if kind in processes:
         return Damage(lambda: kill(processes[kind], choose, all_of_them=kind == "all actors"))
+    if kind == "frozen node":
+        return Damage(lambda: nodes.freeze(choose))
+    if kind.startswith("frozen "):
+        name = processes[kind.removeprefix("frozen ")]
+        return Damage(lambda: kill(name, choose, number=signal.SIGSTOP))
     if kind == "elastic":
         return Damage(lambda: nodes.lose(choose), nodes.mend, mend_after_s=25)
     for_good = kind == "node for good"
@@ -314,13 +326,14 @@ def run(
         stores = make_stores(Path(folder), num_samples, names)
         undisturbed = {name: without_ray(spec_of(path, max_actors)) for name, path in stores.items()}
         for kind in kinds:
-            store = "parquet" if kind == "reader" else choose.choice(names)
+            store = "parquet" if "reader" in kind else choose.choice(names)
             spec = spec_of(stores[store], max_actors, kind)
             expected = undisturbed[store]
-            after = choose.randint(1, min(int(len(expected) * 0.7), len(expected) - READ_AHEAD))
+            latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
+            after = choose.randint(1, latest // 2 if kind.startswith("frozen") else latest)  # it still has work
             damage = damage_of(kind, nodes, choose)
             name, faults = kind, 0
-            if kind in ("coordinator", "trainer"):
+            if kind.removeprefix("frozen ") in ("coordinator", "trainer"):
                 rows, longest, _ = train(spec, damage, after, Trainers())
             elif kind == "elastic":
                 rows, longest, sizes = train(spec, damage, after // 4, Trainers(1, 4, consume_s=0.3))

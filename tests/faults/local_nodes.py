@@ -8,14 +8,20 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # A cluster of its own, that no other process of this machine finds and takes for its own.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
+# It looks after its nodes as the clusters do that we ship.
+os.environ |= re.findall(
+    r"--env (RAY_health_check_\w+)=(\d+)", (Path(__file__).parents[2] / "cluster.yaml").read_text()
+)
 
 import raypipe  # noqa: F401  # isort: skip  it sets what Ray and Albumentations read at import
 import psutil
@@ -38,6 +44,7 @@ class Nodes:
             },
         )
         self.nodes = [self._add(), self._add()]
+        self._frozen: list[Any] = []
         ray.init(address=self.cluster.address, logging_level="ERROR")
 
     def _add(self) -> Any:
@@ -46,19 +53,31 @@ class Nodes:
     def lose(self, choose: random.Random) -> None:
         """A CPU node and all that runs on it, at once."""
         node = self.nodes.pop(choose.randrange(len(self.nodes)))
-        raylet = node.all_processes["raylet"][0].process
-        for process in [*psutil.Process(raylet.pid).children(recursive=True), psutil.Process(raylet.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _signal(node, signal.SIGKILL)
         self.cluster.remove_node(node, allow_graceful=False)
 
+    def freeze(self, choose: random.Random) -> None:
+        """Stop a CPU node and all that runs on it: it is silent, and its connections stay."""
+        self._frozen.append(self.nodes.pop(choose.randrange(len(self.nodes))))
+        _signal(self._frozen[-1], signal.SIGSTOP)
+
     def mend(self) -> None:
+        while self._frozen:
+            _signal(self._frozen[-1], signal.SIGKILL)
+            self.cluster.remove_node(self._frozen.pop(), allow_graceful=False)
         while len(self.nodes) < 2:
             self.nodes.append(self._add())
 
     def close(self) -> None:
         ray.shutdown()
         self.cluster.shutdown()
+
+
+def _signal(node: Any, number: int) -> None:
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    for process in [*raylet.children(recursive=True), raylet]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def workers(name: str) -> list[psutil.Process]:
@@ -72,14 +91,14 @@ def workers(name: str) -> list[psutil.Process]:
     return found
 
 
-def kill(name: str, choose: random.Random, all_of_them: bool = False) -> None:
+def kill(name: str, choose: random.Random, all_of_them: bool = False, number: int = signal.SIGKILL) -> None:
     deadline = time.monotonic() + 20
     while not (found := sorted(workers(name), key=lambda p: p.pid)):
         assert time.monotonic() < deadline, f"there is no {name} to kill"
         time.sleep(0.05)
     for process in found if all_of_them else [choose.choice(found)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(number)
 
 
 @contextlib.contextmanager

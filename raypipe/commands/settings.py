@@ -100,7 +100,12 @@ def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     check_no_pipe(args)
     given = parser.parse_args(args)
     target = given.get("target", "")
-    of_run = given.resume or (target if _is_run(target) else "")
+    resume = given.resume
+    if resume == "auto":
+        from raypipe.train.run_folder import folder_to_resume
+
+        resume = folder_to_resume(resume, given.storage_path, given.name)
+    of_run = resume or (target if _is_run(target) else "")
     if of_run:
         check_owner(of_run, given.trust)
         base = _stored_config(of_run)
@@ -112,6 +117,7 @@ def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
     values.pop("config", None)
     values["trust"] = given.trust  # whatever the stored configuration says
+    values["resume"] = resume or given.resume
     run = RunConfig(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunConfig)})
     if target and not of_run:
         run = dataclasses.replace(run, store=dataclasses.replace(run.store, train=target))

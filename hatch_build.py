@@ -3,7 +3,7 @@
 It needs a C compiler, Python's headers, and libjpeg-turbo 2.1 or later with its headers (Debian and Ubuntu:
 libjpeg-dev; Fedora: libjpeg-turbo-devel; Homebrew: jpeg-turbo). Where one of them is missing, the build warns and
 goes on: the wheel is then pure, and raypipe gives the same pixels without it, only slower. Editable installs get
-it as well. To build it later: `uv sync --reinstall-package raypipe`, or `pip install` again.
+it as well. To build it later: `uv sync --reinstall-package raypipe-data`, or `pip install` again.
 
 RAYPIPE_EXTENSION=no leaves it out, and RAYPIPE_EXTENSION=yes makes a failure to build it an error.
 RAYPIPE_LIBJPEG=PREFIX/lib/libjpeg.a links that archive into it, which must hold position-independent code and have

@@ -10,6 +10,7 @@ from pathlib import Path
 import _raypipe_jpeg
 
 import raypipe
+from raypipe.lookup import DISTRIBUTION
 from raypipe.transform.jpeg import why_no_extension
 
 SOURCES = Path(__file__).parents[1] / "raypipe"
@@ -21,11 +22,12 @@ for source in SOURCES.rglob("*"):
     if source.is_file() and source.suffix != ".pyc":
         name = source.relative_to(SOURCES)
         assert (package / name).is_file(), f"{name} is not in the wheel"
-files = [str(file) for file in importlib.metadata.files("raypipe") or []]
+files = [str(file) for file in importlib.metadata.files(DISTRIBUTION) or []]
 for name in ("LICENSE", "NOTICE"):
     assert any(file.endswith(f"licenses/{name}") for file in files), f"no {name}"
 if "--linked" in sys.argv:
     lister = ["otool", "-L"] if sys.platform == "darwin" else ["ldd"]
     needed = subprocess.run([*lister, _raypipe_jpeg.__file__], capture_output=True, text=True, check=True).stdout
     assert "libjpeg" not in needed, f"it needs a libjpeg of the machine: {needed}"
-print(f"raypipe {importlib.metadata.version('raypipe')} works from {package}, with the JPEG extension")
+assert importlib.metadata.version(DISTRIBUTION) == raypipe.__version__
+print(f"{DISTRIBUTION} {raypipe.__version__} works from {package}, with the JPEG extension")

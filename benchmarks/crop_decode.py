@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import cv2
 import numpy as np
 
 from raypipe import TransformConfig, open_store
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    cv2.setNumThreads(1)  # as in an actor
     store = open_store(options.store)
     encoded = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
     images = [EncodedSample(image) for image in encoded]

@@ -16,6 +16,7 @@ import statistics
 import time
 from typing import Any
 
+import cv2
 import numpy as np
 
 from raypipe import PoolConfig, TransformConfig, open_store
@@ -71,12 +72,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--png", action="store_true", help="encode the images as PNG first")
     options = parser.parse_args()
+    cv2.setNumThreads(1)  # as in an actor
     store = open_store(options.store)
     num = min(len(store), options.samples)
     images = store.read(np.arange(num), ("image",))["image"]
     if options.png:
-        import cv2
-
         from raypipe.transform.decode import decode
 
         images = [cv2.imencode(".png", decode(image)[:, :, ::-1])[1].tobytes() for image in images]

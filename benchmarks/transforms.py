@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 
+import cv2
 import numpy as np
 from crop_decode import measure
 
@@ -36,6 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":
         parser.error("set OMP_NUM_THREADS=1: work of torch's other threads is not counted")
+    cv2.setNumThreads(1)  # as in an actor
     store = open_store(options.store)
     encoded = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
     images = [EncodedSample(image) for image in encoded]

@@ -33,7 +33,7 @@ from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import spec_of
 from raypipe.train.launch import check_augment
 from raypipe.train.learning import num_classes_of
-from raypipe.train.run_folder import as_plain, located
+from raypipe.train.run_folder import CONFIG_FILE, CONFIG_HEAD, as_plain, located
 from raypipe.transform.presets import build_transform
 
 
@@ -62,7 +62,8 @@ def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
         base = replace(run, storage_path=f"{folder}/trials", train=replace(train, use_gpu=gpu))
         at_once, share = share_out(cluster_resources(), base, tune.trials)
         check_memory(spec, share.max_actors, 1, at_once)
-        write_yaml(f"{folder}/config.yaml", as_plain(run) | {"tune": json.loads(json.dumps(asdict(tune)))})
+        settings = as_plain(run) | {"tune": json.loads(json.dumps(asdict(tune)))}
+        write_yaml(f"{folder}/{CONFIG_FILE}", settings, CONFIG_HEAD)
         listed = "\n".join(f"{number:>10} {told(policy)}" for number, policy in enumerate(chosen))
         print(f"search     {folder}\ntrials     {at_once} at a time, of\n{listed}", flush=True)
         try:

@@ -136,8 +136,8 @@ class PlanConfig(Section, prefix="plan."):
             ("shortest"), which may also be its last ("longest"). See docs/plans.md for this and what follows.
         mixture: weights of the stores that store.train names, or from epoch → such; empty = by their sizes.
         weights: how often each sample is drawn: a column of numbers, or a file *.npy; empty = all alike.
-        class_balance: exponent: a class of n samples is drawn in proportion to n^(1 - exponent); 0 = off, 1 = all
-            classes equally often.
+        class_balance: exponent, in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent);
+            0 = off, 1 = all classes equally often.
         repeats: draw each sample so many times in a step (repeated augmentation), each differently augmented.
         repeats_in: "step": the copies in different micro-batches of a step; "micro_batch": side by side in one.
         buckets: sizes of training images, as ["192x256", "224x224", "256x192"] (height x width): a micro-batch has
@@ -580,7 +580,7 @@ class RunConfig(Section, prefix=""):
         name: the run's name; empty = made from the date.
         resume: folder or URI of a run to continue from its latest checkpoint; "auto" = that of `name`, or a new
             run while there is none.
-        trust: resume even if another user owns the run's folder, and so run the code that it names.
+        trust: run the code that a run names which is the target, or resume one whose folder another user owns.
         log: progress and logs as lines of "text", or as "json" objects with time, run, rank, epoch, step.
     """
 

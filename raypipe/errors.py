@@ -4,6 +4,7 @@
     ├── ConfigError        a setting is wrong, or two settings contradict each other
     ├── StoreError         a store is missing, broken, of an unknown layout, or was asked for what it lacks
     ├── SampleError        one sample cannot be read, decoded or transformed
+    │   └── TransformError  the user's code failed on it
     ├── BadSamplesError    more bad samples than the run was told to tolerate
     ├── ResourceError      the cluster lacks what the run needs
     ├── RunError           a run was ended by an error of other code, or by the death of its trainers
@@ -44,7 +45,22 @@ class StoreError(RaypipeError):
 
 
 class SampleError(RaypipeError):
-    """One sample cannot be read, decoded or transformed."""
+    """One sample cannot be read, decoded or transformed.
+
+    Attributes:
+        fault: whose fault it is, for records of bad samples.
+        advice: how to mend it.
+    """
+
+    fault = "store"
+    advice = "mend the store"
+
+
+class TransformError(SampleError):
+    """The user's transform, or function of columns, failed on a sample."""
+
+    fault = "transform"
+    advice = "mend the transform: with pool.engine=inline a debugger stops in it"
 
 
 class BadSamplesError(RaypipeError):

@@ -12,11 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import raypipe
 from raypipe.errors import ConfigError
 
-# Whatever reads, decodes, transforms or draws at random on the CPU.
+DISTRIBUTION = "raypipe-data"
+"""What pip calls raypipe. The package `raypipe` of PyPI is another one."""
+
+# Whatever reads, decodes, transforms or draws at random on the CPU, beside raypipe.
 _PACKAGES = (
-    "raypipe",
     "ray",
     "numpy",
     "pyarrow",
@@ -30,11 +33,24 @@ _PACKAGES = (
 )
 
 
+def search_here() -> bool:
+    """Let modules be found in the current folder, after all other places; False where it is closed.
+
+    PYTHONSAFEPATH and `python -P` close it.
+    """
+    here = str(Path.cwd())
+    if sys.flags.safe_path or os.environ.get("PYTHONSAFEPATH"):
+        return False
+    if here not in sys.path:
+        sys.path.append(here)
+    return True
+
+
 def import_name(address: str, setting: str) -> Any:
     """What `module:name` names; the name may have dots.
 
-    The module is looked for where Python looks, and then in the current folder, as Ray's workers do of themselves:
-    a script's own folder, or that of a command, is where Python begins, and not where the user is.
+    The module is looked for where Python looks, and then in the current folder, unless that is closed: a script's
+    own folder, or that of a command, is where Python begins, and not where the user is.
 
     Args:
         address: `module:name`.
@@ -44,15 +60,19 @@ def import_name(address: str, setting: str) -> Any:
         ConfigError: there is no such thing.
     """
     module_name, _, name = address.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path and not sys.flags.safe_path:
-        sys.path.append(here)
+    is_open = search_here()
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{setting} {address!r} cannot be imported: {type(error).__name__}: {error}") from error
+        why = f"{type(error).__name__}: {error}"
+        if not is_open and isinstance(error, ModuleNotFoundError):
+            why += (
+                "; the current folder is not searched: it holds the store or the run, or PYTHONSAFEPATH is set. "
+                "Set PYTHONPATH to the folder of your code"
+            )
+        raise ConfigError(f"{setting} {address!r} cannot be imported: {why}") from error
     return found
 
 
@@ -66,6 +86,11 @@ def choices(name: str, known: Collection[str], those: str = "known are") -> str:
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     shown = [f"{each} ({kind})" for each, kind in known.items()] if isinstance(known, Mapping) else known
     return f"; {meant}{those} {', '.join(shown)}"
+
+
+def to_install(extra: str) -> str:
+    """How to install what an extra of raypipe names, for errors."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def version_of(package: str) -> str | None:
@@ -83,4 +108,6 @@ def num_cpus() -> int:
 
 def versions() -> dict[str, str | None]:
     """The versions of all that pixels may depend on; None = it is not installed."""
-    return {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    # raypipe's is that of the sources that run: Ray may have put a folder of them before an installed one.
+    found: dict[str, str | None] = {"raypipe": raypipe.__version__}
+    return found | {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}

@@ -53,13 +53,16 @@ class Limits(NamedTuple):
     def words(self, kind: type, value: object) -> str:
         """What they allow, for the message about a value."""
         given = value if type(value) in (int, float) else math.nan
-        parts = []
-        if self.least > -_MEANT or given < self.least:  # type: ignore[operator]
-            parts.append(f"above {self.least}" if self.above else f"of at least {self.least}")
-        if self.most < _MEANT or math.inf > given > self.most:  # type: ignore[operator]
-            parts.append(f"below {self.most}" if self.below else f"at most {self.most}")
+        low = self.least > -_MEANT or given < self.least  # type: ignore[operator]
+        high = self.most < _MEANT or math.inf > given > self.most  # type: ignore[operator]
+        if low and high and not (self.above or self.below):
+            within = f" from {self.least} to {self.most}"
+        else:
+            ends = [f"above {self.least}" if self.above else f"of at least {self.least}"] * low
+            ends += [f"below {self.most}" if self.below else f"at most {self.most}"] * high
+            within = f" {' and '.join(ends)}" if ends else ""
         noun = "a whole number" if kind is int else "a number" if self.most < _MEANT else "a finite number"
-        return " ".join([noun, " and ".join(parts)]).strip()
+        return noun + within
 
 
 _DEFAULT = {int: Limits(most=MAX_INT), float: Limits()}

@@ -30,6 +30,7 @@ from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.filter import matching
+from raypipe.train.run_folder import CONFIG_HEAD
 
 from conftest import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
@@ -128,7 +129,7 @@ def test_docs_running_converts_verifies_and_audits(folder: Path, capsys: pytest.
     whole, part, of_run = of("running.md", "digest")
     Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
     Path(of_run[2]).mkdir(parents=True)
-    Path(of_run[2], "config.yaml").write_text(Path("run.yaml").read_text())
+    Path(of_run[2], "config.yaml").write_text(CONFIG_HEAD + Path("run.yaml").read_text())
     made = run([*whole, "--pool.engine=inline"], capsys)
     assert made["micro_batches"] == 200
     assert run([*of_run, "--pool.engine=inline"], capsys)["digest"] == made["digest"]
@@ -144,7 +145,7 @@ def test_docs_running_stops_a_run_in_a_bucket(capsys: pytest.CaptureFixture[str]
     (words,) = of("running.md", "stop")
     filesystem, path = open_filesystem(words[2])
     with filesystem.open_output_stream(f"{path}/config.yaml") as file:
-        file.write(b"{}")
+        file.write(CONFIG_HEAD.encode())
     assert run(words, capsys)["stop_requested"]
     filesystem.open_input_stream(f"{path}/stop").close()
 

@@ -175,7 +175,7 @@ def test_a_command_killed_at_random_moments_and_given_again_ends_with_an_unbroke
     for number in range(3 if request.config.getoption("--soak") else 2):
         with started(command, ray_folder, environment) as running:
             assert running.stdout
-            for _ in itertools.islice(running.stdout, moments.randrange(1, 12)):  # of some 15 before the first step
+            for _ in itertools.islice(running.stdout, moments.randrange(1, 12)):  # of about 15
                 pass
             for _ in range(number * moments.randrange(1, 5)):
                 before = checkpoints()

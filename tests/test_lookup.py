@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import raypipe
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name
+from raypipe.lookup import DISTRIBUTION, import_name, versions
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_a_module_is_found_in_the_current_folder_after_all_that_python_finds(
@@ -25,3 +32,20 @@ def test_a_module_is_found_in_the_current_folder_after_all_that_python_finds(
 def test_what_is_not_there_is_one_error_with_its_setting(address: str) -> None:
     with pytest.raises(ConfigError, match=f"store.layout '{address}' cannot be imported"):
         import_name(address, "store.layout")
+
+
+def test_raypipe_knows_its_name_and_its_version_without_being_installed() -> None:
+    assert (DISTRIBUTION, raypipe.__version__) == (PROJECT["name"], PROJECT["version"])
+    assert versions()["raypipe"] == raypipe.__version__
+
+
+def test_errors_and_pages_name_extras_that_there_are_and_no_other_project() -> None:
+    extras = set(PROJECT["optional-dependencies"])
+    for path in (ROOT / "raypipe").rglob("*.py"):
+        text = path.read_text()
+        assert "pip install 'raypipe" not in text and "pip install raypipe" not in text, path
+        assert set(re.findall(r"to_install\('(\w+)'\)", text)) <= extras, path
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "llms.txt"]:
+        asked = re.findall(r"pip install '?([\w.-]+?)(?:\[(\w+)\])?'?[\s`]", path.read_text())
+        assert "raypipe" not in [name for name, _ in asked], path
+        assert {extra for name, extra in asked if name == "."} <= extras | {""}, path

@@ -161,10 +161,13 @@ def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: f
 def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
     """What `ceiling` returns, of one process, with its images in memory and warmed up."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch, as Ray has it in an actor of one CPU
+    import cv2
+
     from raypipe.transform.contents import Images
     from raypipe.transform.presets import build_transform
     from raypipe.transform.sample_transform import EncodedSample
 
+    cv2.setNumThreads(1)  # as in an actor
     store.read(np.arange(1), ("image",))  # opens it
     began_cpu = time.process_time()
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]

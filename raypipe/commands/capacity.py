@@ -23,7 +23,7 @@ _GBIT = 1e9 / 8
 def plan_capacity(
     report: str,
     *,
-    target_images_per_s: PositiveFloat,
+    images_per_s_per_gpu: PositiveFloat,
     gpus: PositiveInt = 1,
     headroom: NonNegativeFloat = 0.15,
     cpus_per_node: PositiveInt = 16,
@@ -39,11 +39,11 @@ def plan_capacity(
 ) -> dict[str, Any]:
     """Print the CPU nodes, memory and network that a target needs, and the limit that is hit first.
 
-    Example: raypipe plan-capacity report.json --target-images-per-s 2500 --gpus 8
+    Example: raypipe plan-capacity report.json --images-per-s-per-gpu 2500 --gpus 8
 
     Args:
         report: from `raypipe bench STORE --output FILE`, measured on a CPU like those of the nodes.
-        target_images_per_s: that one GPU takes when it never waits; docs/tuning.md has it from a run's report.
+        images_per_s_per_gpu: that one GPU takes when it never waits; docs/tuning.md has it from a run's report.
         gpus: in all.
         headroom: actors to spare, as a share.
         cpus_per_node: of a CPU node.
@@ -64,7 +64,7 @@ def plan_capacity(
         raise ConfigError(f"a node of {cpus_per_node} CPUs holds no actor of {cpus_per_actor:g} (cpus_per_actor)")
     micro_batch, micro_batch_bytes = measured["micro_batch"], measured["micro_batch_bytes"]
     pixel_bytes, encoded_bytes = micro_batch_bytes / micro_batch, measured["encoded_bytes_per_image"]
-    per_s = target_images_per_s * gpus
+    per_s = images_per_s_per_gpu * gpus
     encoded_per_s, on_host = per_s * encoded_bytes, min(gpus_per_host, gpus)
     wanted = per_s * (1 + headroom) / (measured["stream_images_per_s"] / measured["actors"])
     actors = math.ceil(wanted)
@@ -82,7 +82,7 @@ def plan_capacity(
     }
     sized_by = max(nodes, key=lambda name: nodes[name])
     cpu_nodes = math.ceil(nodes[sized_by])
-    host_in = on_host * target_images_per_s * pixel_bytes
+    host_in = on_host * images_per_s_per_gpu * pixel_bytes
     on_host_bytes = on_host * _PER_RANK_ON_HOST * micro_batch_bytes + host_in * _FREED_AFTER_S
     found: dict[str, Any] = {
         "images_per_s": per_s,
@@ -127,7 +127,7 @@ def plan_capacity(
     limits = dict(sorted(((name, share) for name, share in shares.items() if share), key=lambda limit: -limit[1]))
     first, used = next(iter(limits.items()))
     found |= {"limits": limits, "first_limit": first}
-    found["first_limit_images_per_s_per_gpu"] = most = target_images_per_s / used
+    found["first_limit_images_per_s_per_gpu"] = most = images_per_s_per_gpu / used
     # What Ray brings into a host is a lower bound until it is measured.
     beyond = "Perhaps out of reach" if first == "object_manager" else "Out of reach"
     found["verdict"] = (
@@ -136,7 +136,7 @@ def plan_capacity(
     )
     rows = [(name.replace("_", " "), _readable(name, value)) for name, value in found.items() if name != "limits"]
     rows[-3:] = [(f"limit: {name.replace('_', ' ')}", f"{share:.0%} used") for name, share in limits.items()]
-    table(f"{report}: {gpus} GPUs x {target_images_per_s:,.0f} images/s", rows)
+    table(f"{report}: {gpus} GPUs x {images_per_s_per_gpu:,.0f} images/s", rows)
     print(found["verdict"])
     return found
 

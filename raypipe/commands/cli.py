@@ -12,6 +12,7 @@ options and choices; it needs shtab.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -46,7 +47,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     return import_module("raypipe.train.launch").train(run)  # the whole program, which no other command needs
 
 
-def convert(
+def convert_store(
     run: RunConfig,
     src: str,
     dst: str,
@@ -92,7 +93,7 @@ def convert(
     )
 
 
-def preview(
+def draw_preview(
     run: RunConfig,
     target: str = "",
     *,
@@ -107,7 +108,7 @@ def preview(
     Example: raypipe preview --config run.yaml
 
     Args:
-        run: settings of the run; an augmentation that does nothing is replaced by an example.
+        run: settings of the run.
         target: see `settings.command_parser`.
         output: the PNG to write; also -o.
         show_epochs: how many epochs to show, evenly spread over the run.
@@ -146,9 +147,20 @@ def stop(folder: str) -> dict[str, Any]:
     return {"run_dir": folder, "stop_requested": True}
 
 
-_ALL: list[Callable[..., dict[str, Any]]] = [train, convert, bench.bench, audit.digest, audit.digest_diff]
-_ALL += [audit.inspect, capacity.plan_capacity, preview, audit.report, doctor.doctor, stop]
-COMMANDS = {command.__name__.replace("_", "-"): command for command in _ALL}
+# None is called as a public name of raypipe is: jsonargparse would import that one too, to find out which it is.
+COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "train": train,
+    "convert": convert_store,
+    "bench": bench.bench,
+    "digest": audit.digest,
+    "digest-diff": audit.digest_diff,
+    "inspect": audit.inspect,
+    "plan-capacity": capacity.plan_capacity,
+    "preview": draw_preview,
+    "report": audit.report,
+    "doctor": doctor.doctor,
+    "stop": stop,
+}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -157,25 +169,44 @@ def main(args: list[str] | None = None) -> None:
 
     def command() -> dict[str, Any]:
         name = given[0] if given else "--help"
+        if name in ("-h", "--help"):
+            _help().parse_args([name])
         if name not in COMMANDS:
             near = get_close_matches(name, COMMANDS, 1)
             if not name.startswith("-"):
                 settings.Parser().error(
                     f"there is no command {name}" + (f": did you mean {near[0]}?" if near else "")
                 )
-            _parser_of_all().parse_args([name, *given[1:]])  # help or completion, which ends the program
+            _parser_of_all().parse_args([name, *given[1:]])  # completion, which ends the program
         function = COMMANDS[name]
         return function(**settings.parse_command(name, function, given[1:]))
 
     _finish(command)
 
 
+def _help() -> argparse.ArgumentParser:
+    """The parser of `raypipe --help` alone: the settings of all commands take seconds."""
+    parser = argparse.ArgumentParser(
+        prog="raypipe",
+        usage="raypipe COMMAND [--OPTION VALUE …]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND --help")
+    for name, function in COMMANDS.items():
+        commands.add_parser(name, help=_about(function).replace("%", "%%"))
+    return parser
+
+
+def _about(command: Callable[..., Any]) -> str:
+    return (command.__doc__ or "").partition("\n")[0]
+
+
 def _parser_of_all() -> settings.Parser:
     parser = settings.Parser(prog="raypipe", description=__doc__)
     subcommands = parser.add_subcommands()
     for name, function in COMMANDS.items():
-        about = (function.__doc__ or "").partition("\n")[0]
-        subcommands.add_subcommand(name, settings.command_parser(name, function), help=about)
+        subcommands.add_subcommand(name, settings.command_parser(name, function), help=_about(function))
     return parser
 
 

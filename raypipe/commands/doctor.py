@@ -14,10 +14,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import raypipe
 from raypipe.logs import printable
+from raypipe.lookup import DISTRIBUTION
 
 _RAY_TIMEOUT_S = 120
 _GIB = 2**30
@@ -52,16 +55,27 @@ def examined(name: str) -> dict[str, str]:
 
 
 def _packages() -> tuple[bool, str]:
-    """Pip install --upgrade raypipe, in an environment of its own."""
+    """Install raypipe anew, in an environment of its own."""
     from packaging.requirements import Requirement
 
-    for requirement in map(Requirement, importlib.metadata.requires("raypipe") or []):
+    for requirement in map(Requirement, _requirements()):
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
             version = importlib.metadata.version(requirement.name)  # an error if it is not there
             if not requirement.specifier.contains(version, prereleases=True):
                 raise ImportError(f"{requirement.name} is {version}, not {requirement.specifier}")
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("ray", "torch", "albumentations"))
     return True, f"Python {platform.python_version()}, {', '.join(versions)}"
+
+
+def _requirements() -> list[str]:
+    """The requirements of the installed raypipe; of sources that are not installed, those of their project."""
+    try:
+        return importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        project = Path(raypipe.__file__).parents[1] / "pyproject.toml"
+        if not project.exists():
+            raise
+        return tomllib.loads(project.read_text())["project"]["dependencies"]
 
 
 def _decoding() -> tuple[bool, str]:
@@ -88,7 +102,7 @@ def _torch() -> tuple[bool, str]:
 
 
 def _nvjpeg() -> tuple[bool, str]:
-    """Set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video for containers; pip install raypipe[torchcodec]."""
+    """Set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video for containers; install the extra torchcodec."""
     import torch
 
     from raypipe.device.jpeg_decoders import find_decoder
@@ -118,7 +132,7 @@ def _ray() -> tuple[bool, str]:
     """Is RAY_ADDRESS, if set, up (ray status), and of this Ray? Else see /tmp/ray/session_latest/logs."""
     address = os.environ.get("RAY_ADDRESS")
     where = f"the cluster at {address}" if address else "a cluster on this machine"
-    command = [sys.executable, "-c", _RAY_PROGRAM]
+    command = [sys.executable, "-P", "-c", _RAY_PROGRAM]  # without the modules of the current folder
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -17,8 +17,7 @@ from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
 from raypipe.stores.base import Store
 from raypipe.stores.scan import SIZE_COLUMNS, sizes_address, write_sizes
-from raypipe.transform.decode import image_size
-from raypipe.transform.decode_array import array_size
+from raypipe.transform.decode_array import header_size
 
 NO_SIZE = {"width": -1, "height": -1}
 
@@ -26,12 +25,9 @@ NO_SIZE = {"width": -1, "height": -1}
 def size_of(image: bytes | None, exif: bool = False) -> dict[str, int]:
     """`width` and `height`, in pixels, that `decode`, or else `decode_array`, gives by the header; or NO_SIZE."""
     try:
-        height, width = image_size(image, exif=exif)
+        height, width = header_size(image, exif)
     except SampleError:
-        try:
-            height, width = array_size(image)
-        except SampleError:
-            return NO_SIZE
+        return NO_SIZE
     return {"width": width, "height": height}
 
 

@@ -26,10 +26,11 @@ from raypipe.errors import ConfigError, RaypipeError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
 from raypipe.stores.base import Store, name_of
+from raypipe.stores.numbers import NPY
 from raypipe.stores.record import write_bad_list
+from raypipe.transform.batch import WRONG_LABEL
 from raypipe.transform.column_types import type_of
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode import NPY
 from raypipe.transform.decode_array import decode_any
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.targets import decode_targets
@@ -107,6 +108,8 @@ def check_samples(
             of_sample = {name: values[position] for name, (values, _) in found.items()}
             label, height, width = of_sample.get("label"), 0, 0
             reason = next(filter(None, (errors.get(position) for _, errors in found.values())), "")
+            if "label" in columns and label is None:
+                reason = reason or WRONG_LABEL
             if not reason:
                 try:
                     if maker:

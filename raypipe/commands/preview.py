@@ -24,10 +24,10 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed, check_mixable
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.schedule import Plan
-from raypipe.stores.base import Store, is_class
+from raypipe.stores.base import Store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch, read_encoded
+from raypipe.transform.batch import NO_LABEL, HostBatch, read_encoded
 from raypipe.transform.columns import LABEL
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import as_rgb, decode_array
@@ -35,8 +35,6 @@ from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import find_views, makes_views
 
-# Shown to a newcomer who has set nothing. A MixUp that can be seen: at the usual 0.1 to 0.4 most are near 0 or 1.
-_EXAMPLE: dict[str, Any] = {"preset": "standard", "mixup_alpha": 0.8, "cutmix_alpha": 1.0}
 MAX_TILES = 1000  # about 40 megapixels
 Stages = tuple[HostBatch, np.ndarray, np.ndarray, Mixed | None]
 
@@ -190,6 +188,8 @@ class Preview:
         if not self._columns.has_target:
             return ""
         names = self.store.classes or ()
+        if label == NO_LABEL:
+            return "no label"
         return names[label] if 0 <= label < len(names) and names[label].isascii() else f"class {label}"
 
 
@@ -219,8 +219,7 @@ def preview(
     Args:
         store: the training store.
         output: the file to write.
-        plan, transform, augment: of the run. Micro-batches are no larger than the store allows; an augmentation
-            that does nothing is replaced by an example, and the picture says so.
+        plan, transform, augment: of the run. Micro-batches are no larger than the store allows.
         epochs: how many of the run's epochs to show, evenly spread.
         samples: the first so many of the run, where no indices are given.
         indices: of the samples to show.
@@ -242,13 +241,7 @@ def preview(
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
         raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")
-    nothing = (augment.preset, augment.ops, augment.module, augment.mixup_alpha, augment.cutmix_alpha)
-    # It moves pixels, and mixes them.
-    may_be_example = not (transform.target_columns or makes_views(transform.train))
-    is_example = nothing == ("none", [], "", 0, 0) and may_be_example
     size = min(plan.micro_batch_size, max(1, len(store) // plan.per_step))
-    if is_example:
-        augment = replace(augment, **(_EXAMPLE if is_class(store) else {"preset": _EXAMPLE["preset"]}))
     made = Preview(
         store,
         replace(plan, micro_batch_size=size, global_batch_size=size * plan.per_step),
@@ -265,7 +258,7 @@ def preview(
             f"{len(shown)} samples over {epochs} epochs make {num_tiles} tiles, not 1 to {MAX_TILES}"
         )
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    titles = [f"{store.address.rstrip('/').rpartition('/')[2]}: {len(store):,} samples", _note(made, is_example)]
+    titles = [f"{store.address.rstrip('/').rpartition('/')[2]}: {len(store):,} samples", _note(made)]
     strengths = (augment.strength.at(made.plan.progress(epoch, 0)) for epoch in numbers)
     headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
     figure = draw(made.tiles(shown, numbers), titles, headers, made.columns)
@@ -285,14 +278,15 @@ def _first_of(plan: Plan, num: int) -> list[int]:
     return list(dict.fromkeys(drawn.tolist()))[:num]
 
 
-def _note(made: Preview, is_example: bool) -> str:
+def _note(made: Preview) -> str:
     plan, augment = made.plan.config, made.augment
-    device = [augment.preset, *(entry["op"] for entry in augment.ops), augment.module]
+    device = ["" if augment.preset == "none" else augment.preset, *(entry["op"] for entry in augment.ops)]
+    device.append(augment.module)
     mixing = {"MixUp": augment.mixup_alpha, "CutMix": augment.cutmix_alpha}
     device += [f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha]
+    done = ", ".join(filter(None, device)) or "nothing, as augment sets nothing"
     size = ", ".join(plan.buckets) or made.config.size_text
     return (
-        f"CPU: {brief(made.config.train)}, {size} px. Device: {', '.join(filter(None, device))}. "
+        f"CPU: {brief(made.config.train)}, {size} px. Device: {done}. "
         f"Micro-batches of {plan.micro_batch_size}, {plan.per_step} to a step."
-        f"{' No augmentation was set: this one is an example.' if is_example else ''}"
     )

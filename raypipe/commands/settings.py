@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import ArgumentParser
 
-from raypipe.config import RunConfig
+from raypipe.config import RunConfig, TrainConfig
 from raypipe.errors import ConfigError, without_credentials
 from raypipe.logs import printable
+from raypipe.lookup import search_here
 from raypipe.section import check, kind_at
-from raypipe.storage.files import read_whole
-from raypipe.storage.filesystem import as_uri, exists, join
+from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
 
 
@@ -44,7 +45,8 @@ def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tupl
 
 
 def command_parser(name: str, command: Callable[..., Any]) -> Parser:
-    """The parser of a command, by its parameters; those without defaults are given by their places.
+    """The parser of a command, by its parameters; those without defaults are given by their places, or as options
+    where they have names alone.
 
     One named `run` stands for all settings of a run; `target` and `folder` are optional, and given by place.
     """
@@ -52,13 +54,14 @@ def command_parser(name: str, command: Callable[..., Any]) -> Parser:
     parameters = inspect.signature(command).parameters
     optional = [name for name, each in parameters.items() if name in _OPTIONAL and each.default == ""]
     places = [_OPTIONAL[name][0] for name in optional]
-    places += [
-        each.name.upper() for each in parameters.values() if each.default is each.empty and each.name != "run"
-    ]
+    for each in parameters.values():
+        if each.default is each.empty and each.name != "run":
+            option = f"--{each.name} " if each.kind is each.KEYWORD_ONLY else ""
+            places.append(option + each.name.upper())
     parser = Parser(prog=f"raypipe {name}", usage=" ".join(["%(prog)s", *places, "[--OPTION VALUE …]"]))
     parser.description = about
-    for each in optional:
-        parser.add_argument(each, nargs="?", default="", help=_OPTIONAL[each][1])
+    for place in optional:
+        parser.add_argument(place, nargs="?", default="", help=_OPTIONAL[place][1])
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"run", *optional})
     if "run" in parameters:
         _add_run(parser)
@@ -100,15 +103,15 @@ def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     check_no_pipe(args)
     given = parser.parse_args(args)
     target = given.get("target", "")
-    resume = given.resume
-    if resume == "auto":
-        from raypipe.train.run_folder import folder_to_resume
+    # What help need not wait for.
+    from raypipe.train.run_folder import folder_to_resume, read_config
 
-        resume = folder_to_resume(resume, given.storage_path, given.name)
-    of_run = resume or (target if _is_run(target) else "")
-    if of_run:
-        check_owner(of_run, given.trust)
-        base = _stored_config(of_run)
+    resume = folder_to_resume(given.resume, given.storage_path, given.name)
+    of_target = target if not resume and _is_run(target) else ""
+    if resume:
+        check_owner(resume, given.trust)
+    if of_run := resume or of_target:
+        base = read_config(as_uri(of_run))
     elif not (target or given.store.train):
         base = (files("raypipe") / "digits.yaml").read_text()
     else:
@@ -121,22 +124,67 @@ def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     run = RunConfig(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunConfig)})
     if target and not of_run:
         run = dataclasses.replace(run, store=dataclasses.replace(run.store, train=target))
+    if of_target:
+        if not given.trust:
+            _check_code(of_target, run, set(dict(_code_of(given.as_dict())).values()))
+        # No command with a target trains, so none imports a model.
+        run = dataclasses.replace(run, train=TrainConfig(num_workers=run.train.num_workers))
+    train = run.store.train
+    stores = train.values() if isinstance(train, dict) else (train,)
+    _close_here(filter(None, (of_run, *stores, run.store.val, *map(str, values.values()))))
+    if any(_code_of(dataclasses.asdict(run))):
+        search_here()  # before Ray is told where its workers look, which need not be in this folder
     return {"run": run, **values}
+
+
+def _check_code(target: str, run: RunConfig, own: set[str]) -> None:
+    """Raise ConfigError where the configuration of a target names code that the user has not named too.
+
+    Any folder may imitate a run's, and belongs to whoever has downloaded it.
+    """
+    foreign = {at: code for at, code in _code_of(dataclasses.asdict(run)) if code not in own}
+    if foreign:
+        named = ", ".join(f"{at}: {code}" for at, code in foreign.items())
+        raise ConfigError(
+            f"the configuration of {target} names code ({named}), which would run: look at it, then add "
+            "--trust=true, or give these settings yourself"
+        )
+
+
+def _code_of(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Settings that may name code, and the code: all with a colon of the transform and of the augmentation."""
+    todo: list[tuple[str, Any]] = [(name, settings[name]) for name in ("transform", "augment")]
+    while todo:
+        at, value = todo.pop()
+        if isinstance(value, str) and ":" in value:
+            yield at, value
+        elif isinstance(value, dict):
+            todo += [(f"{at}.{name}", each) for name, each in value.items()]
+        elif isinstance(value, list | tuple):
+            todo += [(at, each) for each in value]
+
+
+def _close_here(addresses: Iterable[str]) -> None:
+    """Keep modules of the current folder from being imported where it lies in a store or a run, or is one.
+
+    `lookup.import_name` reads this variable, and so do the processes that this one starts: Ray's workers have the
+    current folder in front of all others otherwise, and so has `python -c`.
+    """
+    here = Path.cwd()
+    for address in addresses:
+        with contextlib.suppress(ConfigError, OSError, ValueError):  # those who open it tell what is wrong with it
+            if not is_remote(address) and Path(open_filesystem(as_uri(address))[1]) in (here, *here.parents):
+                os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def _is_run(address: str) -> bool:
     """Whether it is the folder of a run, rather than a store."""
-    if not address:
-        return False
+    from raypipe.train.run_folder import has_config
+
     try:
-        return exists(join(as_uri(address), "config.yaml"))
+        return bool(address) and has_config(as_uri(address))
     except (ConfigError, OSError, UnicodeError):  # those who open it as a store tell what is wrong with it
         return False
-
-
-def _stored_config(run: str) -> str:
-    """The effective configuration that a run left behind, as YAML; `launch` tells if there is none."""
-    return (read_whole(join(as_uri(run), "config.yaml")) or b"").decode()
 
 
 def check_no_pipe(args: list[str]) -> None:

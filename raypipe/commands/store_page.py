@@ -46,7 +46,8 @@ def render(store: Store, samples: list[CheckedSample], micro_batch: int = 128) -
     """
     found = describe(store, samples=samples).items()
     try:
-        labels = store.read(evenly(len(store), _NUM_LABELS), ("label",))["label"].tolist()
+        read = store.read(evenly(len(store), _NUM_LABELS), ("label",))["label"]
+        labels = [label for label in np.asarray(read).tolist() if label is not None]
     except RaypipeError:  # one that is damaged; `inspect --verify` finds which
         labels = []
     mixed = {shuffle: mixing(store, shuffle, micro_batch) for shuffle in ("global", "window", "off")}

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from raypipe.errors import ConfigError
+from raypipe.lookup import to_install
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.nvjpeg import without_exif
 
@@ -117,5 +118,5 @@ def find_decoder(device: torch.device) -> JpegDecoder:
         reasons.append(f"{decoder.name}: {pixels}")
     raise ConfigError(
         f"nothing here decodes JPEGs on {device} ({'; '.join(reasons)}): set transform.decode='cpu', or install a "
-        "torchcodec that fits this torch (pip install 'raypipe[torchcodec]')"
+        f"torchcodec that fits this torch ({to_install('torchcodec')})"
     )

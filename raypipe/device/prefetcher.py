@@ -2,6 +2,7 @@
 
     on_device           HostBatch → Batch
     decoded_on_device   the same, of encoded images
+    asked_for_here      the same, where the consumer's thread must make the micro-batches
     prefetch            (image, target), or any other tree of tensors → the same on the device
 
 On CUDA the first and the last go through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import starmap
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -143,6 +145,45 @@ def on_device(
     if through.device.type == "cuda" or ring:
         return _each(through, batch)
     return (batch(host, [*map(view, arrays(host))]) for host in batches)
+
+
+def asked_for_here(
+    source: Iterator[HostBatch], move: Callable[[Iterator[HostBatch]], Iterator[Batch]], ahead: int
+) -> Iterator[Batch]:
+    """Batches whose source is asked in the consumer's thread, where `move` alone would ask it in one of its own.
+
+    For a source that draws from generators that threads share. It makes the micro-batch that is `ahead` of the one
+    that the consumer asks for. The device works on the last one in the meantime, and transfers run beside both.
+
+    Args:
+        source: micro-batches in host memory.
+        move: `on_device` or `decoded_on_device`.
+    """
+    handed: SimpleQueue[HostBatch | Exception | None] = SimpleQueue()
+
+    def given() -> Iterator[HostBatch]:
+        while (entry := handed.get()) is not None:
+            if isinstance(entry, Exception):
+                raise entry
+            yield entry
+            del entry
+
+    def hand_over_next() -> None:
+        try:
+            handed.put(next(source, None))
+        except Exception as error:  # raised after the batches before it
+            handed.put(error)
+
+    batches: Any = move(given())
+    try:
+        for _ in range(ahead):
+            hand_over_next()
+        for batch in batches:
+            hand_over_next()
+            yield batch
+    finally:
+        handed.put(None)  # the thread may be waiting
+        batches.close()
 
 
 def _leaves(host: HostBatch) -> dict[tuple[str, str], np.ndarray]:

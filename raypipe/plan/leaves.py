@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypipe.config import PlanConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.buckets import Bucket, Sides, nearest
 from raypipe.plan.draws import Leaf, Once
 from raypipe.plan.order import (
@@ -28,6 +27,7 @@ from raypipe.plan.selection import Chosen, Selection
 from raypipe.plan.weights import Weighted, as_integers, balanced, check_weights
 from raypipe.storage.files import read_whole
 from raypipe.stores.base import Store, is_class
+from raypipe.stores.numbers import read_npy
 from raypipe.stores.scan import numbers_of
 
 
@@ -187,10 +187,11 @@ def _read_weights(source: str, store: Store) -> np.ndarray:
         return check_weights(numbers_of(store, source, "plan.weights"), len(store), f"plan.weights {source}")
     content = read_whole(source)
     try:
-        found = np.load(io.BytesIO(content or b""), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        reason = error if content is not None else "there is no such file"
-        raise ConfigError(f"plan.weights: {source} cannot be read: {reason}") from None
+        if content is None:
+            raise SampleError("there is no such file")
+        found = read_npy(content)
+    except SampleError as error:
+        raise ConfigError(f"plan.weights: {source} cannot be read: {error}") from None
     return check_weights(found, len(store), f"plan.weights {source}")
 
 

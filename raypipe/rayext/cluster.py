@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,15 @@ def connect(
         return
     # With it Ray also leaves out the "(Actor pid=…)" before the lines of workers.
     ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log == "json" else None
-    options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log}
+    job = ray.job_config.JobConfig()
+    job._py_driver_sys_path = _SearchPath()
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log, "job_config": job}
     if address or os.environ.get("RAY_ADDRESS"):
         address = address or os.environ["RAY_ADDRESS"]
         wait_for_head(address, wait or Wait(_ANSWER_S))
+        closed = {name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ}
         try:
-            ray.init(address=address, runtime_env={"env_vars": _WORKER_ENV}, **options)
+            ray.init(address=address, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
         except (RuntimeError, OSError, ray.exceptions.RayError) as error:
             raise ResourceError(f"cannot connect to the Ray cluster at {address}: {error}") from error
         quiet_console()
@@ -113,6 +116,17 @@ def connect(
     quiet_console()
     global _own_node
     _own_node = ray.get_runtime_context().get_node_id()
+
+
+class _SearchPath(list[str]):
+    """Where Ray's workers look for modules first of all: nowhere that this process does not look.
+
+    Ray would add the current folder, be it a data set's with a file cv2.py in it.
+    """
+
+    def extend(self, folders: Iterable[str]) -> None:
+        known = {os.path.realpath(folder) for folder in sys.path}
+        super().extend(folder for folder in folders if os.path.realpath(folder) in known)
 
 
 @contextlib.contextmanager

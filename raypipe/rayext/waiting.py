@@ -88,6 +88,8 @@ def wait_for_head(address: str, wait: Wait) -> None:
 
 def is_head_lost() -> bool:
     """Whether the head of the cluster that this process has connected to answers no more."""
+    if not ray.is_initialized():
+        return False
     try:
         wait_for_head(ray.get_runtime_context().gcs_address, Wait(_LOST_S))
     except Exception:

@@ -32,6 +32,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.lookup import to_install
 
 # A throttled request waits half a second before its second attempt, and up to 20 s before a later one: the eighth
 # comes after half a minute on average.
@@ -142,7 +143,7 @@ def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid:
         try:
             return hub_filesystem()
         except ImportError as error:
-            extra = "pip install 'raypipe[huggingface]', on every node"
+            extra = f"{to_install('huggingface')}, on every node"
             raise ConfigError(f"hf:// needs huggingface-hub ({error}): {extra}") from error
     return _s3(host) if kind == "s3" else _azure(host)
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
+from raypipe.stores.numbers import labels_of
 
 
 def columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
@@ -33,7 +34,7 @@ def columns_of(path: str, schema: pa.Schema, image_column: str, label_column: st
             f"{path}, column {image_column!r} has type {columns['image'].type}; an image is binary, "
             "large_binary or struct{bytes, path}"
         )
-    if "label" in columns and not _is_target(columns["label"].type):
+    if "label" in columns and not is_target(columns["label"].type):
         raise StoreError(
             f"{path}, column {label_column!r} has type {columns['label'].type}; a label is a number, or a list of "
             "numbers; set label_column"
@@ -63,9 +64,10 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
-def _is_target(kind: pa.DataType) -> bool:
+def is_target(kind: pa.DataType) -> bool:
+    """Whether a column of this type may be labels."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _is_target(kind.value_type)
+        return is_target(kind.value_type)
     return _is_number(kind) or pa.types.is_boolean(kind) or _array_of(kind) is not None
 
 
@@ -157,4 +159,4 @@ def join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool
     value_type, shape = array_of or (kind, ())
     nothing = np.empty((0, *shape), value_type.to_pandas_dtype())
     joined = np.concatenate(parts)[places] if parts else nothing
-    return joined.astype(np.int64) if is_label and pa.types.is_integer(kind) else joined
+    return labels_of(joined) if is_label and pa.types.is_integer(kind) else joined

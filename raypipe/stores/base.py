@@ -19,6 +19,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.logs import printable
 from raypipe.lookup import choices
+from raypipe.stores.numbers import exactly
 
 Columns = dict[str, Any]
 """Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value); int and float
@@ -282,11 +283,11 @@ class MemoryStore:
         self._columns: dict[str, Any] = {"image": list(images)}
         self.label_is_class = True
         if labels is not None:
-            given = np.asarray(labels)
+            given = exactly(labels)
             self.label_is_class = (given.ndim == 1 and given.dtype.kind in "iub") or not given.size
-            self._columns["label"] = given.astype(np.int64) if self.label_is_class else given
+            self._columns["label"] = exactly(given, np.int64) if self.label_is_class else given
         for name, values in (columns or {}).items():
-            self._columns[name] = np.asarray(values) if _are_numbers(values) else list(values)
+            self._columns[name] = exactly(values) if _are_numbers(values) else list(values)
         for name, held in self._columns.items():
             if len(held) != len(self):
                 raise ValueError(f"column {name!r} has {len(held)} values for {len(self)} images")

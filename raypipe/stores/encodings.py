@@ -18,6 +18,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,6 @@ DAMAGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError, str
 # Name → code of `struct`; that of numpy is the name.
 _NUMBERS = {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "int8": "b", "int16": "h", "int32": "i"}
 _NUMBERS |= {"int64": "q", "float16": "e", "float32": "f", "float64": "d"}
-_ALIASES = {"int": "int64", "float": "float64"}
-_DIGITS: dict[str, Callable[[str], Any]] = {
-    "str_int": lambda text: np.int64(int(text)),
-    "str_float": lambda text: np.float64(text),
-}
-_AS_THEY_ARE = ("bytes", "jpeg", "png", "tifffile", "file", "video")
 _PIL_HEAD = struct.Struct("<III")
 _PIL_CHANNELS = {b"L": 1, b"RGB": 3, b"RGBA": 4}
 # The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
@@ -71,50 +66,46 @@ def encoding_of(name: str) -> Encoding | None:
     None for pickles, and for what is unknown.
     """
     kind, _, rest = name.partition(":")
-    kind = _ALIASES.get(kind, kind)
-    if kind in _AS_THEY_ARE:
-        return Encoding(lambda data: data, is_image=kind != "video")
-    if kind in _NUMBERS:
-        number = struct.Struct(f"<{_NUMBERS[kind]}")
-        return Encoding(lambda data: number.unpack(data)[0], np.dtype(kind), number.size)
-    if kind == "bool":
-        return Encoding(lambda data: int(struct.unpack("<?", data)[0]), np.dtype(np.int64), 1)
-    if kind in _DIGITS:
-        from_text = _DIGITS[kind]
-        return Encoding(
-            lambda data: from_text(data.decode()), np.dtype("int64" if kind == "str_int" else "float64")
-        )
-    if kind in ("str", "str_decimal"):
-        return Encoding(lambda data: data.decode())
-    if kind == "json":
-        return Encoding(json.loads)
-    if kind == "pil":
-        return Encoding(_png_of, is_image=True)
+    make = ENCODINGS.get(kind)
     with contextlib.suppress(ValueError):  # of a damaged name
-        return _array_encoding(kind, rest)
+        return make(rest) if make else None
     return None
 
 
-def _array_encoding(kind: str, rest: str) -> Encoding | None:
-    """That of arrays, whose values become lists."""
-    if kind == "ndarray":
-        name, _, axes = rest.partition(":")
-        dtype = np.dtype(name) if name in _NUMBERS else None
-        shape = tuple(map(int, axes.split(","))) if axes else None
-        if (name and dtype is None) or min(shape or (1,)) < 1:
-            raise ValueError(f"the encoding ndarray:{rest}")
-        num_bytes = None if dtype is None or shape is None else dtype.itemsize * math.prod(shape)
-        whole = {} if num_bytes is None else {"dtype": dtype, "shape": shape, "num_bytes": num_bytes}
-        return Encoding(lambda data: _of_mds(data, dtype, shape), is_array=True, **whole)  # type: ignore[arg-type]
-    types = {"numpy": _NUMPY_TYPES, "tensor": _TORCH_TYPES}.get(kind.removeprefix("no_header_"))
-    if types is None:
-        return None
-    if kind.startswith("no_header_"):
-        if int(rest) not in types:  # complex numbers, objects
-            return None
-        one_type = np.dtype(types[int(rest)])
-        return Encoding(lambda data: np.frombuffer(data, one_type).tolist(), is_array=True)
+def _as_it_is(_: str, is_image: bool = True) -> Encoding:
+    return Encoding(lambda data: data, is_image=is_image)
+
+
+def _number(kind: str, _: str) -> Encoding:
+    number = struct.Struct(f"<{_NUMBERS[kind]}")
+    return Encoding(lambda data: number.unpack(data)[0], np.dtype(kind), number.size)
+
+
+def _text(_: str) -> Encoding:
+    return Encoding(lambda data: data.decode())
+
+
+def _ndarray(rest: str) -> Encoding:
+    """Arrays of MDS, whose values become lists."""
+    name, _, axes = rest.partition(":")
+    dtype = np.dtype(name) if name in _NUMBERS else None
+    shape = tuple(map(int, axes.split(","))) if axes else None
+    if (name and dtype is None) or min(shape or (1,)) < 1:
+        raise ValueError(f"the encoding ndarray:{rest}")
+    num_bytes = None if dtype is None or shape is None else dtype.itemsize * math.prod(shape)
+    whole = {} if num_bytes is None else {"dtype": dtype, "shape": shape, "num_bytes": num_bytes}
+    return Encoding(lambda data: _of_mds(data, dtype, shape), is_array=True, **whole)  # type: ignore[arg-type]
+
+
+def _tensor(types: dict[int, str], _: str) -> Encoding:
     return Encoding(lambda data: _of_litdata(data, types), is_array=True)
+
+
+def _headless(types: dict[int, str], rest: str) -> Encoding | None:
+    if int(rest) not in types:  # complex numbers, objects
+        return None
+    one_type = np.dtype(types[int(rest)])
+    return Encoding(lambda data: np.frombuffer(data, one_type).tolist(), is_array=True)
 
 
 def _png_of(data: bytes) -> bytes:
@@ -158,5 +149,27 @@ def _as_list(data: bytes, start: int, dtype: np.dtype[Any], shape: Sequence[int]
     values = np.frombuffer(memoryview(data)[start:], dtype)
     if math.prod(shape) != len(values):  # numpy would take a product over 64 bits for another
         raise ValueError(f"{len(values)} values in an array of {tuple(shape)}")
-    found: list[Any] = values.reshape(shape).tolist()
+    # Of no values in four billion rows, each row would become a list.
+    found: list[Any] = values.reshape(shape).tolist() if len(values) else []
     return found
+
+
+ENCODINGS: dict[str, Callable[[str], Encoding | None]] = {
+    **dict.fromkeys(("bytes", "jpeg", "png", "tifffile", "file"), _as_it_is),
+    "video": partial(_as_it_is, is_image=False),
+    **{kind: partial(_number, kind) for kind in _NUMBERS},
+    "int": partial(_number, "int64"),
+    "float": partial(_number, "float64"),
+    "bool": lambda _: Encoding(lambda data: int(struct.unpack("<?", data)[0]), np.dtype(np.int64), 1),
+    "str_int": lambda _: Encoding(lambda data: np.int64(int(data.decode())), np.dtype(np.int64)),
+    "str_float": lambda _: Encoding(lambda data: np.float64(data.decode()), np.dtype(np.float64)),
+    **dict.fromkeys(("str", "str_decimal"), _text),
+    "json": lambda _: Encoding(json.loads),
+    "pil": lambda _: Encoding(_png_of, is_image=True),
+    "ndarray": _ndarray,
+    "numpy": partial(_tensor, _NUMPY_TYPES),
+    "tensor": partial(_tensor, _TORCH_TYPES),
+    "no_header_numpy": partial(_headless, _NUMPY_TYPES),
+    "no_header_tensor": partial(_headless, _TORCH_TYPES),
+}
+"""Name → makes the encoding, of the rest of its name in an index; None where that names what is not read."""

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.lookup import to_install
 from raypipe.storage.local_file import regular_path
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
 
@@ -46,7 +47,7 @@ def hdf5_samples(address: str | Path, image_column: str = "", label_column: str 
         label_column: that of the labels; empty = `labels`, `label`, `y` or `Y`; there may be none of these.
     """
     if importlib.util.find_spec("h5py") is None:
-        raise StoreError("HDF5 needs h5py: pip install 'raypipe[hdf5]'")
+        raise StoreError(f"HDF5 needs h5py: {to_install('hdf5')}")
     connection, other = Pipe()
     program = "import sys; from raypipe.stores import hdf5; hdf5.serve(*sys.argv[1:])"
     try:
@@ -176,4 +177,4 @@ def _checked_labels(address: str, labels: Any, num_samples: int) -> np.ndarray:
             f"{address}, {labels.name}: {labels.dtype} of {shape}; labels are one integer for each of the "
             f"{num_samples} images; set label_column"
         )
-    return labels[...].reshape(num_samples).astype(np.int64)
+    return np.asarray(labels[...].reshape(num_samples))

@@ -19,6 +19,7 @@ from raypipe.stores.base import (
     name_of,
     part_of,
 )
+from raypipe.stores.numbers import InexactError, exactly
 
 # Of a store that is not read in groups, beside one that is: any size will do.
 _GROUP = 1024
@@ -108,7 +109,11 @@ def _put_back(name: str, values: list[Any], back: np.ndarray) -> Any:
     """A column that was read by parts, in the order that was asked for."""
     arrays = [isinstance(each, np.ndarray) for each in values]
     if all(arrays) and len({each.shape[1:] for each in values}) == 1:
-        return np.concatenate(values)[back]
+        try:
+            common = np.result_type(*values)
+            return np.concatenate([exactly(each, common) for each in values])[back]
+        except InexactError as error:
+            raise StoreError(f"column {name!r} of {common} has {error}: give the stores one type for it") from None
     if all(arrays):
         shapes = sorted({each.shape[1:] for each in values})
         raise StoreError(f"column {name!r} has arrays of several shapes in the stores, {shapes}")

@@ -23,8 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.lookup import to_install
 from raypipe.storage.filesystem import one_line
-from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, take
+from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices
 
 # Of the library's errors: the place in its own source.
@@ -44,8 +45,8 @@ class LanceStore(FileStore["_Version"]):
     Args:
         address: a path, or a URI: s3://, gs://, az:// or abfs://.
         image_column: the column that becomes `image`: binary, a blob, or a struct with the field `bytes`.
-        label_column: the column, of any integer type, that becomes `label`. A data set without a column `label` is
-            a store without labels; any other name must be there.
+        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
+            data set without a column `label` is a store without labels; any other name must be there.
     """
 
     _has_lock = True  # the library's threads
@@ -68,7 +69,7 @@ class _Version:
         try:
             import lance
         except ImportError as error:
-            extra = "pip install 'raypipe[lance]', on every node"
+            extra = f"{to_install('lance')}, on every node"
             raise ConfigError(f"{address} needs the library of Lance ({error}): {extra}") from error
         self._address = address
         with _explained(f"{address} cannot be opened as a Lance data set"):
@@ -81,7 +82,7 @@ class _Version:
         plain = [field.with_type(_plain(field)) for field in schema]
         schema = pa.schema(plain, schema.metadata)
         self._fields = columns_of(address, schema, image_column, label_column)
-        self.columns = tuple(self._fields)
+        self.columns, self.label_is_class = tuple(self._fields), label_is_class(self._fields)
         self.classes = class_names(schema, label_column)
         facts = [(name, str(field)) for name, field in self._fields.items()], self.classes
         files = [[each[name] for name in _OF_A_FRAGMENT if each.get(name)] for each in fragments]

@@ -36,8 +36,8 @@ class LMDBStore(FileStore["_Shards"]):
     """A store in one LMDB file, an LMDB environment folder, or a folder of `*.lmdb` shards, local or remote.
 
     Shards are sorted by name and concatenated; they must agree in columns and classes. Those of a remote store
-    are read through the node's cache, see `raypipe.storage.local_cache`. Numbers of a missing or damaged record
-    are 0, the rest None.
+    are read through the node's cache, see `raypipe.storage.local_cache`. Values of a missing or damaged record are
+    None.
 
     Args:
         address: see above.
@@ -167,10 +167,12 @@ class _Shards:
 
 
 def _column(values: list[Any], kind: str) -> Any:
-    """Values of one column; a number without a value is 0."""
+    """Values of one column; a list where some have no value."""
+    if any(value is None for value in values):
+        return values
     if kind in ("int64", "float64"):
-        return np.array([0 if value is None else value for value in values], kind)
-    if (array := array_type(kind)) is None or any(value is None for value in values):
+        return np.array(values, kind)
+    if (array := array_type(kind)) is None:
         return values
     dtype, shape = array
     return np.array(values, dtype.newbyteorder("=")).reshape(len(values), *shape)

@@ -32,6 +32,7 @@ import numpy as np
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_json, write_json
 from raypipe.stores.base import RENAMED, Store, as_text, missing
+from raypipe.stores.numbers import exactly
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
 _ARRAY = re.compile(r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]")
@@ -90,8 +91,12 @@ class RecordLayout:
         if sample.keys() != self.types.keys():
             raise StoreError(f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared")
         try:
-            parts = [self._fixed.pack(*(sample[name] for name in self._fixed_names))]
-        except struct.error as error:
+            numbers = [sample[name] for name in self._fixed_names]
+            parts = [self._fixed.pack(*numbers)]
+            for name, number in zip(self._fixed_names, numbers, strict=True):
+                if self.types[name] == "float64" and isinstance(number, int | np.integer):
+                    exactly(np.asarray(number), np.float64)
+        except (struct.error, ValueError, OverflowError) as error:
             values = {name: sample[name] for name in self._fixed_names}
             raise StoreError(f"a sample's numbers do not fit their columns: {values}: {error}") from error
         for name in self._variable_names:
@@ -146,10 +151,13 @@ class RecordLayout:
 
 
 def _array_bytes(name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    array = np.asarray(value)
-    if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise StoreError(f"column {name!r} is {dtype} {shape}, not {array.dtype} {array.shape}")
-    return np.ascontiguousarray(array, dtype).tobytes()
+    try:
+        array = exactly(value)
+        if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise StoreError(f"column {name!r} is {dtype} {shape}, not {array.dtype} {array.shape}")
+        return exactly(array, dtype).tobytes()
+    except ValueError as error:
+        raise StoreError(f"column {name!r} is {dtype} {shape}, and has {error}") from None
 
 
 class Fingerprint:

@@ -26,6 +26,7 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.stores.archive import OpenFile
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, Columns, FileStore, by_part, missing, part_of
 from raypipe.stores.encodings import DAMAGE, Encoding, encoding_of
+from raypipe.stores.numbers import labels_of
 from raypipe.stores.shard_files import OpenShard, Shard, check_shard, open_file, unpacked
 
 INDEX = "index.json"
@@ -211,17 +212,10 @@ class _Opened:
 
     def _column(self, name: str, values: list[Any]) -> Any:
         encoding = self._fields[name][1]
-        dtype = encoding.dtype
-        if dtype is None or (encoding.shape and None in values):
-            return values
-        if encoding.shape:
-            return np.array(values, dtype).reshape(len(values), *encoding.shape)
-        numbers = np.array([0 if value is None else value for value in values], dtype)
-        if name != "label" or not self.label_is_class:
-            return numbers
-        if dtype == np.uint64 and numbers.max(initial=0) >= 1 << 63:
-            raise StoreError(f"a label is {numbers.max()}: labels are integers of 64 bits, with a sign")
-        return numbers.astype(np.int64)
+        found: Any = values
+        if encoding.dtype is not None and None not in values:
+            found = np.array(values, encoding.dtype).reshape(len(values), *encoding.shape)
+        return labels_of(found) if name == "label" and self.label_is_class else found
 
     def _shard(self, number: int) -> OpenShard:
         """A shard, which becomes the one used last."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
+from raypipe.lookup import to_install
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
@@ -137,6 +138,9 @@ def _sample(where: str, features: Mapping[str, Any], names: dict[str, str]) -> d
         column: list(getattr(features[name], _KINDS[column]).value) if name in features else []
         for column, name in names.items()
     }
+    unforeseen = () if "label" in names else _USUAL["label"]
+    if any(name in features and features[name].HasField(_KINDS["label"]) for name in unforeseen):
+        raise StoreError(f"{where}, has a label, and the first record has none: name the feature by label_column")
     if len(found.get("image", ())) != 1:
         logger.warning("%s: its checksum is wrong, it is over 512 MiB, or no Example with one image", where)
         return {"image": None}
@@ -180,7 +184,7 @@ def _library() -> tuple[Any, Any]:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
         from google_crc32c import value
     except ImportError:
-        raise StoreError("TFRecord needs google-crc32c: pip install 'raypipe[tfrecord]'") from None
+        raise StoreError(f"TFRecord needs google-crc32c: {to_install('tfrecord')}") from None
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
     return value, message_factory.GetMessageClass(pool.FindMessageTypeByName("raypipe.Example"))

@@ -29,6 +29,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.stores.archive import Index, Scan, is_visible
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, join_fingerprints, missing
+from raypipe.stores.numbers import exactly
 
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
 _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
@@ -82,15 +83,15 @@ def _is_number(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def _labels_of(shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
+def _labels_of(name: str, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """The labels of all shards: int64 (N,) of integers; else float64 (N,), or numbers (N, …) of lists."""
     labels = [label for shard in shards for label in shard["labels"]]
     try:
-        return np.array(labels, np.int64 if all(type(label) is int for label in labels) else None)
-    except ValueError:
+        return exactly(labels)
+    except ValueError as error:
         raise StoreError(
-            "labels of a WebDataset are lists of several lengths, or numbers and lists: name a field of lists in "
-            "store.columns, with a length, and not as store.label_column"
+            f"{name}: its labels, with those of other shards, make no array ({error}): name a field of lists of "
+            "several lengths in store.columns, with a length, and not as store.label_column"
         ) from None
 
 
@@ -207,7 +208,7 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Index:
     }
     columns = {"image": places.pop("")}
     if labelled[0]:
-        columns["label"] = _labels_of(shards)
+        columns["label"] = _labels_of(names[0], shards)
     return Index(
         columns=columns | places,
         texts=_TEXT_SUFFIXES,

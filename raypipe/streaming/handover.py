@@ -19,7 +19,7 @@ from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.schedule import shares
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.inline import first_maker, inline_batches
 from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.resident import ResidentStream
 from raypipe.streaming.row import host_batches
@@ -96,9 +96,11 @@ def loader(
         nonlocal resident
         if spec.pool.cache == "device":
             resident = resident or ResidentStream(spec, device, rank, world_size)
-            return Source(resident.batches(start), gather=resident.gather)
+            return Source(resident.batches(start), gather=resident.gather, draws_globally=resident.draws_globally)
         if spec.pool.engine == "inline":
-            return Source(inline_batches(spec, start, rank, world_size))
+            maker = first_maker(spec)
+            batches = inline_batches(spec, start, rank, world_size, maker)
+            return Source(batches, draws_globally=bool(maker.draws_globally()))
         iterators, supervisor, actors = _handed_round(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )

@@ -19,25 +19,40 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch
 
 
-def inline_batches(spec: StreamSpec, cursor: Cursor, rank: int = 0, world_size: int = 1) -> Iterator[HostBatch]:
-    """A rank's micro-batches from a cursor on, by pool.threads threads; 0 = each when it is asked for.
+def first_maker(spec: StreamSpec) -> MicroBatchMaker:
+    """A maker of a stream's micro-batches, for `inline_batches`.
 
     Raises:
-        ConfigError: threads were asked for, and a transform draws from generators that all threads share.
+        ConfigError: several threads were asked for, and a transform draws from generators that they share.
     """
+    maker = MicroBatchMaker(*spec.recipe)
+    if spec.pool.threads > 1 and (split := maker.draws_globally()):
+        raise ConfigError(
+            f"pool.threads is {spec.pool.threads}, and the {split} transform draws from generators that "
+            "threads share: set pool.threads=0, or let it take rng (docs/transforms.md)"
+        )
+    return maker
+
+
+def inline_batches(
+    spec: StreamSpec, cursor: Cursor, rank: int = 0, world_size: int = 1, maker: MicroBatchMaker | None = None
+) -> Iterator[HostBatch]:
+    """A rank's micro-batches from a cursor on, made by pool.threads threads.
+
+    The thread that asks for them makes them if there are none, or a transform draws from the process's generators.
+
+    Args:
+        maker: from `first_maker`; None = it is made, and its errors are raised, when the first one is asked for.
+    """
+    maker = maker or first_maker(spec)
     places = (at for at in spec.plan.micro_batches(cursor) if at.micro % world_size == rank)
-    if not spec.pool.threads:
-        yield from map(MicroBatchMaker(*spec.recipe).batch, places)
+    if not spec.pool.threads or maker.draws_globally():
+        yield from map(maker.batch, places)
         return
     makers = SimpleQueue[MicroBatchMaker]()  # those at rest: one serves a thread at a time
-    for _ in range(spec.pool.threads):
-        maker = MicroBatchMaker(*spec.recipe)
-        if split := maker.draws_globally():
-            raise ConfigError(
-                f"pool.threads is {spec.pool.threads}, and the {split} transform draws from generators that "
-                "threads share: set pool.threads=0, or let it take rng (docs/transforms.md)"
-            )
-        makers.put(maker)
+    makers.put(maker)
+    for _ in range(spec.pool.threads - 1):
+        makers.put(MicroBatchMaker(*spec.recipe))
 
     def batch(at: MicroBatchId) -> HostBatch:
         maker = makers.get()

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,7 @@ from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import check_mixable
-from raypipe.device.prefetcher import Batch, decoded_on_device, first_image, on_device
+from raypipe.device.prefetcher import Batch, asked_for_here, decoded_on_device, first_image, on_device
 from raypipe.errors import CursorError, RaypipeError, SampleError
 from raypipe.logs import STAGES, configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
@@ -58,11 +58,14 @@ class Source(NamedTuple):
         supervisor: handle of who supervises the stream, if anybody does.
         gather: makes the images where the device holds them.
         actors: transform actors that the pool has at most, where this rank knows it.
+        draws_globally: who asks for a batch makes it, and draws from the generators of the process: that thread
+            must be the consumer's.
     """
 
     batches: Iterator[HostBatch]
     supervisor: Any = None
     gather: Gather | None = None
+    draws_globally: bool = False
     actors: int = 0
 
 
@@ -170,32 +173,45 @@ class Loader:
 
     def _open(self) -> None:
         """Start the stream."""
+        move: Callable[[Iterable[HostBatch]], Iterator[Batch]]
         if self.rank == 0 and next(self.plan.segments(self._start), None) is None:
             _logger.warning(
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
             )
         self._created = time.perf_counter()
-        self._source, self._supervisor, gather, self._actors = self._open_at(self._start)
+        source = self._open_at(self._start)
+        self._source, self._supervisor, self._actors = source.batches, source.supervisor, source.actors
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         copied = functools.partial(self._clocks["train"].add, "transfer")
         if transform.device_share:
             decoder = DeviceDecoder(transform.final_size, self.device, transform.apply_exif)
             self.jpeg_decoder = decoder.library
-            self._batches = decoded_on_device(
-                self._source,
-                decoder,
-                seed_of,
-                self._depth,
-                lambda at, since, until: self._clocks[at.split].add("decode", since, until),
-                self._size_at,
-                transform.device_share,
-                copied,
+            move = functools.partial(
+                decoded_on_device,
+                decoder=decoder,
+                seed_of=seed_of,
+                depth=self._depth,
+                on_decoded=lambda at, since, until: self._clocks[at.split].add("decode", since, until),
+                size_of=self._size_at,
+                share=transform.device_share,
+                on_copied=copied,
             )
         else:
-            self._batches = on_device(
-                self._source, self.device, seed_of, self._depth, self.keep, on_copied=copied, gather=gather
+            move = functools.partial(
+                on_device,
+                device=self.device,
+                seed_of=seed_of,
+                depth=self._depth,
+                keep=self.keep,
+                on_copied=copied,
+                gather=source.gather,
             )
+        in_thread = transform.device_share or self.device.type == "cuda"
+        if source.draws_globally and in_thread:
+            self._batches = asked_for_here(self._source, move, self._depth)
+        else:
+            self._batches = move(self._source)
 
     def _size_at(self, at: MicroBatchId) -> Size:
         return size_in(self._spec.transform, at.split, at.epoch, self.plan.bucket_of(at))
@@ -447,7 +463,7 @@ class Loader:
         for row, error in batch.failed.items():
             index = int(batch.index[row])
             where = {"store": store.address, "index": index, "name": name_of(store, index)}
-            bad.append({**where, "substitute": None, "error": error})
+            bad.append({**where, "substitute": None, "error": error, "fault": SampleError.fault})
         if bad:
             record_bad(self._spec.quarantine, batch.at, bad, by="device")
             if self._spec.transform.on_bad_sample == "raise":

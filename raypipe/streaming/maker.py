@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.config import PoolConfig, TransformConfig
-from raypipe.errors import BadSamplesError, ConfigError, SampleError
+from raypipe.errors import BadSamplesError, ConfigError, SampleError, TransformError
 from raypipe.logs import log_place
 from raypipe.plan.draws import Drawn
 from raypipe.plan.places import PADDING, MicroBatchId, Split
@@ -31,6 +31,8 @@ from raypipe.stores.base import Store, name_of, title_of
 from raypipe.streaming.row import Made
 from raypipe.transform.batch import (
     FIRST_ATTEMPT,
+    NO_LABEL,
+    WRONG_LABEL,
     Attempt,
     Content,
     HostBatch,
@@ -47,6 +49,7 @@ from raypipe.transform.contents import Images
 from raypipe.transform.device_share import DeviceShare
 from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, is_preset
+from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.sample_transform import EncodedSample, Key
 from raypipe.transform.sizes import Sides, Size, has_sizes, sides_of, size_in, sizes_of
@@ -126,8 +129,9 @@ class MicroBatchMaker:
         return next(found, None)
 
     def batch(self, at: MicroBatchId, drawn: Drawn | None = None) -> HostBatch:
-        """One micro-batch; its bad samples are recorded."""
-        made = self.make(at, drawn=drawn)
+        """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
+        with process_kept(self.draws_globally() is not None):  # the first compares with the validation
+            made = self.make(at, drawn=drawn)
         self.settle(made)
         return made.host_batch()
 
@@ -305,13 +309,14 @@ def differing(
 
 def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:
     """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
-    for row in np.flatnonzero((labels < 0) | (labels >= num_classes)).tolist():
+    for row in np.flatnonzero(((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)).tolist():
         raise ConfigError(
             f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or mend "
             "the store"
         )
 
 
+@process_kept()
 def try_samples(
     plan: Plan,
     stores: Mapping[Split, Store],
@@ -360,8 +365,11 @@ def try_samples(
             check_labels(labels, num_classes, titles.__getitem__)
         maker = ColumnMaker(columns) if columns else None
         bad = []
-        for sample, title, (k0, k1) in zip(samples, titles, plan.sample_keys(at, indices).tolist(), strict=True):
+        keys = plan.sample_keys(at, indices).tolist()
+        for sample, label, title, (k0, k1) in zip(samples, labels.tolist(), titles, keys, strict=True):
             try:
+                if label == NO_LABEL:
+                    raise SampleError(WRONG_LABEL)
                 if maker:
                     maker.one(sample.columns, (k0, k1))
                 made = content.one(sample, (k0, k1))
@@ -377,7 +385,7 @@ def try_samples(
                 if isinstance(made, dict) and not several:
                     sizes[split] = made["image"].shape[:2]
             except SampleError as error:
-                bad.append(f"{title}: {error}")
+                bad.append(f"{title}: {error}; {error.advice}")
             except ConfigError as error:
                 raise ConfigError(f"{title}: {error}") from error
         if len(bad) == len(indices):
@@ -435,9 +443,10 @@ class BadSampleBudget:
         self.num_seen += num_seen
         if bad and self.num_bad > max(self.grace, self.max_fraction * self.num_seen):
             title = title_of(bad[-1]["store"], bad[-1]["index"], bad[-1]["name"])
+            kind = TransformError if bad[-1].get("fault") == TransformError.fault else SampleError
             raise BadSamplesError(
                 f"{self.num_bad} of {self.num_seen} samples are bad, more than"
                 f" transform.max_bad_fraction={self.max_fraction:g} allows (the first {self.grace} are free);"
                 f" the last one is {title}: {bad[-1]['error']}."
-                " Mend the store, or raise transform.max_bad_fraction"
+                f" Raise transform.max_bad_fraction, or {kind.advice}"
             )

@@ -31,6 +31,7 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.decode import decode
+from raypipe.transform.process_state import process_kept
 from raypipe.transform.resident import ResidentContent, ResidentTransform, resident_transforms
 from raypipe.transform.sizes import Sides
 
@@ -51,6 +52,9 @@ class ResidentStream:
         device: where the images stay.
         rank, world_size: whose share it makes.
 
+    Attributes:
+        draws_globally: its columns draw from the generators of the process.
+
     Raises:
         ConfigError: images differ in size, or take more memory than there is for them.
     """
@@ -61,13 +65,15 @@ class ResidentStream:
         transforms = resident_transforms(spec.transforms, spec.transform)
         parts = {split: _Part(spec, split, transforms[split]) for split in spec.stores}
         num_bytes = _check_room(spec.pool.cache_bytes, parts.values(), device, world_size)
-        pixels = {split: part.load(device, self._tell) for split, part in parts.items()}
+        with process_kept(generators=False):  # the first steps draw nothing
+            pixels = {split: part.load(device, self._tell) for split, part in parts.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # any stream may read them from now on
         contents = {split: part.content for split, part in parts.items()}
         self.gather = ResidentImages(pixels, {split: content.stages for split, content in contents.items()}).gather
         stores: dict[Split, Store] = {split: part.held() for split, part in parts.items()}
         self._maker = MicroBatchMaker(*spec.replace(stores=stores).recipe, contents=contents)
+        self.draws_globally = bool(self._maker.draws_globally())
         what = ", ".join(f"{split} {part.described}" for split, part in parts.items())
         took = f"{num_bytes / 1e6:,.1f} MB, decoded in {time.perf_counter() - started:.1f} s"
         self._tell(f"cache      on {device}: {what}; {took}")

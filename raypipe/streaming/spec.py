@@ -23,6 +23,7 @@ from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
+from raypipe.transform.crop_room import check_crops
 from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
 from raypipe.transform.resident import resident_transforms
@@ -147,6 +148,8 @@ class StreamSpec:
             )
         for split in stores:
             check_sizes(transform, split, transforms[split], plan_config)
+            if not plan_config.sides_in(split):  # which images belong to a bucket is not known here
+                check_crops(transform, split, transforms[split], stores[split], laid_out.kept[split])
         if pool.cache == "device":
             laid_out = _bound_to_device(laid_out, transforms, transform)
         make = make_columns or transform.make_columns or None

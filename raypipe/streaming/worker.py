@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import ray
@@ -46,6 +47,9 @@ class TransformWorker:
     """
 
     def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
+        # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
+        # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
+        cv2.setNumThreads(1)
         configure_logs(spec.log, run=spec.run)
         self._maker = MicroBatchMaker(*spec.recipe)
         self._metrics = Recorder(spec.run)

@@ -1,6 +1,6 @@
 """The folder of a run: who may have it, how it is asked to stop, and what it records.
 
-RUN/config.yaml        the effective configuration
+RUN/config.yaml        the effective configuration, below a first line by which a run is known
 RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
                        ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale");
                        see `raypipe.metrics.records`, and `raypipe.streaming.chronicle`, which writes them
@@ -31,7 +31,7 @@ import yaml
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.storage.files import read_whole, write_text
+from raypipe.storage.files import open_input, read_text, read_whole, write_text
 from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
@@ -48,10 +48,14 @@ from raypipe.train.checkpoints import has_checkpoints
 from raypipe.transform.transform_steps import config_without_files
 
 FIGURES_FILE = "figures.json"
+CONFIG_FILE = "config.yaml"
+CONFIG_HEAD = "# A run of raypipe: its settings.\n"
+"""The first line of a run's configuration. Data sets and other programs' folders have a config.yaml too."""
 
 logger = logging.getLogger(__name__)
 
 _STOP_FILE = "stop"
+_MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform are 1 MiB at most, see `transform_steps`
 
 
 def request_stop(run_uri: str) -> None:
@@ -133,7 +137,7 @@ def folder_to_resume(resume: str, storage_path: str, name: str) -> str:
 
 def has_run(run_uri: str) -> bool:
     """Whether a folder is a run's. Checkpoints make a run, even one that has lost its configuration."""
-    return exists(join(run_uri, "config.yaml")) or has_checkpoints(run_uri)
+    return has_config(run_uri) or has_checkpoints(run_uri)
 
 
 def check_run_folder(run_uri: str, resume: bool) -> None:
@@ -141,17 +145,40 @@ def check_run_folder(run_uri: str, resume: bool) -> None:
     check_bucket(run_uri)
     with explained(ConfigError, f"{run_uri} cannot be used"):
         is_run = has_run(run_uri)
+        is_foreign = not is_run and exists(join(run_uri, CONFIG_FILE))
     if resume and not is_run:
         raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")
+    if is_foreign:
+        raise ConfigError(f"{run_uri} holds a {CONFIG_FILE} that is not a run's: choose another --name")
     if not resume and is_run:
         raise RunExistsError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
+
+
+def has_config(run_uri: str) -> bool:
+    """Whether a folder holds the configuration of a run, by its first line; OSError where it cannot be read."""
+    try:
+        with open_input(*open_filesystem(join(run_uri, CONFIG_FILE))) as file:
+            return file.read(len(CONFIG_HEAD.encode())) == CONFIG_HEAD.encode()
+    except FileNotFoundError:
+        return False
+
+
+def read_config(run_uri: str) -> str:
+    """The configuration of a run as YAML; "" where there is none; ConfigError where it is not a run's."""
+    address = join(run_uri, CONFIG_FILE)
+    if not exists(address):
+        return ""
+    text = read_text(address, _MAX_CONFIG_BYTES)
+    if not text.startswith(CONFIG_HEAD):
+        raise ConfigError(f"{address} is not a run's: the first line of a run's is {CONFIG_HEAD.strip()!r}")
+    return text
 
 
 def store_config(run: RunConfig, run_uri: str) -> None:
     with explained(ConfigError, f"{run_uri} cannot be written to"):
         filesystem, path = open_filesystem(run_uri)
         filesystem.create_dir(path, recursive=True)
-    write_text(join(run_uri, "config.yaml"), yaml.safe_dump(as_plain(run), sort_keys=False))
+    write_text(join(run_uri, CONFIG_FILE), CONFIG_HEAD + yaml.safe_dump(as_plain(run), sort_keys=False))
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import numpy as np
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import Store, title_of
+from raypipe.stores.numbers import labels_of
 from raypipe.transform.columns import LABEL, NO_COLUMNS, ColumnMaker, PackedColumn, SampleColumns
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key
 
@@ -47,6 +48,9 @@ Make = Callable[[int, np.ndarray | None], Any]
 """(position in the micro-batch, place for the image, if it is known) → what `one` makes of the sample; None for
 padding, or a bad sample that is left out."""
 
+NO_LABEL = int(np.iinfo(np.int64).min)
+"""Stands for a label that is missing or damaged, or that int64 cannot hold: its sample is a bad one."""
+WRONG_LABEL = "the label is missing, damaged, or no integer of 64 bits with a sign"
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
 
 
@@ -60,7 +64,8 @@ class MicroBatchResult:
         index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
         weight: float32 (B,), 1 or 0.
         bad: one record per bad sample: `store` (address), `index`, `name` (the store's own, "" where it has
-            none), `substitute` (index, or None in a validation), `error` (reason).
+            none), `substitute` (index, or None in a validation), `error` (reason), `fault` ("store", or
+            "transform").
         columns: see `ColumnMaker.pack`, without the target's.
     """
 
@@ -128,7 +133,7 @@ def read_encoded(
     targets: Mapping[str, str] | None = None,
     columns: SampleColumns = NO_COLUMNS,
 ) -> tuple[list[EncodedSample], np.ndarray]:
-    """Samples, and labels int64 (n,), of int64 indices (n,).
+    """Samples, and labels int64 (n,), of int64 indices (n,); NO_LABEL where a label is none.
 
     Args:
         targets: columns of masks and boxes, see `TransformConfig.target_columns`.
@@ -148,6 +153,9 @@ def read_encoded(
             f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are no classes: name label "
             "in store.columns, or set label_is_class = False in the store's class"
         )
+    labels = labels_of(labels)
+    if isinstance(labels, list):
+        labels = np.array([NO_LABEL if each is None else each for each in labels], np.int64)
     return samples, labels
 
 
@@ -320,8 +328,8 @@ class MicroBatchTransform:
                 bad = f"{self._title(wanted)}: {error}"
                 substitute: int | None = None
                 if self._on_bad_sample == "raise":
-                    hint = "transform.on_bad_sample='substitute' would go on without it"
-                    raise SampleError(f"{bad} ({hint})") from error
+                    hint = f"transform.on_bad_sample='substitute' would go on without it; or {error.advice}"
+                    raise type(error)(f"{bad} ({hint})") from error
                 if self._exact:
                     made, label[position], result.weight[position] = None, 0, 0
                 elif read_substitute is None:
@@ -333,7 +341,8 @@ class MicroBatchTransform:
                     )
                     index[position] = substitute
                 record = {"store": self._store_address, "index": wanted, "name": self._sample_name(wanted)}
-                result.bad.append(record | {"substitute": substitute, "error": str(error)})
+                record |= {"substitute": substitute, "error": str(error), "fault": error.fault}
+                result.bad.append(record)
             return made
 
         result.arrays = self.content.pack(make, len(index), (room or Room()).take)
@@ -352,6 +361,8 @@ class MicroBatchTransform:
             raise SampleError(attempt.bad[index])
         if callable(sample):
             sample, label = sample()
+        if label == NO_LABEL:
+            raise SampleError(WRONG_LABEL)
         try:
             found: dict[str, Any] = {}
             if self._columns is not None:
@@ -372,8 +383,8 @@ class MicroBatchTransform:
             try:
                 return self._try(candidate, out, attempt), index
             except SampleError as error:
-                last = f"{self._title(index)}: {error}"
-        raise SampleError(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}")
+                last, kind = f"{self._title(index)}: {error}", type(error)
+        raise kind(f"{bad}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one {last}; {kind.advice}")
 
     def _title(self, index: int) -> str:
         return title_of(self._store_address, index, self._sample_name(index))

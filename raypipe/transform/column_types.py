@@ -19,13 +19,16 @@ from raypipe.transform.columns import (
     ColumnType,
     MakeColumns,
     SampleColumns,
+    is_npy,
     length_name,
     numbers_of,
 )
+from raypipe.transform.process_state import process_kept
 
 NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
 
 
+@process_kept()
 def find_columns(
     stores: Mapping[Any, Store],
     declared: Mapping[str, ColumnOptions],
@@ -187,9 +190,11 @@ def type_of(
             names = ", ".join(sorted({type(value).__name__ for value in there}))
             raise ConfigError(f"{where} has values of several types, {names}: mend the store")
     arrays, problem = [], ""
+    npy = any(map(is_npy, there))
     for value in there:
         try:
-            arrays.append(numbers_of(name, value, options))
+            if is_npy(value) or not (npy and isinstance(value, bytes)):  # the first bytes of others are damaged
+                arrays.append(numbers_of(name, value, options))
         except SampleError as error:
             problem = str(error)
     if options is None and problem:
@@ -197,7 +202,7 @@ def type_of(
     if not arrays:
         raise ConfigError(f"{where}: {problem}")
     filled = [array for array in arrays if array.size] or arrays
-    dtype = np.dtype(options.dtype) if options and options.dtype else np.result_type(*filled).newbyteorder("=")
+    dtype = np.dtype(options.dtype) if options and options.dtype else np.result_type(*filled)
     shapes = {array.shape for array in filled}
     if len({len(shape) for shape in shapes}) > 1:
         raise ConfigError(f"{where} has numbers of several shapes, {sorted(shapes)}: mend the store")
@@ -211,15 +216,15 @@ def type_of(
             raise ConfigError(
                 f"store.columns.{name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
             )
-        return ColumnType("array", dtype.name, (options.length, *inner.pop()))
+        return ColumnType("array", dtype.name, (options.length, *inner.pop()), npy)
     if shapes == {()}:
-        return ColumnType("array", dtype.name)
+        return ColumnType("array", dtype.name, (), npy)
     if fixed and len(shapes) == 1 and all(isinstance(value, np.ndarray) for value in there):
         return ColumnType("array", dtype.name, shapes.pop())
     inner = {shape[1:] for shape in shapes}
     if len(inner) > 1:
         return ColumnType("json")
-    return ColumnType("ragged", dtype.name, inner.pop())
+    return ColumnType("ragged", dtype.name, inner.pop(), npy)
 
 
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:

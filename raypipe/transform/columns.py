@@ -16,13 +16,10 @@ What a stream's columns are is found once, on its driver, by the first samples o
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +28,10 @@ from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
+from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
+from raypipe.transform.process_state import seed_process
 from raypipe.transform.sample_transform import Key, KeyedGenerator, rng_parameter
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 MakeColumns = Callable[..., Mapping[str, Any]]
@@ -40,7 +40,6 @@ MakeColumns = Callable[..., Mapping[str, Any]]
 LABEL = "label"
 """The target's name among the columns; in a batch it is `batch.target`."""
 
-_NPY = b"\x93NUMPY"
 _NUMBERS = "biuf"  # numpy's kinds
 
 
@@ -52,13 +51,17 @@ class ColumnType:
         kind: "array" (numbers of one shape), "ragged" (of any length), "text", "bytes", or "json".
         dtype: of numbers, numpy's name.
         shape: of a sample's array; of a ragged one, that of its elements.
+        is_npy: the store has the numbers as .npy; bytes of any other form are damaged.
     """
 
     kind: Kind
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    is_npy: bool = False
 
     def __str__(self) -> str:
+        if self.is_npy:
+            return f"{replace(self, is_npy=False)} in .npy"
         if self.kind == "array":
             return f"{self.dtype} {self.shape}" if self.shape else self.dtype
         return f"lists of {self.dtype}" if self.kind == "ragged" else self.kind
@@ -198,13 +201,13 @@ class ColumnMaker:
         if self._rng_name:
             more[self._rng_name] = generator
         else:
-            _seed_globally(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
+            seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
             made = self._function(dict(found), **more)
-        except (SampleError, ConfigError, MemoryError):
+        except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
-            raise SampleError(f"transform.make_columns raised {type(error).__name__}: {error}") from error
+            raise failed("transform.make_columns", error) from error
         if not isinstance(made, Mapping):
             raise ConfigError(
                 f"transform.make_columns returned a {type(made).__name__}: it must return a dict of the batch's "
@@ -224,6 +227,8 @@ class ColumnMaker:
             if not isinstance(value, expected):
                 raise SampleError(_varies(name, f"a {type(value).__name__}", kind))
             return {name: value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value}
+        if kind.is_npy and isinstance(value, bytes) and not is_npy(value):
+            raise SampleError(f"column {name!r} does not begin as a .npy, as in the first samples: mend it")
         array = numbers_of(name, value, options)
         if options and options.fill is not None:
             return self._padded(name, array, kind, options.fill)
@@ -306,36 +311,41 @@ def numbers_of(name: str, value: Any, options: ColumnOptions | None = None) -> n
     """Numbers of a column: as they are, or written as JSON, as the bytes of an array, or as .npy.
 
     Raises:
-        SampleError: they are none.
+        SampleError: they are none, or their array would hold others.
     """
     try:
         if isinstance(value, str):
             value = json.loads(value)
-        elif isinstance(value, bytes) and value[: len(_NPY)] == _NPY:
-            value = np.load(io.BytesIO(value), allow_pickle=False)
+        elif is_npy(value):
+            value = read_npy(value)
         elif isinstance(value, bytes) and options and options.dtype:
             value = np.frombuffer(value, np.dtype(options.dtype).newbyteorder("<"))
         elif isinstance(value, bytes):
             value = json.loads(value)
-        array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError, RecursionError, EOFError) as error:
+        array = exactly(value)
+    except InexactError as error:
+        raise SampleError(f"column {name!r} has {error}") from None
+    except (ValueError, TypeError, OverflowError, RecursionError, SampleError) as error:
         raise SampleError(f"column {name!r} holds no numbers: {error}") from error
     if array.dtype.kind not in _NUMBERS:
         raise SampleError(f"column {name!r} holds {_kind_of(value)}, and no numbers")
     return array
 
 
+def is_npy(value: Any) -> bool:
+    """Whether a value is the bytes of an array of numpy's, by its first ones."""
+    return isinstance(value, bytes) and value.startswith(NPY)
+
+
 def _cast(name: str, array: np.ndarray, kind: ColumnType) -> np.ndarray:
     """In the column's dtype; whole numbers keep their values."""
     dtype = np.dtype(kind.dtype)
-    if array.dtype == dtype or not array.size:
-        return array.astype(dtype, copy=False)
-    if _NUMBERS.index(_unsigned(array.dtype)) > _NUMBERS.index(_unsigned(dtype)):
+    if array.size and _NUMBERS.index(_unsigned(array.dtype)) > _NUMBERS.index(_unsigned(dtype)):
         raise SampleError(_varies(name, str(array.dtype), kind))
-    made = array.astype(dtype)
-    if dtype.kind in "iu" and not np.array_equal(made, array):
-        raise SampleError(f"column {name!r} has numbers that {dtype} cannot hold: declare a wider dtype")
-    return made
+    try:
+        return exactly(array, dtype)
+    except InexactError as error:
+        raise SampleError(f"column {name!r} has {error}: declare a wider dtype") from None
 
 
 def _unsigned(dtype: np.dtype[Any]) -> str:
@@ -362,12 +372,3 @@ def as_json(value: Any) -> bytes:
         return part.tolist() if hasattr(part, "tolist") else str(part)
 
     return json.dumps(value, default=plain, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _seed_globally(k0: int, k1: int) -> None:
-    """Seed the generators of the process, which the function may draw from."""
-    random.seed(k0 << 64 | k1)
-    np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.manual_seed(k0)

@@ -35,6 +35,7 @@ from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, SampleTransform
 from raypipe.transform.sizes import Sides
 from raypipe.transform.targets import IGNORE, NO_BOX, decode_targets, marked, target_pipeline
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 from raypipe.transform.views import View, ViewsTransform
 
 
@@ -80,7 +81,8 @@ class Images:
             `keypoints`, float32 (K, 3). Or views.
 
         Raises:
-            SampleError: any part of it cannot be decoded or does not fit its image, or the transform raised on it.
+            SampleError: any part of it cannot be decoded or does not fit its image.
+            TransformError: the transform failed on it.
             ConfigError: what the transform made is of another kind or size than it must be, or more boxes than
                 there is room for.
         """
@@ -93,11 +95,10 @@ class Images:
                 targets["bboxes"] = targets.pop("boxes")  # Albumentations' name
         try:
             made = self._transform.with_targets(image, targets, key, out)
-        except (SampleError, ConfigError, MemoryError):
-            # The decoder's own; the user's set-up, or the machine's state: not the sample's fault.
+        except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
-            raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
+            raise failed("the transform", error) from error
         result = {"image": made["image"]} if "image" in made else made
         shapes = {name: part.shape for name, part in result.items()}
         if self._sides and shapes.get("image", ())[:2] != self._sides:

@@ -28,12 +28,11 @@ import numpy as np
 import simplejpeg
 
 from raypipe.errors import SampleError
+from raypipe.stores.numbers import NPY
 from raypipe.transform.image_header import damage_in, image_kind, jpeg_size, open_pillow, plain_size
 from raypipe.transform.jpeg import decode_jpeg, jpeg_orientation, upright
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-NPY = b"\x93NUMPY"
-"""What a .npy file starts with."""
 _BAND_PIXELS = 1 << 20  # that are converted at a time
 
 

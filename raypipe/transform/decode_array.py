@@ -24,13 +24,14 @@ import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.decode import NPY, decode, stored_bytes
+from raypipe.lookup import to_install
+from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
+from raypipe.transform.decode import decode, image_size, stored_bytes
 from raypipe.transform.image_header import damage_in, image_kind
 from raypipe.transform.jpeg import upright
 from raypipe.transform.limits import check_size
 from raypipe.transform.tiff import JPEG, LOSSLESS, PREDICTED, TiffHeader, tiff_header
 
-_MAX_HEADER_BYTES = 10_000  # numpy's own default
 _PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
 _TIFF_KINDS = {1: "u", 2: "i", 3: "f", 4: "u"}
 _PALETTE, _YCBCR = 3, 6
@@ -49,8 +50,8 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
     encoded = stored_bytes(data)
     kind = "npy" if encoded.startswith(NPY) else image_kind(encoded)
     if kind == "npy":
-        with damage_in(".npy", encoded):
-            return _npy(encoded)
+        array = read_npy(encoded, _image_header(encoded))
+        return array if array.ndim == 3 else array[:, :, None]
     if kind == "PNG":
         return _png(encoded)
     if kind == "TIFF":
@@ -77,12 +78,20 @@ def decode_any(data: bytes | None, min_side: int | None = None) -> np.ndarray:
         raise
 
 
+def header_size(data: bytes | None, exif: bool = False) -> tuple[int, int]:
+    """(height, width) that `decode`, or else `decode_array`, gives, by the header; raises SampleError."""
+    try:
+        return image_size(data, exif=exif)
+    except SampleError:
+        return array_size(data)
+
+
 def array_size(data: bytes | None) -> tuple[int, int]:
     """(height, width) of a .npy or a TIFF, by its header; raises SampleError for all else."""
     encoded = stored_bytes(data)
     if encoded.startswith(NPY):
-        with damage_in(".npy", encoded):
-            return _npy_header(encoded)[0][:2]
+        height, width, *_ = _image_header(encoded).shape
+        return height, width
     if image_kind(encoded) != "TIFF":
         raise SampleError("neither .npy nor TIFF")
     with damage_in("TIFF", encoded):
@@ -93,34 +102,16 @@ def array_size(data: bytes | None) -> tuple[int, int]:
         return size[::-1] if 5 <= tiff.orientation <= 8 else size
 
 
-def _npy_header(data: bytes) -> tuple[tuple[int, int, int], bool, np.dtype[Any], int]:
-    """Shape, whether its first axis varies fastest, dtype, and where the values begin."""
-    file = io.BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise SampleError(f"a .npy of version {version}, which is of arrays with named fields")
-    shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
-    if dtype.hasobject or dtype.kind not in "uif" or dtype.itemsize > 8:
-        what = "objects, which only a pickle holds" if dtype.hasobject else str(dtype)
-        raise SampleError(f"a .npy of {what}: store integers or floats of 8 to 64 bits")
-    if len(shape) not in (2, 3) or not all(shape):
-        raise SampleError(f"a .npy of shape {shape}: expected is (H, W) or (H, W, C)")
-    height, width, channels = (*shape, 1)[:3]
-    check_size(width, height, math.prod(shape) * dtype.itemsize)
-    return (height, width, channels), fortran, dtype, file.tell()
-
-
-def _npy(data: bytes) -> np.ndarray:
-    shape, fortran, dtype, begin = _npy_header(data)
-    num = math.prod(shape)
-    if len(data) - begin != num * dtype.itemsize:
-        damage = "truncated" if len(data) - begin < num * dtype.itemsize else "damaged"
-        raise SampleError(
-            f"{damage} .npy: {len(data) - begin} bytes behind its header, not {num * dtype.itemsize}"
-        )
-    values = np.frombuffer(data, dtype, num, begin).reshape(shape, order="F" if fortran else "C")
-    return np.array(values, dtype.newbyteorder("="), order="C")
+def _image_header(data: bytes) -> NpyHeader:
+    """The header of a .npy that is an image, within the limits; raises SampleError for any other."""
+    header = npy_header(data)
+    if header.dtype.kind == "b":
+        raise SampleError("a .npy of bool: store integers or floats of 8 to 64 bits")
+    if len(header.shape) not in (2, 3) or not all(header.shape):
+        raise SampleError(f"a .npy of shape {header.shape}: expected is (H, W) or (H, W, C)")
+    height, width, *_ = header.shape
+    check_size(width, height, math.prod(header.shape) * header.dtype.itemsize)
+    return header
 
 
 def _png(data: bytes) -> np.ndarray:
@@ -189,8 +180,8 @@ def _tiff(data: bytes) -> np.ndarray:
         import imagecodecs  # noqa: F401 (by which tifffile unpacks)
         import tifffile
     except ImportError as error:
-        extra = "pip install 'raypipe[arrays]', on every node"
-        raise ConfigError(f"TIFFs as arrays need tifffile and imagecodecs ({error}): {extra}") from error
+        message = f"TIFFs as arrays need tifffile and imagecodecs ({error}): {to_install('arrays')}, on every node"
+        raise ConfigError(message) from error
     page = tifffile.TiffFile(io.BytesIO(tiff.file)).pages.first
     parts = page.asarray(squeeze=False, maxworkers=1)  # of separate channels, (C, 1, H, W, 1)
     image = np.moveaxis(parts[:, 0], 0, 2).reshape(tiff.height, tiff.width, tiff.channels)

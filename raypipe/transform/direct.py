@@ -153,6 +153,21 @@ class DirectPipeline:
                 image = operation(image, None)
         return image
 
+    @property
+    def crops_first(self) -> bool:
+        """Whether the first step that makes a size of its own is a crop, for which an image may be too small."""
+        kinds = (type(step).__name__ for step in self.steps)
+        return next((kind for kind in kinds if kind in _SIZING), "") in ("RandomCrop", "CenterCrop")
+
+    def no_room(self, size: Size) -> str:
+        """Why an image of this size is too small for a crop among the known steps; empty = it is not."""
+        try:
+            for draw in self._draws:
+                size, _ = draw(size)
+        except Exception as error:  # the library's own, CropSizeError
+            return str(error)
+        return ""
+
     def drawn(self, size: Size) -> list[Operation | None]:
         """What the known steps after these do to an image of this size: as a call would draw it, of each step."""
         self._random()
@@ -288,6 +303,7 @@ def _fill(step: Any) -> Any:
     return sys.modules["albumentations.augmentations.geometric.functional"].extend_value(step.fill, 3)
 
 
+_SIZING = ("RandomResizedCrop", "Resize", "SmallestMaxSize", "RandomCrop", "CenterCrop")
 _STEPS: dict[str, Callable[[Any], Draw | None]] = {
     "RandomResizedCrop": _random_resized_crop,
     "RandomCrop": _random_or_center_crop,

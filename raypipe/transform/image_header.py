@@ -21,6 +21,7 @@ from typing import Any
 import simplejpeg
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.lookup import to_install
 from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_PIXELS, check_size
 from raypipe.transform.tiff import tiff_header
 
@@ -152,6 +153,18 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
     return (height, width) if width and height else None
 
 
+def check_png(data: bytes) -> None:
+    """Raise ValueError where a checksum of what pixels are made of is wrong: Pillow does not compare them."""
+    at, kind = 8, b""
+    while kind != b"IEND" and at + 12 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        end = at + 8 + length
+        checksum = int.from_bytes(data[end : end + 4], "big")
+        if not kind[0] & 0x20 and end + 4 <= len(data) and zlib.crc32(memoryview(data)[at + 4 : end]) != checksum:
+            raise ValueError(f"the checksum of {kind!r} is wrong")
+        at = end + 4
+
+
 def _webp_size(data: bytes) -> tuple[int, int] | None:
     """(height, width) of a complete lossy WebP without extras; None for any other.
 
@@ -191,6 +204,8 @@ def open_pillow(data: bytes, kind: str) -> Any:
         # libtiff unpacks a tile, which may be far larger than its image, or a strip.
         as_rgba = 4 if tiff.photometric == _TIFF_YCBCR else 0
         block_bytes = tiff.block_pixels * (-(-tiff.bits * tiff.channels // 8) + as_rgba)
+    if kind == "PNG":
+        check_png(data)
     image = _plugin(kind)(io.BytesIO(data))
     width, height = image.size
     if kind in ("AVIF", "HEIC"):
@@ -212,7 +227,7 @@ def _plugin(kind: str) -> Any:
         try:
             return importlib.import_module("pillow_heif").HeifImageFile
         except ImportError as error:
-            extra = "pip install 'raypipe[heic]', on every node"
+            extra = f"{to_install('heic')}, on every node"
             raise ConfigError(f"HEIC images need pillow-heif ({error}): {extra}") from error
     name = kind if kind == "WebP" else kind.capitalize()
     plugin = importlib.import_module(f"PIL.{name}ImagePlugin")

@@ -25,6 +25,7 @@ from raypipe.lookup import choices, import_name
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import albumentations, build_steps, is_file, without_files
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, place_of
 from raypipe.transform.views import VIEW_PRESETS, View, find_views, makes_views
 
 Transform = Callable[..., Any]
@@ -208,10 +209,12 @@ def _imported(address: str, size: Size) -> Transform:
     if isinstance(found, type) or hasattr(found, "__code__"):
         try:
             transform = found(size)
+        except NOT_OF_A_SAMPLE:
+            raise
         except Exception as error:
             raise ConfigError(
                 f"transform {address!r} is called with the size, {size}, and returns a transform, a function of "
-                f"an image: it raised {type(error).__name__}: {error}"
+                f"an image: it failed at {place_of(error)}: {type(error).__name__}: {error}"
             ) from error
     if not callable(transform):
         what = type(transform).__name__

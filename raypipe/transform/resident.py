@@ -32,6 +32,7 @@ from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import DRAWN, Decoded, EncodedSample, Key, SampleTransform
 from raypipe.transform.sizes import Sides
 from raypipe.transform.transform_steps import brief
+from raypipe.transform.user_code import failed
 from raypipe.transform.views import makes_views
 
 Kind = Literal["window", "crop_resize", "warp"]
@@ -177,7 +178,7 @@ class ResidentTransform:
         try:
             return self._direct.fixed(image)
         except Exception as error:
-            raise SampleError(f"the transform raised {type(error).__name__}: {error}") from error
+            raise failed("the transform", error) from error
 
     def stages(self, size: Sides) -> list[Stage]:
         """Those of images that are held at this size.

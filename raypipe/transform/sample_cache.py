@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+import raypipe
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import version_of
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 # To be raised by whoever changes the files' format, or the pixels that raypipe.transform.decode makes.
 _FORMAT = 3
-_DECODERS = ("raypipe", "simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
+_DECODERS = ("simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
 _KEY = re.compile(r"[0-9a-f]{32}(\.new)?")
 _DEFAULT_SHARE, _MOST = 0.25, 0.9  # of what is free: there are shards as well
 _HEADER = struct.Struct("<QQQ")  # of the file
@@ -188,7 +189,7 @@ def open_caches(
     shared = (
         *(_FORMAT, local_file.boot_id(), pool.cache_bytes, num_samples),
         *(transform.decode_min_side, transform.apply_exif, reads_class),
-        *(version_of(name) for name in _DECODERS),
+        *(raypipe.__version__, *map(version_of, _DECODERS)),
     )
     paths = {split: root / _key(store, shared) for split, store in stores.items()}
     with local_file.locked(root / ".lock"):

@@ -29,6 +29,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.transform.direct import DecodeBox, DirectPipeline, Operation, Undecoded, direct_pipeline
+from raypipe.transform.process_state import seed_process
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
@@ -98,9 +99,6 @@ class SampleTransform:
     """
 
     def __init__(self, transform: Any, arrays: bool = False) -> None:
-        # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
-        # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
-        cv2.setNumThreads(1)
         self.kind = _kind_of(transform)
         self.transform = copy.deepcopy(transform) if self.kind == "albumentations" else transform
         self._keyed, self._random = KeyedGenerator(), random.Random()
@@ -187,17 +185,13 @@ class SampleTransform:
         return self._direct.drawn(size)
 
     def _seed(self, k0: int, k1: int) -> None:
-        """Seed what the transform draws from: generators that it is handed (5 µs), or the global ones (15 µs)."""
-        cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
-        if not self.draws_globally:
-            self._keyed.rewind((k0, k1))
-            self._random.seed(k0 << 64 | k1)
+        """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""
+        if self.draws_globally:
+            seed_process(k0, k1)
             return
-        random.seed(k0 << 64 | k1)
-        np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-        torch = sys.modules.get("torch")  # a transform that uses torch has imported it
-        if torch is not None:
-            torch.default_generator.manual_seed(k0)  # not torch.manual_seed, which goes to the GPUs as well
+        cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
+        self._keyed.rewind((k0, k1))
+        self._random.seed(k0 << 64 | k1)
 
 
 def _kind_of(transform: Any) -> Kind:

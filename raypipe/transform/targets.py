@@ -24,7 +24,8 @@ import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store, missing
-from raypipe.transform.image_header import damage_in, image_kind
+from raypipe.stores.numbers import exactly
+from raypipe.transform.image_header import check_png, damage_in, image_kind
 
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
@@ -32,6 +33,7 @@ NO_BOX = -1
 """The label of a row of `boxes` that holds no box, or of `keypoints` that holds none."""
 _OUTSIDE = -2
 """The label of a keypoint outside of the image is this minus its own."""
+_MAX_LABEL = 1 << 24  # float32 holds all whole numbers up to it, and -2 minus each of them
 
 
 def check_columns(store: Store, targets: Mapping[str, str], setting: str = "transform.{}_column") -> None:
@@ -75,6 +77,7 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
     from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
 
     with damage_in("PNG of a mask", data):
+        check_png(data)
         image = PngImageFile(io.BytesIO(data))
         if image.size != size[::-1]:  # before anything is allocated; the image has kept to the decoder's limit
             raise SampleError(
@@ -108,8 +111,7 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
     limits = np.array(size[::-1] * 2, np.float64)
     cut = np.clip(corners, 0, limits)
     wrong = {
-        "is not finite": ~np.isfinite(boxes).all(1),
-        "has a label that is no whole number from 0 on": (labels < 0) | (labels != np.floor(labels)),
+        **_wrong(boxes, labels),
         f"reaches out of the image of {size[1]}x{size[0]} pixels (width x height)": (
             (corners < -1) | (corners > limits + 1)
         ).any(1),
@@ -135,21 +137,29 @@ def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
         SampleError: they are malformed.
     """
     keypoints = _numbers(value, "keypoints", "x, y, label")
-    labels = keypoints[:, 2]
-    wrong = {
-        "is not finite": ~np.isfinite(keypoints).all(1),
-        "has a label that is no whole number from 0 on": (labels < 0) | (labels != np.floor(labels)),
-    }
-    for why, which in wrong.items():
+    for why, which in _wrong(keypoints, keypoints[:, 2]).items():
         for number in np.flatnonzero(which)[:1]:
             raise SampleError(f"keypoint {number} of {len(keypoints)}, {keypoints[number].tolist()}, {why}")
     return keypoints.astype(np.float32)
 
 
+def _wrong(numbers: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """Why float32 does not hold numbers, float64 (K, n), and labels, (K,), as they are; and which, bool (K,)."""
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(numbers.astype(np.float32)).all(1)
+    whole = (labels >= 0) & (labels <= _MAX_LABEL) & (labels == np.floor(labels))
+    return {
+        "is not finite as float32": ~finite,
+        f"has a label that is not a whole number from 0 to {_MAX_LABEL}": ~whole,
+    }
+
+
 def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Transformed keypoints, float32 (K, 3), of an image of this (height, width, …): those outside have the label
-    -2 - label."""
+    -2 - label. Raises SampleError where the transform made one infinite."""
     made = np.asarray(keypoints, np.float32).reshape(-1, 3)
+    for number in np.flatnonzero(~np.isfinite(made).all(1))[:1]:
+        raise SampleError(f"keypoint {number} of {len(made)} is not finite behind the transform")
     x, y, labels = made.T
     outside = ~((x >= 0) & (y >= 0) & (x < shape[1]) & (y < shape[0]))
     return np.column_stack([x, y, np.where(outside, _OUTSIDE - labels, labels)])
@@ -159,8 +169,11 @@ def decode_targets(
     values: Mapping[str, Any], targets: Iterable[str], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """Decode what a sample has by "mask", "boxes" and "keypoints", of an image of this (height, width)."""
-    decoders = {"mask": decode_mask, "boxes": decode_boxes, "keypoints": decode_keypoints}
-    return {name: decoders[name](values[name], size) for name in targets}
+    return {name: DECODERS[name](values[name], size) for name in targets}
+
+
+DECODERS = {"mask": decode_mask, "boxes": decode_boxes, "keypoints": decode_keypoints}
+"""Of each target."""
 
 
 def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
@@ -174,7 +187,10 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
             value = json.loads(value) if value.strip() else []
         elif isinstance(value, bytes):
             value = np.frombuffer(value, "<f4") if value else []
-        numbers = np.asarray(value, np.float64)
+        numbers = exactly(value)
+        if numbers.dtype.kind not in "biuf":
+            raise TypeError(f"they hold {numbers.dtype}")
+        numbers = exactly(numbers, np.float64)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SampleError(f"the {what} are not numbers: {error}") from error
     if not numbers.size:

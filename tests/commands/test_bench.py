@@ -111,7 +111,7 @@ def test_the_report_of_a_bench_is_what_a_cluster_is_sized_by(stores: dict[str, P
         open_store(stores["parquet"]), config, 2, 256
     )
     (tmp_path / "report.json").write_text(json.dumps(found))
-    assert plan_capacity(str(tmp_path / "report.json"), target_images_per_s=1.0)["actors"] == 1
+    assert plan_capacity(str(tmp_path / "report.json"), images_per_s_per_gpu=1.0)["actors"] == 1
     assert (found["actors"], found["micro_batch"], found["read"]) == (2, 100, "stage")
     assert (
         found["versions"]["ray"]

@@ -24,7 +24,7 @@ CONTENT: dict[str, Any] = {
     "transform_cpu_s_per_image": 0.0018,
     "read": "actor",
 }
-TARGET = {"target_images_per_s": 1250.0, "gpus": 16, "headroom": 0.2}
+TARGET = {"images_per_s_per_gpu": 1250.0, "gpus": 16, "headroom": 0.2}
 NODES = {"memory_gib_per_node": 100.0, "gbps_per_node": 40.0, "gbps_per_gpu_host": 24.0, "execution_limit": 200.0}
 NODES |= {"object_manager_mb_per_s": 6000.0}
 
@@ -86,7 +86,7 @@ def test_readers_bring_encoded_bytes_through_the_object_store(report: Path) -> N
 
 @pytest.mark.parametrize("factor", [2, 5])
 def test_as_much_again_of_the_target_is_as_much_again_of_everything(factor: int, report: Path) -> None:
-    found, more = plan(report), plan(report, target_images_per_s=1250.0 * factor)
+    found, more = plan(report), plan(report, images_per_s_per_gpu=1250.0 * factor)
     assert more["cpu_nodes"] == factor * found["cpu_nodes"] and more["actors"] == factor * found["actors"]
     for name in ("images_per_s", "micro_batches_per_s", "gpu_host_in_bytes_per_s", "store_read_bytes_per_s"):
         assert more[name] == pytest.approx(factor * found[name]), name
@@ -100,7 +100,7 @@ def test_twice_the_gpus_are_twice_the_nodes_and_the_same_for_each_gpu_host(repor
         assert more[name] == found[name]
     assert more["actors_per_gpu"] == pytest.approx(found["actors_per_gpu"])
     # A host that is not full gets only its GPUs' bytes.
-    assert plan(report, target_images_per_s=1000.0, gpus=2)["gpu_host_in_bytes_per_s"] == 2 * 1000 * 150_000
+    assert plan(report, images_per_s_per_gpu=1000.0, gpus=2)["gpu_host_in_bytes_per_s"] == 2 * 1000 * 150_000
 
 
 def test_twice_the_micro_batch_halves_the_micro_batches_and_keeps_the_network_and_memory(report: Path) -> None:
@@ -112,7 +112,7 @@ def test_twice_the_micro_batch_halves_the_micro_batches_and_keeps_the_network_an
 
 def test_there_are_never_too_few_actors_nodes_or_hosts(report: Path) -> None:
     for rate, gpus, cpus, cpus_per_actor in itertools.product((1.0, 777.0), (1, 9), (1, 7), (0.5, 1.0)):
-        target = {"target_images_per_s": rate, "gpus": gpus, "headroom": 0.15}
+        target = {"images_per_s_per_gpu": rate, "gpus": gpus, "headroom": 0.15}
         found = plan(report, **target, cpus_per_node=cpus, cpus_per_actor=cpus_per_actor)
         assert found["actors"] * 500 >= rate * gpus * 1.15 - 1e-6
         assert found["cpu_nodes"] * cpus / cpus_per_actor >= found["actors"]
@@ -188,7 +188,7 @@ def run(*args: object) -> None:
 def test_the_table_is_for_people_and_the_last_line_is_json(
     report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(report, "--target-images-per-s", 1000, "--gpus=8", "--headroom=0", "--object-manager-mb-per-s=5000")
+    run(report, "--images-per-s-per-gpu", 1000, "--gpus=8", "--headroom=0", "--object-manager-mb-per-s=5000")
     *shown, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     assert (found["actors"], found["cpu_nodes"], found["first_limit"]) == (16, 1, "execution")
@@ -201,9 +201,12 @@ def test_what_is_missing_is_one_line_with_what_to_do(
 ) -> None:
     (tmp_path / "old.json").write_text(json.dumps({"ceiling_images_per_s": 1000.0}))
     for args, message in (
-        ((tmp_path / "old.json", "--target-images-per-s=1"), "old.json: stream_images_per_s is None, which bench"),
-        ((tmp_path / "none.json", "--target-images-per-s=1"), "none.json cannot be read"),
-        ((report, "--target-images-per-s=1", "--cpus-per-node=2", "--cpus-per-actor=4"), "holds no actor of 4"),
+        (
+            (tmp_path / "old.json", "--images-per-s-per-gpu=1"),
+            "old.json: stream_images_per_s is None, which bench",
+        ),
+        ((tmp_path / "none.json", "--images-per-s-per-gpu=1"), "none.json cannot be read"),
+        ((report, "--images-per-s-per-gpu=1", "--cpus-per-node=2", "--cpus-per-actor=4"), "holds no actor of 4"),
     ):
         with pytest.raises(SystemExit) as caught:
             run(*args)
@@ -213,13 +216,13 @@ def test_what_is_missing_is_one_line_with_what_to_do(
 
 @pytest.mark.parametrize(
     "option",
-    ["--target-images-per-s=nan", "--gpus=0", "--headroom=-0.1", "--execution-limit=0", "--max-nodes=-1"],
+    ["--images-per-s-per-gpu=nan", "--gpus=0", "--headroom=-0.1", "--execution-limit=0", "--max-nodes=-1"],
 )
 def test_what_cannot_be_is_refused_by_its_name(
     option: str, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        run(report, "--target-images-per-s=1", option)
+        run(report, "--images-per-s-per-gpu=1", option)
     assert caught.value.code == 2
     assert option.partition("=")[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
 

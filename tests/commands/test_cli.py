@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from raypipe.commands import cli
+from raypipe.commands import cli, settings
 from raypipe.commands.cli import _finish, main
 from raypipe.commands.settings import _normalized, parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
+from raypipe.train.interrupts import Stopped
+from raypipe.train.run_folder import CONFIG_HEAD
 
 DIGITS: dict[str, dict[str, Any]] = yaml.safe_load((files("raypipe") / "digits.yaml").read_text())
 
@@ -210,7 +213,9 @@ def test_any_other_transform_is_a_string(name: str) -> None:
 def stored(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("store: {train: some.lmdb}\nplan: {epochs: 3, seed: 4}\nname: mine\n")
+    (folder / "config.yaml").write_text(
+        CONFIG_HEAD + "store: {train: some.lmdb}\nplan: {epochs: 3, seed: 4}\nname: mine\n"
+    )
     return folder
 
 
@@ -308,3 +313,58 @@ def test_a_shell_completes_commands_options_and_choices(
     ):
         command = ["bash", "-c", TAB, str(script), "raypipe", *words]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [expected]
+
+
+HEAVY = {"ray", "torch", "torchvision", "albumentations", "kornia", "cv2", "matplotlib", "sklearn"}
+PROGRAM = """import sys
+from raypipe.commands.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print(end.code, *sys.modules)
+"""
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_loads_no_library_that_the_work_itself_needs(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *command.split(), "--help"], capture_output=True, text=True
+    )
+    code, *modules = done.stdout.splitlines()[-1].split()
+    assert code == "0" and not HEAVY & set(modules), (done.stderr, HEAVY & set(modules))
+    assert "usage: raypipe" in done.stdout
+    if not command:
+        assert all(f"    {name}" in done.stdout for name in cli.COMMANDS) and "2 wrong usage" in done.stdout
+
+
+def test_usage_lists_required_options_as_options(capsys: pytest.CaptureFixture[str]) -> None:
+    def draw(run: RunConfig, target: str = "", *, height: int, width: int = 3) -> dict[str, Any]:
+        """Draw."""
+        return {}
+
+    usage = settings.command_parser("draw", draw).format_usage()
+    assert usage == "usage: raypipe draw [STORE|RUN] --height HEIGHT [--OPTION VALUE …]\n"
+    with pytest.raises(SystemExit):
+        main(["plan-capacity", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "usage: raypipe plan-capacity REPORT --images_per_s_per_gpu IMAGES_PER_S_PER_GPU [--OPTION"
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [({"stopped": True}, 75), (Stopped(), 75), (KeyboardInterrupt(), 130), ({"stopped": False}, None)],
+)
+def test_a_run_that_was_stopped_with_a_checkpoint_has_an_exit_code_of_its_own(end: Any, code: int | None) -> None:
+    def command() -> dict[str, Any]:
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    try:
+        _finish(command)
+    except SystemExit as ended:
+        assert ended.code == code
+    else:
+        assert code is None

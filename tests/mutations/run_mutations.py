@@ -27,7 +27,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from column_inputs import Columns
 from mutate import ANY, Mutation
+from mutate_columns import GROUPS
 from mutate_images import OF_FORMAT
 from mutate_stores import OF_KIND, make, no_file
 from PIL import Image
@@ -203,9 +205,10 @@ class ForkedReader:
 
 def main(kind: str, first: int, count: int, folder: Path) -> None:
     faulthandler.enable()
-    inputs = Images(kind, folder) if kind in OF_FORMAT else Stores(kind, folder)
+    reader = Images if kind in OF_FORMAT else Columns if kind in GROUPS else Stores
+    inputs: Images | Columns | Stores = reader(kind, folder)
     inputs.warm_up()
-    if kind == "hdf5":
+    if kind in ("hdf5", "sources"):
         import h5py  # noqa: F401 (before the forks)
 
         hdf5._READER_CPU_S = 1.0  # libhdf5 goes round for ever with every hundredth input

@@ -169,7 +169,9 @@ def test_weights_from_a_file_are_those_of_a_column(tmp_path: Path) -> None:
     by_file = plan_of(store(20), weights=str(tmp_path / "w.npy"))
     assert by_file.fingerprint == plan_of(store(20), weights="weight").fingerprint
     (tmp_path / "bad.npy").write_bytes(b"no array")
-    for name in ("bad.npy", "none.npy"):
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }"
+    (tmp_path / "huge.npy").write_bytes(b"\x93NUMPY\x01\0" + bytes([len(header), 0]) + header)
+    for name in ("bad.npy", "none.npy", "huge.npy"):
         with pytest.raises(ConfigError, match=rf"plan\.weights: .*{name} cannot be read"):
             plan_of(store(20), weights=str(tmp_path / name))
 

@@ -107,5 +107,5 @@ def test_nothing_is_written_to_the_hub(hub: HubServer) -> None:
 def test_without_its_client_one_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # another file system than that of other tests
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"pip install 'raypipe\[huggingface\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'raypipe-data\[huggingface\]'"):
         len(open_store(f"{ROOT}/data/train.parquet"))

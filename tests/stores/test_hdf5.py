@@ -168,7 +168,7 @@ def test_without_its_library_the_error_says_what_to_install(
 ) -> None:
     path = write(tmp_path / "a.h5", images=PIXELS)
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(StoreError, match=r"pip install 'raypipe\[hdf5\]'"):
+    with pytest.raises(StoreError, match=r"pip install 'raypipe-data\[hdf5\]'"):
         read(path)
 
 

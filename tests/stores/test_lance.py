@@ -127,6 +127,17 @@ def test_columns_are_renamed_and_checked(tmp_path: Path) -> None:
         null.read(np.arange(2))
 
 
+def test_labels_of_floats_and_lists_are_no_classes_and_those_over_63_bits_have_no_value(tmp_path: Path) -> None:
+    for name, labels, is_class, expected in (
+        ("float", pa.array([0.5, 2, 3], pa.float32()), False, [0.5, 2, 3]),
+        ("list", pa.array([[1], [2], [3]], pa.list_(pa.int64(), 1)), False, [[1], [2], [3]]),
+        ("large", pa.array([1, 1 << 63, 3], pa.uint64()), True, [1, None, 3]),
+    ):
+        store = open_store(write(tmp_path / f"{name}.lance", {"image": [b"x"] * 3, "label": labels}))
+        assert store.label_is_class is is_class
+        assert np.array(store.read(np.arange(3))["label"]).tolist() == expected
+
+
 def test_what_is_not_there_or_damaged_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="does not exist"):
         open_store(tmp_path / "none.lance")
@@ -153,7 +164,7 @@ def test_without_the_library_the_error_says_what_to_install(
     store = open_store(write(tmp_path / "a.lance"))
     monkeypatch.setitem(sys.modules, "lance", None)
     with pytest.raises(
-        ConfigError, match=r"a\.lance needs the library .*pip install 'raypipe\[lance\]', on every"
+        ConfigError, match=r"a\.lance needs the library .*pip install 'raypipe-data\[lance\]', on every"
     ):
         len(store)
 

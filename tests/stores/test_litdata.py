@@ -134,3 +134,9 @@ def test_a_class_folder_with_an_index_of_its_own_stays_one(tmp_path: Path) -> No
     for text in ('{"shards": 1}', "[]", "{"):
         (tmp_path / "index.json").write_text(text)
         assert open_store(tmp_path).classes == ("cat",)
+
+
+def test_an_array_of_no_values_in_billions_of_rows_takes_no_memory(tmp_path: Path) -> None:
+    head = struct.pack("<4I", 17, 2, (1 << 32) - 1, 0)
+    write_litdata(tmp_path / "a", {"image": "bytes", "value": "tensor"}, [[(b"x", head)]])
+    assert open_store(tmp_path / "a").read(np.array([0]), ("value",))["value"] == [[]]

@@ -242,7 +242,7 @@ def test_a_sample_whose_sizes_do_not_add_up_is_a_bad_one(tmp_path: Path) -> None
     path.write_bytes(content)
     found = store.read(np.arange(4))
     assert found["image"] == [SAMPLES[0][0], SAMPLES[1][0], None, SAMPLES[3][0]]
-    assert found["label"].tolist() == [0, 1, 0, 0]
+    assert found["label"] == [0, 1, None, 0]
 
 
 def test_offsets_in_no_order_are_one_error(tmp_path: Path) -> None:
@@ -270,10 +270,22 @@ def test_a_flipped_bit_anywhere_is_an_error_or_a_bad_sample(tmp_path: Path, name
         path.write_bytes(content)
 
 
-def test_labels_over_63_bits_are_refused(tmp_path: Path) -> None:
-    write_mds(tmp_path / "a", {"image": ("bytes", None), "label": ("uint64", 8)}, [[(b"x", b"\xff" * 8)]])
-    with pytest.raises(StoreError, match="a label is 18446744073709551615"):
-        open_store(tmp_path / "a").read(np.array([0]))
+def test_labels_over_63_bits_have_no_value(tmp_path: Path) -> None:
+    samples = [(b"x", b"\xff" * 8), (b"x", struct.pack("<Q", 3))]
+    write_mds(tmp_path / "a", {"image": ("bytes", None), "label": ("uint64", 8)}, [samples])
+    assert open_store(tmp_path / "a").read(np.array([0, 1]))["label"] == [None, 3]
+
+
+@pytest.mark.parametrize(("encoding", "good", "bad"), [("str_int", b"2", b"\xb2"), ("str_float", b"2", b"2x")])
+def test_a_damaged_text_has_no_value_and_its_neighbors_keep_theirs(
+    tmp_path: Path, encoding: str, good: bytes, bad: bytes
+) -> None:
+    columns = {"image": ("bytes", None), "label": ("int", 8), "number": (encoding, None)}
+    label = struct.pack("<q", 1)
+    write_mds(tmp_path / "a", columns, [[(b"x", label, good), (b"y", label, bad)]])
+    assert open_store(tmp_path / "a").read(np.arange(2), ("number",))["number"] == [2, None]
+    as_label = open_store(tmp_path / "a", label_column="number").read(np.arange(2))
+    assert as_label == {"image": [b"x", b"y"], "label": [2, None]}
 
 
 def test_a_store_is_sent_without_its_shards(tmp_path: Path) -> None:

@@ -122,6 +122,12 @@ def test_without_labels(tmp_path: Path) -> None:
     assert read(path) == {"image": IMAGES}
 
 
+def test_a_first_record_without_a_label_does_not_take_those_of_the_others(tmp_path: Path) -> None:
+    rows = [{"image/encoded": IMAGES[0]}, {"image/encoded": IMAGES[1], "image/class/label": 1}]
+    with pytest.raises(StoreError, match=r"record 1, has a label, and the first record has none"):
+        list(open_source(tfrecords.write(tmp_path / "a.tfrecord", rows)))
+
+
 @pytest.mark.parametrize("labels", [{"image/class/label": [1, 2]}, {}])
 def test_a_label_that_is_missing_is_loud(tmp_path: Path, labels: dict[str, Any]) -> None:
     rows = [slim(0), {"image/encoded": IMAGES[1], **labels}]
@@ -203,5 +209,5 @@ def test_messages_that_would_take_for_ever_are_bad_samples(tmp_path: Path) -> No
 def test_without_its_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     _library.cache_clear()
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    with pytest.raises(StoreError, match=r"pip install 'raypipe\[tfrecord\]'"):
+    with pytest.raises(StoreError, match=r"pip install 'raypipe-data\[tfrecord\]'"):
         read(DATA / "tensorflow-train.tfrecord")

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import without_ray
 from full_disk import fill
 
 from raypipe.config import PlanConfig, TransformConfig
-from raypipe.errors import BadSamplesError, SampleError
+from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.batch import HostBatch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
 from conftest import picture  # isort: skip
+from shard_writers import write_mds  # isort: skip
 
-BAD = [{"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7", "substitute": 3, "error": "no value"}]
+WHERE = {"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7"}
+BAD = [WHERE | {"substitute": 3, "error": "no value", "fault": "store"}]
 
 
 def place(step: int) -> MicroBatchId:
@@ -107,7 +117,7 @@ def test_a_bad_sample_is_named_in_its_record_and_in_errors_without_control_chara
 
 # The budget
 
-LAST = {"store": "x.lmdb", "index": 77, "name": "cats/7.jpg", "substitute": 5, "error": "no value"}
+LAST = WHERE | {"store": "x.lmdb", "index": 77, "name": "cats/7.jpg", "error": "no value", "fault": "store"}
 
 
 def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
@@ -117,9 +127,40 @@ def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
         budget.spend([LAST], 100)
     assert str(caught.value) == (
         "11 of 110 samples are bad, more than transform.max_bad_fraction=0.01 allows (the first 10 are free);"
-        " the last one is x.lmdb sample 77 (cats/7.jpg): no value. Mend the store, or raise"
-        " transform.max_bad_fraction"
+        " the last one is x.lmdb sample 77 (cats/7.jpg): no value. Raise transform.max_bad_fraction,"
+        " or mend the store"
     )
+
+
+def test_the_users_code_is_named_where_it_is_at_fault_by_line_in_the_error_the_record_and_the_log(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def picky(image: np.ndarray) -> np.ndarray:
+        if image.mean() > 0:
+            raise LookupError("too bright")
+        return image[:16, :16]
+
+    place = r"test_bad_samples\.py:\d+ in picky: LookupError: too bright"
+    given: Any = {"train_transform": picky, "val_transform": None, "plan": PlanConfig(micro_batch_size=4)}
+    for error, config, advice in (
+        (TransformError, {"on_bad_sample": "raise"}, "pool.engine=inline"),
+        (TransformError, {"bad_grace": 100}, "8 substitutes were bad as well.*pool.engine=inline"),
+    ):
+        spec = StreamSpec(str(folder), transform=TransformConfig(size=16, **config), **given)
+        with pytest.raises(error, match=rf"sample \d+ .*the transform failed at .*{place}.*{advice}"):
+            digests(spec)
+
+    def now_and_then(image: np.ndarray) -> np.ndarray:
+        return picky(image) if image[0, 0, 0] % 2 else image[:16, :16]
+
+    given |= {"train_transform": now_and_then, "quarantine": (tmp_path / "records").as_uri()}
+    spec = StreamSpec(str(folder), transform=TransformConfig(size=16, bad_grace=1), **given)
+    with pytest.raises(BadSamplesError, match=rf"{place}\. Raise .*, or mend the transform: .*pool.engine=inline"):
+        digests(spec)
+    records = [json.loads(line) for file in (tmp_path / "records").iterdir() for line in file.open()]
+    of_transform = [record for record in records if record["fault"] == "transform"]
+    assert of_transform and all(re.search(place, record["error"]) for record in of_transform)
+    assert any(re.search(place, text) for text in caplog.messages)
 
 
 def test_budget_grows_with_what_was_seen() -> None:
@@ -134,3 +175,48 @@ def test_budget_grows_with_what_was_seen() -> None:
 def test_budget_of_nothing_stops_at_the_first() -> None:
     with pytest.raises(BadSamplesError, match="1 of 1000"):
         BadSampleBudget(max_fraction=0.0, grace=0).spend([LAST], 1000)
+
+
+def write_labels(folder: Path, kind: str) -> Path:
+    """Eight images, the sixth of which has a label that is damaged, or that int64 cannot hold."""
+    images = [picture(number) for number in range(8)]
+    if kind == "mds":
+        labels = [b"1"] * 8
+        labels[5] = b"\xb1"
+        columns = {"image": ("jpeg", None), "label": ("str_int", None)}
+        write_mds(folder / kind, columns, [list(zip(images, labels, strict=True))])
+        return folder / kind
+    path = folder / f"labels.{kind}"
+    labels = pa.array([1] * 5 + [(1 << 64) - 1, 1, 1], pa.uint64())
+    table = pa.table({"image": images, "label": labels})
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["mds", "parquet", "arrow"])
+def test_a_label_that_is_damaged_or_too_large_makes_a_bad_sample_and_no_other_class(
+    tmp_path: Path, kind: str
+) -> None:
+    store = write_labels(tmp_path, kind)
+    spec = StreamSpec(
+        store,
+        store,
+        plan=PlanConfig(epochs=1, micro_batch_size=4),
+        transform=TransformConfig(train="none", val="none"),
+        quarantine=(tmp_path / "quarantine").as_uri(),
+    )
+    rows = [row for batch in inline_batches(spec, spec.plan.start()) for row in zip(*rows_of(batch), strict=True)]
+    assert {label for label, index, weight in rows if weight} == {1}
+    assert [weight for _, index, weight in rows if index == 5] == [0]  # of the validation
+    records = [json.loads(path.read_text()) for path in (tmp_path / "quarantine").iterdir()]
+    assert {record["split"] for record in records} == {"train", "val"}
+    for record in records:
+        assert record["index"] == 5 and record["name"] and "the label" in record["error"]
+
+
+def rows_of(batch: HostBatch) -> list[list[float]]:
+    return [batch.label.tolist(), batch.index.tolist(), batch.weight.tolist()]

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import cv2
 import numpy as np
 import pytest
+import torch
 import without_ray
+from process_state import undisturbed
+from torchvision.transforms import v2
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, TransformError
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import stream
+from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
 
 INLINE = PoolConfig(engine="inline")
@@ -61,6 +70,106 @@ def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(stores:
     assert batch.image.shape == (4, 3, 8, 8) and seen == [threading.main_thread()] * 4
 
 
+def noisy(image: np.ndarray) -> np.ndarray:
+    """Draws from all generators of the process."""
+    drawn = random.random() + np.random.random() + torch.rand(()).item()
+    return (image[:8, :8] * (drawn / 3)).astype(np.uint8)
+
+
+def drawn_column(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"drawn": random.random() + np.random.random() + torch.rand(()).item()}
+
+
+PLAN = PlanConfig(epochs=2, micro_batch_size=6)
+CROP = v2.RandomResizedCrop(8)
+COLUMNS: dict[str, Any] = {"columns": ["label"], "make_columns": drawn_column}
+DRAWING: dict[str, dict[str, Any]] = {
+    "function": {"train_transform": noisy, "val_transform": noisy},
+    "torchvision": {"train_transform": v2.Compose([CROP, v2.RandomHorizontalFlip()]), "val_transform": CROP},
+    "views": {"train_transform": {"a": (noisy, 2)}, "val_transform": {"a": (CROP, 2)}},
+    "columns": {**COLUMNS, "transform": TransformConfig(train="light", val="resize", size=8)},
+    "decoded": {**COLUMNS, "transform": TransformConfig(train="light", val="resize", size=8, decode="gpu")},
+    "resident": {**COLUMNS, "transform": TransformConfig(train="small", val="resize", size=8)},
+}
+
+
+def drawing(stores: dict[str, Path], name: str, **pool: Any) -> StreamSpec:
+    """A stream that draws from the generators of the process."""
+    pool = {"engine": "inline", "cache": "device" if name == "resident" else "off", **pool}
+    return StreamSpec(stores["train"], stores["val"], plan=PLAN, pool=PoolConfig(**pool), **DRAWING[name])
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("name", [*DRAWING])
+def test_a_process_draws_the_same_as_if_there_were_no_stream(
+    stores: dict[str, Path], name: str, threads: int
+) -> None:
+    with undisturbed():
+        train, val = plain_loaders(loader(drawing(stores, name, threads=threads)), "batch")
+        for _ in range(PLAN.epochs):
+            assert [*train] and [*val]
+
+
+def test_the_driver_that_tries_samples_is_left_as_it_was(stores: dict[str, Path]) -> None:
+    with undisturbed():
+        spec = drawing(stores, "function")
+        sizes = try_samples(spec.plan, spec.stores, spec.transforms, spec.transform, 5)
+        assert sizes == {"train": (8, 8), "val": (8, 8)}
+
+
+def test_opencv_has_one_thread_where_micro_batches_are_made(stores: dict[str, Path]) -> None:
+    def counted(image: np.ndarray) -> np.ndarray:
+        return np.full((4, 4, 3), cv2.getNumThreads(), np.uint8)
+
+    with undisturbed():
+        spec = StreamSpec(stores["train"], plan=PLAN, train_transform=counted, pool=INLINE)
+        assert (next(inline_batches(spec, spec.plan.start())).image == 1).all()
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_of_itself(stores: dict[str, Path]) -> None:
+    for threads in (0, 2):
+        with undisturbed():
+            spec = StreamSpec(
+                stores["train"],
+                transform=TransformConfig(train="heavy", size=8),
+                plan=PLAN,
+                pool=PoolConfig(engine="inline", threads=threads),
+            )
+            batches = inline_batches(spec, spec.plan.start())
+            next(batches)
+            batches.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("cuda_or_pretended")
+def test_what_draws_from_what_threads_share_is_made_by_the_thread_that_asks(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device's ring, its decoder, and pool.threads have threads: beside one of them the main thread may draw."""
+    made_in, make = set(), MicroBatchMaker.make
+
+    def seen(*args: Any, **named: Any) -> Any:
+        made_in.add(threading.current_thread())
+        return make(*args, **named)
+
+    monkeypatch.setattr(MicroBatchMaker, "make", seen)
+    for name, threads in itertools.product(DRAWING, (0, 1)):
+        spec = drawing(stores, name, threads=threads)
+        batches = [*without_ray.every_batch(loader(spec, device="cpu" if name == "decoded" else "cuda"))]
+        assert len(batches) == len([*spec.plan.micro_batches(spec.plan.start())])
+        assert made_in == {threading.main_thread()}, name
+
+
+@pytest.mark.usefixtures("cuda_or_pretended")
+def test_pixels_are_the_same_on_a_device_while_the_main_thread_draws(stores: dict[str, Path]) -> None:
+    spec = drawing(stores, "function")
+    expected = [batch.image for batch in inline_batches(spec, spec.plan.start())]
+    for number, batch in enumerate(without_ray.every_batch(loader(spec, device="cuda"))):
+        for _ in range(50):
+            noisy(np.zeros((8, 8, 3), np.uint8))
+        assert np.array_equal(batch.image.cpu().permute(0, 2, 3, 1).numpy(), expected[number]), number
+    assert number == len(expected) - 1
+
+
 def test_threads_refuse_a_transform_that_draws_from_what_they_share(stores: dict[str, Path]) -> None:
     pool = PoolConfig(engine="inline", threads=2)
     spec = StreamSpec(stores["train"], train_transform=lambda image: image[:8, :8], pool=pool)
@@ -79,7 +188,8 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
         transform=TransformConfig(on_bad_sample="raise"),
         pool=PoolConfig(engine="inline", threads=threads),
     )
-    with pytest.raises(SampleError, match=r"train\.lmdb.* sample \d+ .*: the transform raised ValueError: no"):
+    where = r"the transform failed at .*test_inline\.py:\d+ in broken: ValueError: no"
+    with pytest.raises(TransformError, match=rf"train\.lmdb.* sample \d+ .*: {where} .*pool\.engine=inline"):
         list(inline_batches(spec, spec.plan.start()))
 
 

@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError
+from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError, TransformError
 from raypipe.plan.cursor import Cursor
 from raypipe.rayext.cluster import preflight
 from raypipe.stores import open_store
@@ -282,6 +282,18 @@ def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(t
     assert sorted(r["index"] for r in records if r["split"] == "train") == sorted(BAD)
     assert all(r["store"].startswith("memory:") and r["error"] for r in records)
     assert {p.name for p in (tmp_path / "one").iterdir()} == {p.name for p in (tmp_path / "two").iterdir()}
+
+
+def test_an_error_of_the_users_code_names_its_line_and_opencv_has_one_thread_in_an_actor() -> None:
+    def broken(image: np.ndarray) -> np.ndarray:
+        raise LookupError(f"{cv2.getNumThreads()} thread")
+
+    config = dataclasses.replace(SMALL, on_bad_sample="raise")
+    spec = StreamSpec(with_bad({}), plan=ONE_EPOCH, transform=config, train_transform=broken)
+    place = r"the transform failed at .*test_pipeline\.py:\d+ in broken: LookupError: 1 thread "
+    with pytest.raises(TransformError, match=rf"memory:\w+ sample \d+: {place}.*pool\.engine=inline") as caught:
+        list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
+    assert type(caught.value) is TransformError
 
 
 @pytest.mark.parametrize(

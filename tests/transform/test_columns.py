@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raypipe.config import ColumnOptions, column_options
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.stores.base import MemoryStore
 from raypipe.transform.column_types import find_columns, type_of
 from raypipe.transform.columns import ColumnMaker, ColumnType, PackedColumn, SampleColumns
@@ -158,6 +158,42 @@ def test_no_array_is_unpickled() -> None:
         maker({"a": ["[1]"]}, {"a": {"dtype": "int64"}}).one([stored], KEY)
 
 
+def npy_of(shape: str, dtype: str = "<f8", values: bytes = b"") -> bytes:
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header + values
+
+
+@pytest.mark.parametrize(
+    "stored", [npy_of(f"({10**12},)"), npy_of("-" * 9000 + "1")], ids=["a size", "an expression"]
+)
+def test_a_npy_that_declares_more_than_it_holds_is_a_bad_sample(stored: bytes) -> None:
+    columns = maker({"a": [array_bytes(np.arange(2.0))]}, {"a": {"dtype": "float64"}})
+    with pytest.raises(SampleError, match=r"column 'a' holds no numbers: (truncated|damaged) \.npy"):
+        columns.one([stored], KEY)
+
+
+def test_a_npy_whose_first_bytes_are_damaged_is_not_read_as_raw_numbers() -> None:
+    whole = array_bytes(np.arange(8, dtype=np.float32))
+    columns = maker({"a": [whole] * 3}, {"a": {"dtype": "float32"}})
+    with pytest.raises(SampleError, match=r"column 'a' does not begin as a \.npy, as in the first samples"):
+        columns.one([b"\x92" + whole[1:]], KEY)
+
+
+@pytest.mark.parametrize(
+    ("first", "value", "options"),
+    [
+        (1, 2**24 + 1, {"dtype": "float32"}),
+        (1.5, 1e300, {"dtype": "float32"}),
+        ("[0.5]", "[9007199254740993, 0.5]", {"dtype": "float64"}),
+        ([0.5], [2**64 - 1, -1], {}),
+        (np.float64(1), np.int64(2**53 + 1), {}),
+    ],
+)
+def test_a_number_that_the_columns_dtype_cannot_hold_is_a_bad_sample(first: Any, value: Any, options: Any) -> None:
+    with pytest.raises(SampleError, match=r"column 'a' has the number \S+, and float(32|64) cannot hold it"):
+        maker({"a": [first]}, {"a": options}).one([value], KEY)
+
+
 def test_fields_of_structs_and_of_json_are_columns() -> None:
     values = {"meta": [{"size": {"w": 3}}], "json": [json.dumps({"caption": "a", "tags": [1]})]}
     columns = maker(values, ["meta.size.w", "json.caption", "json.tags"])
@@ -173,7 +209,7 @@ def test_fields_of_structs_and_of_json_are_columns() -> None:
         ("a", 3, {}, "column 'a' is a int, where it is text in the first"),
         (3, "b", {}, "holds no numbers"),
         (3, 2.5, {}, "is float64, where it is int64 in the first samples"),
-        (np.int8(3), 200, {}, "numbers that int8 cannot hold"),
+        (np.int8(3), 200, {}, "has the number 200, and int8 cannot hold it: declare a wider dtype"),
         ([1, 2], [1, 2, 3], {"length": 2}, r"of shape \(3,\), where it is int64 \(2,\)"),
         (
             [1],
@@ -225,7 +261,8 @@ def test_what_a_function_draws_hangs_on_the_key_alone_and_not_as_the_transform_d
 
 def test_a_function_that_fails_makes_a_bad_sample_and_one_that_gives_no_dict_ends_the_run() -> None:
     columns = maker({"a": ["1"]}, function=lambda columns: {"b": int(columns["a"])})
-    with pytest.raises(SampleError, match=r"transform\.make_columns raised ValueError"):
+    place = r"test_columns\.py:\d+ in <lambda>"
+    with pytest.raises(TransformError, match=rf"transform\.make_columns failed at .*{place}: ValueError"):
         columns.one(["x"], KEY)
     with pytest.raises(ConfigError, match="must return a dict"):
         maker({"a": [1]}, function=lambda columns: [1])

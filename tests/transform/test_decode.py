@@ -374,6 +374,19 @@ class Trap:
         return os.system, ("touch trapped",)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
+def test_a_png_whose_pixels_have_a_wrong_checksum_is_bad_whatever_reads_it(mode: str) -> None:
+    first, second = (encoded(Image.new("RGBA", (6, 5), color).convert(mode), "png") for color in ("red", "blue"))
+    parts = [re.split(b"(?=....(?:IHDR|PLTE|tRNS|IDAT|IEND))", data, flags=re.DOTALL) for data in (first, second)]
+    # The second image's pixels, with the first one's checksum of them.
+    mixed = [
+        other[:-4] + one[-4:] if one[4:8] in (b"IDAT", b"PLTE") else one for one, other in zip(*parts, strict=True)
+    ]
+    assert decode(first)[0, 0].tolist() != decode(second)[0, 0].tolist()
+    with pytest.raises(SampleError, match=r"damaged PNG: .*the checksum of .* is wrong"):
+        decode(b"".join(mixed))
+
+
 def test_pickles_are_named_and_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SampleError) as caught:

@@ -179,7 +179,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda store: TransformConfig(gpu_share=0.5),
         "gpu_share must be 1.0 with .*decode='cpu'",
     ),
-    "more than all": (lambda store: TransformConfig(decode="gpu", gpu_share=1.5), r"in \[0, 1\]"),
+    "more than all": (
+        lambda store: TransformConfig(decode="gpu", gpu_share=1.5),
+        "must be a number from 0 to 1",
+    ),
     "of one": (
         lambda store: StreamSpec(
             store,

@@ -123,7 +123,7 @@ def test_without_what_decodes_it_the_error_says_what_to_install(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     monkeypatch.setattr(AvifImagePlugin, "SUPPORTED", False)
     for function in (decode, image_size):
-        with pytest.raises(ConfigError, match=r"HEIC images need .*pip install 'raypipe\[heic\]', on every"):
+        with pytest.raises(ConfigError, match=r"HEIC images need .*pip install 'raypipe-data\[heic\]', on every"):
             function(heic)
         with pytest.raises(ConfigError, match="AVIF images need a Pillow with libavif"):
             function(avif)

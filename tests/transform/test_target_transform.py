@@ -231,7 +231,7 @@ class Mine(A.DualTransform):
 
 
 def test_a_transform_that_cannot_move_boxes_makes_bad_samples_that_name_it() -> None:
-    with pytest.raises(SampleError, match=r"the transform raised NotImplementedError: BBoxes .* Mine"):
+    with pytest.raises(SampleError, match=r"the transform failed at .*: NotImplementedError: BBoxes .* Mine"):
         one(A.Compose([Mine(p=1)]), SCENES[0], (1, 2))
 
 

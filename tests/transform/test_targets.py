@@ -177,15 +177,16 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
         (box(0, 0, np.nan, 5), r"box 1 of 2, \[0.0, 0.0, nan, 5.0, 1.0\], is not finite"),
         (box(0, 0, 5, 5, label=np.inf), "is not finite"),
         (json.dumps(box(0, 0, np.nan, 5)), "is not finite"),
-        ([[1, 2, 3, None, 5]], "is not finite"),
+        ([[1, 2, 3, None, 5]], "the boxes are not numbers"),
         (box(5, 0, 5, 5), r"box 1 of 2, \[5.0, 0.0, 5.0, 5.0, 1.0\], is empty"),
         (box(0, 6, 5, 5), "is empty"),
         (box(-0.9, 0, -0.1, 5), "is empty"),
         (box(0, 0, 31.5, 5), r"reaches out of the image of 30x20 pixels \(width x height\)"),
         (box(0, -1.5, 5, 5), "reaches out of the image"),
-        (box(0, 0, 5, 1e300), "reaches out of the image"),
-        (box(0, 0, 5, 5, label=-1), "a label that is no whole number from 0 on"),
-        (box(0, 0, 5, 5, label=0.5), "a label that is no whole number from 0 on"),
+        (box(0, 0, 5, 1e300), "is not finite as float32"),
+        (box(0, 0, 5, 5, label=-1), "a label that is not a whole number from 0 to 16777216"),
+        (box(0, 0, 5, 5, label=0.5), "a label that is not a whole number from 0 to 16777216"),
+        (box(0, 0, 5, 5, label=2**24 + 1), "a label that is not a whole number from 0 to 16777216"),
         ([[0, 0, 5, 5]], r"numbers of shape \(1, 4\): expected are five to a box"),
         ([[0, 0, 5, 5]] * 5, r"numbers of shape \(5, 4\)"),
         ([0, 0, 5, 5, 1, 2], r"numbers of shape \(6,\)"),
@@ -297,8 +298,10 @@ def test_keypoints_have_the_forms_of_boxes_and_may_lie_outside_of_the_image(valu
         ([1, 2, 3, 4], r"numbers of shape \(4,\): expected are three to a keypoint, \[x, y, label\]"),
         ([[1, 2, 0, 0]] * 3, "three to a keypoint"),
         ([1, float("nan"), 0], "keypoint 0 of 1, .*, is not finite"),
-        ([0, 0, 0, 1, 1, -1], "keypoint 1 of 2, .*, has a label that is no whole number from 0 on"),
+        ([0, 0, 0, 1, 1, -1], "keypoint 1 of 2, .*, has a label that is not a whole number from 0 to 16777216"),
         ([0, 0, 0.5], "has a label"),
+        ([0, 0, 2**24 + 1], "has a label that is not a whole number from 0 to 16777216"),
+        ([1e39, 0, 0], r"keypoint 0 of 1, \[1e\+39, 0\.0, 0\.0\], is not finite as float32"),
     ],
 )
 def test_malformed_keypoints_make_a_bad_sample(value: Any, message: str) -> None:
@@ -312,3 +315,19 @@ def test_keypoints_outside_of_the_image_are_marked_and_keep_their_label_and_plac
     assert found[:, 2].tolist() == [0, 1, -2, -6, -4]
     assert np.allclose(found[:, :2], np.array(corners)[:, :2])
     assert marked([], (6, 8)).shape == (0, 3)
+    with pytest.raises(SampleError, match="keypoint 1 of 2 is not finite"):
+        marked([[0, 0, 0], [np.inf, 0, 1]], (6, 8))
+
+
+def test_a_mask_with_a_wrong_checksum_is_a_bad_sample() -> None:
+    one, other = (png(np.full((4, 4), value, np.uint8)) for value in (1, 2))
+    at = one.index(b"IDAT")
+    length = int.from_bytes(one[at - 4 : at], "big")
+    assert len(one) == len(other)
+    with pytest.raises(SampleError, match=r"the checksum of .* is wrong"):
+        decode_mask(one[:at] + other[at : at + 4 + length] + one[at + 4 + length :], (4, 4))
+
+
+def test_numbers_as_texts_are_no_boxes() -> None:
+    with pytest.raises(SampleError, match="the boxes are not numbers"):
+        decode_boxes('[["0", "0", "5", "5", "1"]]', SIZE)

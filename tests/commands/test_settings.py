@@ -1,0 +1,225 @@
+"""Which folder is a run, and whose code its settings may name: a data set that imitates a run runs nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raypipe.commands.cli import main
+from raypipe.commands.settings import parse_command, parse_run
+from raypipe.config import RunConfig
+from raypipe.errors import ConfigError
+from raypipe.train.run_folder import CONFIG_HEAD
+from tests.conftest import CLASSES, picture
+
+ROOT = Path(__file__).parents[2]
+PLANTED = ("planted", "cv2", "lmdb", "albumentations", "pickle", "struct")
+"""Modules in the folder: one that its settings name, and some that raypipe and Python themselves import."""
+
+
+def look(run: RunConfig, target: str = "") -> dict[str, Any]:
+    """A command on a store or a run."""
+    return {"run": run}
+
+
+def parse(*args: str) -> RunConfig:
+    return parse_command("look", look, list(args))["run"]
+
+
+def write_run(folder: Path, **settings: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(CONFIG_HEAD + yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put back what a command may leave."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # remembered
+    monkeypatch.delenv("PYTHONSAFEPATH")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path) -> Path:
+    """A data set with a configuration, and modules that leave their names in the file `ran` beside it."""
+    folder = tmp_path / "downloaded"
+    for i in range(16):
+        place = folder / "data" / CLASSES[i % 2] / f"{i}.jpg"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(picture(i))
+    (folder / "data").rename(tmp_path / "data")
+    for each in (tmp_path / "data").iterdir():
+        each.rename(folder / each.name)
+    for name in PLANTED:
+        code = f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\nmake = None\n"
+        (folder / f"{name}.py").write_text(code)
+    return folder
+
+
+# What a run is
+
+
+def test_a_data_set_with_a_config_yaml_of_another_program_is_a_store(
+    downloaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (downloaded / "config.yaml").write_text("model: {name: vit}\ntransform: planted:make\n")
+    assert parse(str(downloaded)).store.train == str(downloaded)
+    monkeypatch.chdir(downloaded)
+    main(["inspect", "."])
+
+
+@pytest.mark.parametrize("content", [b"", b"# A run", b"\xff\xfe", b"- 1\n"])
+def test_a_config_yaml_without_the_line_of_a_run_makes_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert parse(str(tmp_path)).store.train == str(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config.yaml").mkdir()
+    assert parse(str(tmp_path)).store.train == str(tmp_path)
+
+
+def test_a_resume_of_what_is_no_run_says_which_line_a_run_has(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("plan: {epochs: 3}\n")
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml is not a run's: the first line of a run's is '# A run of"
+    ):
+        parse_run([f"--resume={tmp_path}"], None)
+
+
+# Whose code it names
+
+
+PROGRAM = "from raypipe.commands.cli import main\nif __name__ == '__main__':\n    main()\n"
+NAMED: list[dict[str, Any]] = [
+    {"transform": {"train": "planted:make"}},
+    {"transform": {"val": "planted:make"}},
+    {"transform": {"train": {"near": {"transform": "planted:make"}}}},
+    {"transform": {"make_columns": "planted:make"}},
+    {"augment": {"module": "planted:make.json"}},
+]
+
+
+@pytest.mark.parametrize("settings", NAMED)
+def test_code_that_the_configuration_of_a_target_names_needs_the_word_of_trust(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "run", store={"train": "a.lmdb"}, trust=True, **settings)
+    with pytest.raises(
+        ConfigError, match=r"run names code \(.*: planted:make.*\), which would run: .* add --trust=true"
+    ):
+        parse(str(folder))
+    run = parse(str(folder), "--trust=true")
+    assert run.store.train == "a.lmdb" and "planted:make" in str(run)
+    assert "planted" not in sys.modules
+
+
+def test_code_that_the_user_names_as_well_or_instead_needs_no_further_word(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", store={"train": "a.lmdb"}, transform={"train": "mine:make"})
+    (tmp_path / "my.yaml").write_text("transform: {train: 'mine:make'}\n")
+    for given in (["--transform.train=mine:make"], ["--config", str(tmp_path / "my.yaml")]):
+        assert parse(str(folder), *given).transform.train == "mine:make"
+    assert parse(str(folder), "--transform.train=light").transform.train == "light"
+    with pytest.raises(ConfigError, match=r"transform\.train: mine:make"):
+        parse(str(folder), "--transform.val=mine:other")
+
+
+def test_a_target_has_no_model_or_loss_of_its_own_to_import(tmp_path: Path) -> None:
+    train = {"model": "planted:make", "loss": "planted:make", "optimizer": "planted:make", "num_workers": 2}
+    run = parse(str(write_run(tmp_path / "run", store={"train": "a.lmdb"}, train=train)))
+    assert "planted" not in str(run) and run.train.num_workers == 2
+
+
+def test_a_resume_of_ones_own_run_needs_no_word(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", transform={"train": "mine:make"}, train={"model": "mine:net"})
+    run = parse_run([f"--resume={folder}"], None)
+    assert (run.transform.train, run.train.model) == ("mine:make", "mine:net")
+
+
+# Where it is
+
+
+SMALL = ["--plan.micro_batch_size=4"]
+COMMANDS = [
+    ["digest", ".", "--pool.engine=inline"],
+    ["preview", "."],
+    ["inspect", "."],
+    ["inspect", ".", "--show-plan"],
+    ["report", "."],
+    ["bench", "."],
+    ["train", "--resume", "."],
+    ["train", "--resume", ".", "--trust=true"],
+    ["digest", ".", "--pool.engine=inline", "--trust=true"],
+    ["digest", "--store.train=.", "--pool.engine=inline", "--transform.train=planted:make", *SMALL],
+    ["convert", ".", "../a.lmdb", "--layout=planted:make"],
+]
+
+
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_no_command_runs_the_code_of_the_folder_that_it_is_called_in_and_on(
+    args: list[str], downloaded: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"augment": {"module": "planted:make"}, "plan": {"micro_batch_size": 4}}
+    transform = {"train": "planted:make", "val": "planted:make"}
+    write_run(downloaded, store={"train": "."}, transform=transform, train={"model": "planted:make"}, **settings)
+    monkeypatch.chdir(downloaded)
+    with pytest.raises(SystemExit):
+        main(args)
+    shown = capfd.readouterr().err
+    assert not (downloaded.parent / "ran").exists() and "planted" not in sys.modules
+    assert "Traceback" not in shown
+    assert "planted:make" in shown or args[0] in ("report", "convert"), shown
+
+
+def test_the_error_says_why_the_code_of_this_folder_is_not_found(
+    downloaded: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(downloaded)
+    with pytest.raises(SystemExit):
+        main(["digest", ".", "--pool.engine=inline", "--transform.train=planted:make", *SMALL])
+    assert "the current folder is not searched: it holds the store or the run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("target", [".", "..", "../../downloaded"])
+def test_a_folder_within_the_target_is_closed_as_well(
+    target: str, downloaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (downloaded / "scripts").mkdir()
+    monkeypatch.chdir(downloaded if target == "." else downloaded / "scripts")
+    parse(target)
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+
+
+def test_a_store_in_the_current_folder_leaves_that_folder_open(
+    downloaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(downloaded.parent)
+    parse("downloaded", "--store.val=other.lmdb")
+    assert "PYTHONSAFEPATH" not in os.environ and str(downloaded.parent) not in sys.path
+    parse("downloaded", "--transform.train=mine:make")
+    assert str(downloaded.parent) in sys.path  # for Ray's workers, wherever they are
+
+
+@pytest.mark.cluster
+def test_no_process_of_a_command_imports_what_lies_in_a_downloaded_folder(
+    downloaded: Path, tmp_path: Path
+) -> None:
+    """Neither Ray's workers nor processes of its own: Ray puts the current folder in front, Python does by -c."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "raypipe").write_text(PROGRAM)
+    sizes = ["--transform.train=center", "--transform.size=16", "--plan.micro_batch_size=4", "--pool.max_actors=1"]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "bin" / "raypipe"), "bench", ".", "--seconds=0.05", *sizes],
+        cwd=downloaded,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+    assert done.returncode == 0, done.stderr

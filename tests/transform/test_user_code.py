@@ -1,0 +1,123 @@
+"""What an error of the user's code says: where in that code it was, whatever library was called there."""
+
+from __future__ import annotations
+
+import bdb
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import albumentations as A  # noqa: N812
+import numpy as np
+import pytest
+
+from raypipe.config import TransformConfig
+from raypipe.errors import SampleError, TransformError
+from raypipe.streaming.maker import micro_batch_transform
+from raypipe.transform.contents import Images
+from raypipe.transform.sample_transform import Decoded
+from raypipe.transform.user_code import place_of
+
+IMAGE = Decoded(np.zeros((8, 8, 3), np.uint8), 0)
+MINE = """
+import random
+import numpy as np
+
+def helper(image):
+    return image.reshape(7)
+
+def transform(image):
+    return helper(image)
+
+def in_numpy(image):
+    return np.stack([])
+
+def in_compiled_code(image):
+    return np.random.choice(-1)
+
+def in_the_standard_library(image):
+    return random.sample(image, 3)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> ModuleType:
+    return module(tmp_path / "mine.py")
+
+
+def module(path: Path, name: str = "mine") -> ModuleType:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(MINE)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def failure(transform: Any) -> str:
+    with pytest.raises(TransformError) as caught:
+        Images(transform, TransformConfig()).one(IMAGE, (0, 0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("transform", "6 in helper: ValueError: cannot reshape"),
+        ("in_numpy", "12 in in_numpy: ValueError: need at least one array"),
+        ("in_compiled_code", "15 in in_compiled_code: ValueError: "),
+        ("in_the_standard_library", "18 in in_the_standard_library: TypeError: Population must be"),
+    ],
+)
+def test_the_last_frame_of_the_users_code_is_named(mine: ModuleType, name: str, place: str) -> None:
+    assert failure(getattr(mine, name)).startswith(f"the transform failed at {mine.__file__}:{place}")
+
+    def called(image: np.ndarray, **_: Any) -> Any:
+        return getattr(mine, name)(image)
+
+    by_a_library = A.Compose([A.Lambda(image=called)])
+    assert failure(by_a_library).startswith(f"the transform failed at {mine.__file__}:{place}")
+
+
+def test_code_that_is_installed_is_the_users_where_there_is_no_other(tmp_path: Path) -> None:
+    installed = module(tmp_path / "site-packages" / "mine.py")
+    assert f"{installed.__file__}:12 in in_numpy: " in failure(installed.in_numpy)
+    assert "albumentations" in failure(A.Compose([A.RandomCrop(64, 64), A.Blur()]))
+
+
+def test_a_file_below_the_current_folder_is_named_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = module(tmp_path / "code" / "mine.py")
+    assert failure(made.transform).startswith(f"the transform failed at {Path('code', 'mine.py')}:6 in")
+
+
+def test_an_error_without_frames_of_others_has_a_place_all_the_same() -> None:
+    assert place_of(ValueError("never raised")) == "an unknown place"
+    try:
+        int("x")
+    except ValueError as error:
+        assert place_of(error).startswith(__file__.removeprefix(f"{Path.cwd()}/"))
+
+
+@pytest.mark.parametrize("error", [bdb.BdbQuit, KeyboardInterrupt, SystemExit, MemoryError])
+def test_the_end_of_a_debugger_or_of_the_program_is_no_bad_sample(error: type[BaseException]) -> None:
+    def transform(image: np.ndarray) -> np.ndarray:
+        raise error
+
+    micro_batch = micro_batch_transform(transform, TransformConfig())
+    columns = {"image": [IMAGE], "label": np.zeros(1, np.int64), "index": np.zeros(1, np.int64)}
+    with pytest.raises(error):
+        micro_batch.run(columns, np.zeros((1, 2), np.uint64), lambda *_: (IMAGE, 0, 1, (0, 0)))
+
+
+def test_only_the_users_code_is_at_fault_for_what_it_raises() -> None:
+    def picky(image: np.ndarray) -> np.ndarray:
+        raise SampleError("this one is no good")
+
+    with pytest.raises(SampleError, match="no good") as caught:
+        Images(picky, TransformConfig()).one(IMAGE, (0, 0))
+    assert not isinstance(caught.value, TransformError)

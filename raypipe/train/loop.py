@@ -78,7 +78,7 @@ class Trainer:
         run: the configuration.
         spec: the stream.
         num_classes: of the classifier.
-        max_actors: transform actors that the pool may grow to.
+        max_actors: transform actors that the pool may grow to; 0 = this process makes the stream.
         run_uri: the run's folder.
         lease: by which the run has its folder; empty = it needs none.
         start: an actor to be killed once every rank has what it needs; None = there is none.
@@ -112,7 +112,7 @@ class Trainer:
         # First of all the stream: its pool starts while the model is built.
         self.loader: Loader = loader(
             spec,
-            max_actors=max_actors,
+            max_actors=max_actors or None,
             device=self.device,
             cursor=found.cursor if found else spec.plan.start(),
             augment=run.augment,

@@ -4,6 +4,7 @@
     uv run jobs/train.py --store.train train.lmdb --store.val val.lmdb
     uv run jobs/train.py --config run.yaml --plan.epochs 90 --train.num_workers 4
     uv run jobs/train.py --resume runs/20261121-104600-3fa2        go on where it stopped
+    uv run jobs/train.py --config run.yaml --name mine --resume auto   start, or go on: one command for each start
     ray job submit --working-dir . -- python jobs/train.py --config run.yaml --storage_path s3://my-bucket/runs
 
 The last line of standard output is one JSON object: val_accuracy, images_per_s, wait_fraction, steps, run_dir.

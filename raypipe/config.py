@@ -33,6 +33,8 @@ Seconds = Annotated[float, Limits(0, 1e9, above=True)]
 Alpha = Annotated[float, Limits(0, 1e6)]
 Pixel = Annotated[float, Limits(-1e30, 1e30)]  # of float32
 
+# A number and its unit.
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 # Of a bucket, in pixels.
 _SIDES = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
 _DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -510,7 +512,10 @@ class TrainConfig(Section, prefix="train."):
         ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
         numa_binding: "node" keeps each GPU's trainer on the CPUs of the GPU's NUMA node (docs/gpu.md).
         max_failures: restarts of the workers after something has died; -1 = no limit.
-        checkpoint_interval: steps between checkpoints within an epoch; 0 = at epoch ends only.
+        start_timeout_s: a start waits so long for the cluster to answer, for room that other jobs hold, and for
+            another run that starts on the cluster.
+        checkpoint_interval: steps between checkpoints within an epoch, or the time, as "90s", "10min" or "2h"; 0 =
+            at epoch ends only.
         log_interval: steps between records of progress, in metrics.jsonl; the first step has one as well.
         log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; ranks meet at each step.
     """
@@ -536,7 +541,8 @@ class TrainConfig(Section, prefix="train."):
     ordered_sum: Literal["auto", "yes", "no"] = "auto"
     numa_binding: Literal["off", "node"] = "off"
     max_failures: AtLeastMinus1 = 2
-    checkpoint_interval: int = 0
+    start_timeout_s: Seconds = 900.0
+    checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
     log_samples: bool = False
 
@@ -549,6 +555,20 @@ class TrainConfig(Section, prefix="train."):
         }.items():
             value = getattr(self, name)
             self._require(value in known or ":" in value, name, value, f"module:function or one of {known}")
+        interval = self.checkpoint_interval
+        ok = isinstance(interval, int) or _TIME.fullmatch(interval) is not None
+        self._require(ok, "checkpoint_interval", interval, 'a number of steps, or a time such as "10min"')
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """Steps between checkpoints within an epoch; 0 = they do not count."""
+        return self.checkpoint_interval if isinstance(self.checkpoint_interval, int) else 0
+
+    @property
+    def checkpoint_s(self) -> float:
+        """Seconds between checkpoints within an epoch."""
+        found = _TIME.fullmatch(str(self.checkpoint_interval))
+        return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]] if found else math.inf
 
 
 @dataclass(frozen=True)
@@ -558,7 +578,8 @@ class RunConfig(Section, prefix=""):
     Attributes:
         storage_path: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
         name: the run's name; empty = made from the date.
-        resume: folder or URI of a run to continue from its latest checkpoint.
+        resume: folder or URI of a run to continue from its latest checkpoint; "auto" = that of `name`, or a new
+            run while there is none.
         trust: run the code that a run names which is the target, or resume one whose folder another user owns.
         log: progress and logs as lines of "text", or as "json" objects with time, run, rank, epoch, step.
     """

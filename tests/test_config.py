@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ BAD: list[tuple[type, str, Any]] = [
     (TrainConfig, "num_workers", -1),
     (TrainConfig, "log_interval", 0),
     (TrainConfig, "checkpoint_interval", -1),
+    (TrainConfig, "checkpoint_interval", "10 minutes"),
+    (TrainConfig, "checkpoint_interval", "-1min"),
     (TrainConfig, "num_classes", -1),
     (TrainConfig, "weight_decay", -0.1),
     (TrainConfig, "momentum", -0.1),
@@ -163,3 +166,13 @@ def test_scaled_crops_exclude_other_scales_and_decoders(name: str, value: Any) -
     with pytest.raises(ConfigError, match=f"transform.{name} must be .* with .*crop_decode='scaled'"):
         TransformConfig(crop_decode="scaled", **{name: value})
     TransformConfig(crop_decode="exact", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps", "seconds"),
+    [(0, 0, math.inf), (500, 500, math.inf), ("90s", 0, 90.0), ("10min", 0, 600.0), ("1.5 h", 0, 5400.0)],
+)
+def test_checkpoints_come_by_steps_or_by_the_clock(interval: int | str, steps: int, seconds: float) -> None:
+    config = TrainConfig(checkpoint_interval=interval)
+    assert (config.checkpoint_steps, config.checkpoint_s) == (steps, seconds)
+    assert TrainConfig().checkpoint_s == 600

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -156,6 +158,39 @@ def test_a_run_without_a_store_that_ctrl_c_ends_goes_on_as_a_job_to_the_weights_
         done = resumed_by_a_job(head, folder)
         submit_a_folder_of_ones_own(head, tmp_path / "mine")
     assert_as_unbroken(done, folder, digits_run)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_command_killed_at_random_moments_and_given_again_ends_with_an_unbroken_runs_weights(
+    digits_run: dict[str, Any], ray_folder: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    moments, folder = random.Random(4), tmp_path / "runs" / "digits"
+    command = [f"--storage_path={folder.parent}", *DIGITS, "--resume=auto", "--train.checkpoint_interval=1"]
+    environment = {"RAYPIPE_CACHE": str(tmp_path)}
+
+    def checkpoints() -> set[Path]:
+        return set(folder.glob("checkpoint_*/checkpoint.json"))
+
+    for number in (0, 1, 2) if request.config.getoption("--soak") else (1,):
+        with started(command, ray_folder, environment) as running:
+            assert running.stdout
+            for _ in itertools.islice(running.stdout, moments.randrange(1, 12)):  # of about 15
+                pass
+            for _ in range(number * moments.randrange(1, 5)):
+                before = checkpoints()
+                while checkpoints() == before and running.poll() is None:
+                    time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.3))
+            running.kill()
+        assert running.returncode == -signal.SIGKILL
+    for said in ("resumed from checkpoint_", "this run has ended already, with checkpoint_0004_0000000_"):
+        with started(command, ray_folder, environment) as running:
+            shown, _ = running.communicate(timeout=200)
+        result = json.loads(shown.splitlines()[-1])
+        assert running.returncode == 0 and said in shown and not result["stopped"], shown
+        assert result["steps"] == STEPS and result["val_accuracy"] == digits_run["val_accuracy"]
+    assert_equal_weights(folder, Path(digits_run["run_dir"]))
 
 
 @pytest.mark.soak

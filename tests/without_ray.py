@@ -71,7 +71,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     with one_thread(), only_rank(), located(inline) as (inline, run_uri, lease):
         spec = spec_of(inline, run_uri)
         store_config(inline, run_uri)
-        trainer = Trainer(inline, spec, num_classes_of(inline, spec), 1, run_uri, lease, device="cpu")
+        trainer = Trainer(inline, spec, num_classes_of(inline, spec), 0, run_uri, lease, device="cpu")
         for _ in trainer.epochs():
             pass
     return {**trainer.figures(), "run_dir": run_uri.removeprefix("file://")}

@@ -4,7 +4,7 @@ All commands on a store or a stream take the settings of a run, as jobs/train.py
 setting by its name, such as `--plan.seed 1`.
 
 Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, or a machine that
-is not fit; 2 wrong usage; 130 interrupted.
+is not fit; 2 wrong usage; 75 a run was stopped, and has a checkpoint to go on from; 130 interrupted.
 
 `raypipe --print_completion shtab-bash` (or `shtab-zsh`) prints the script by which a shell completes commands,
 options and choices; it needs shtab.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -29,6 +30,7 @@ from raypipe.errors import RaypipeError
 from raypipe.logs import configure_logs, phase, printable
 from raypipe.storage.filesystem import as_uri
 from raypipe.stores import open_source, store_options
+from raypipe.train.interrupts import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -225,10 +227,14 @@ def _finish(command: Callable[[], dict[str, Any]]) -> None:
         print(json.dumps(result), flush=True)
         if result.get("equal") is False or result.get("ok") is False:
             sys.exit(1)
+        if result.get("stopped"):
+            sys.exit(os.EX_TEMPFAIL)
     except RaypipeError as error:
         _shutdown()
         print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
         sys.exit(1)
+    except Stopped:
+        sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         sys.exit(130)
 

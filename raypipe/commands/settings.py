@@ -103,12 +103,14 @@ def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     check_no_pipe(args)
     given = parser.parse_args(args)
     target = given.get("target", "")
-    from raypipe.train.run_folder import read_config  # what help need not wait for
+    # What help need not wait for.
+    from raypipe.train.run_folder import folder_to_resume, read_config
 
-    of_target = target if not given.resume and _is_run(target) else ""
-    if given.resume:
-        check_owner(given.resume, given.trust)
-    if of_run := given.resume or of_target:
+    resume = folder_to_resume(given.resume, given.storage_path, given.name)
+    of_target = target if not resume and _is_run(target) else ""
+    if resume:
+        check_owner(resume, given.trust)
+    if of_run := resume or of_target:
         base = read_config(as_uri(of_run))
     elif not (target or given.store.train):
         base = (files("raypipe") / "digits.yaml").read_text()
@@ -118,6 +120,7 @@ def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
     values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
     values.pop("config", None)
     values["trust"] = given.trust  # whatever the stored configuration says
+    values["resume"] = resume or given.resume
     run = RunConfig(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunConfig)})
     if target and not of_run:
         run = dataclasses.replace(run, store=dataclasses.replace(run.store, train=target))

@@ -10,8 +10,7 @@ import functools
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,8 @@ from raypipe.logs import LogFormat
 from raypipe.plan.schedule import shares
 from raypipe.rayext.console import quiet_console
 from raypipe.rayext.limits import autoscaler_limits
-from raypipe.rayext.shortage import floor, needs, too_few_cpus
+from raypipe.rayext.shortage import LEAST_SHARE, floor, needs, too_few_cpus
+from raypipe.rayext.waiting import Wait, wait_for_head
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ _own_node = ""
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
 
+# A head that is being started takes so long.
+_ANSWER_S = 60.0
+
 
 def connect(
     address: str = "",
@@ -67,6 +70,7 @@ def connect(
     num_cpus: int | None = None,
     object_store_bytes: int | None = None,
     log: LogFormat = "text",
+    wait: Wait | None = None,
 ) -> None:
     """Connect to the cluster at `address` or RAY_ADDRESS; without either, start Ray on this machine.
 
@@ -77,6 +81,10 @@ def connect(
         num_cpus: CPUs to offer, if Ray is started here; None = all.
         object_store_bytes: size of the object store, if Ray is started here; None = Ray's default.
         log: "json" makes Ray's own log lines, and those of other libraries in its workers, JSON as well.
+        wait: for the cluster's answer; None = a minute.
+
+    Raises:
+        ResourceError: the cluster has not answered, or cannot be joined.
     """
     if ray.is_initialized():
         return
@@ -86,8 +94,13 @@ def connect(
     job._py_driver_sys_path = _SearchPath()
     options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log, "job_config": job}
     if address or os.environ.get("RAY_ADDRESS"):
+        address = address or os.environ["RAY_ADDRESS"]
+        wait_for_head(address, wait or Wait(_ANSWER_S))
         closed = {name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ}
-        ray.init(address=address or None, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
+        try:
+            ray.init(address=address, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
+        except (RuntimeError, OSError, ray.exceptions.RayError) as error:
+            raise ResourceError(f"cannot connect to the Ray cluster at {address}: {error}") from error
         quiet_console()
         return
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
@@ -190,6 +203,10 @@ def is_local() -> bool:
     return started_here() or LOCAL_CLUSTER in os.environ
 
 
+class HeldError(ResourceError):
+    """The cluster has what a run needs, and other jobs hold it."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """What a cluster offers.
@@ -278,7 +295,8 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     per_worker = train.cpus_per_worker if train is not None else 0.0
     if workers and not per_worker:
         # Trainers of a machine with few CPUs share what the smallest pool leaves them.
-        per_worker = min(1.0, floor((offer.cpus - pool_cpus) / needed_workers)) or 1.0
+        share = floor((offer.cpus - pool_cpus) / needed_workers)
+        per_worker = min(1.0, share) if share >= LEAST_SHARE else 1.0
     needed = needed_workers * per_worker + pool_cpus
     if needed > offer.cpus:
         most = largest_divisor(per_step, int((offer.cpus - pool_cpus) / per_worker)) if needed_workers else 0
@@ -294,7 +312,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
         (needed_workers * gpu, f"the trainers need {needed_workers} GPUs", offer.free_gpus, offer.gpus, "GPU"),
     ):
         if num > free:
-            raise ResourceError(
+            raise HeldError(
                 f"{what}; other jobs hold all but {max(0.0, free):g} of the cluster's {total:g} "
                 f"{kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
             )
@@ -325,18 +343,16 @@ def preflight(
     pool: PoolConfig,
     train: TrainConfig | None = None,
     per_step: int = 1,
-    check: Callable[[], None] = lambda: None,
+    wait: Wait | None = None,
 ) -> Allocation:
-    """Share out the connected cluster, see `allocate`; fails within seconds where it cannot be done.
+    """Share out the connected cluster, see `allocate`; fails at once where it never could be done.
 
-    While it waits it calls `check`, which raises what ends the waiting.
+    Args:
+        wait: for what other jobs hold; None = some seconds.
     """
-    deadline = time.monotonic() + _SETTLE_S
+    wait = wait or Wait(_SETTLE_S)
     while True:
-        check()
         try:
             return allocate(cluster_resources(), pool, train, per_step)
-        except ResourceError as error:
-            if "other jobs hold" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
+        except HeldError as error:
+            wait.turn(f"room: {error}")

@@ -7,6 +7,9 @@ import math
 from raypipe.config import PoolConfig
 from raypipe.errors import ResourceError
 
+LEAST_SHARE = 0.25
+"""CPUs that a trainer gets at least, unless train.cpus_per_worker says otherwise."""
+
 
 def floor(cpus: float) -> float:
     """To hundredths, as a setting may have it; at least 0."""
@@ -35,7 +38,7 @@ def too_few_cpus(
     """
     left = cpus - workers * per_worker
     if shared:
-        left = cpus * pool.least_actors / (workers + pool.least_actors)
+        left = min(cpus * pool.least_actors / (workers + pool.least_actors), cpus - workers * LEAST_SHARE)
     mends = [*mends, *_pool_mends(pool, left, trains=workers > 0)]
     settings = f"set {' or '.join(mends)}, or " if mends else ""
     return ResourceError(

@@ -40,10 +40,11 @@ class _DamageError(Exception):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint of a run that was read whole, and found as it was written."""
+    """A checkpoint of a run that was read whole, and found as it was written; with the run's figures that far."""
 
     name: str
     cursor: Cursor
+    metrics: dict[str, Any]
 
 
 @contextlib.contextmanager
@@ -128,9 +129,9 @@ def find_newest(run_uri: str, check: Callable[[Cursor], None]) -> tuple[Checkpoi
     foreign = None
     for name in names:
         try:
-            cursor = _whole(join(run_uri, name))
+            cursor, metrics = _whole(join(run_uri, name))
             check(cursor)
-            return Checkpoint(name, cursor), passed_over
+            return Checkpoint(name, cursor, metrics), passed_over
         except CursorError as error:
             foreign, passed_over[name] = foreign or error, str(error)
         except (_DamageError, ConfigError) as error:
@@ -169,20 +170,22 @@ def _place(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _whole(folder: str) -> Cursor:
-    """The cursor of a checkpoint that is as it was written, checked byte by byte."""
+def _whole(folder: str) -> tuple[Cursor, dict[str, Any]]:
+    """The cursor and the figures of a checkpoint that is as it was written, checked byte by byte."""
     manifest = read_whole(join(folder, _MANIFEST))
     if manifest is None:
         raise _DamageError(_CUT_OFF)
     try:
-        files = json.loads(manifest)["files"]
+        found = json.loads(manifest)
+        files, metrics = found["files"], dict(found["metrics"])
         expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
     except (KeyError, TypeError, ValueError):
         raise _DamageError(f"its {_MANIFEST} is {'damaged' if manifest else 'empty'}") from None
     for file, (num_bytes, digest) in expected.items():
         _check(folder, file, num_bytes, digest)
     try:
-        return Cursor.from_json((read_whole(join(folder, CURSOR_FILE)) or b"").decode(errors="replace"))
+        cursor = Cursor.from_json((read_whole(join(folder, CURSOR_FILE)) or b"").decode(errors="replace"))
+        return cursor, metrics
     except CursorError as error:
         raise _DamageError(str(error)) from error
 

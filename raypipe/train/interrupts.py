@@ -21,6 +21,10 @@ _ONE_SIGNAL_S = 0.5
 _PATIENCE_S = 6.0
 
 
+class Stopped(KeyboardInterrupt):
+    """The run was ended on request before its end, and has a checkpoint to go on from."""
+
+
 class Interrupts:
     """Ctrl-C and SIGTERM (`ray job stop`) of a run: the first asks it to end, the second aborts it.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import functools
 import logging
 import os
 import shlex
@@ -20,7 +21,8 @@ from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progre
 from raypipe.lookup import import_name
 from raypipe.metrics.records import METRICS, START, read_records
 from raypipe.pages.report import write_report
-from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
+from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight, started_here
+from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, read_whole, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
 from raypipe.streaming.maker import differing, try_samples
@@ -28,7 +30,7 @@ from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import find_newest, newest_name
 from raypipe.train.console import RunConsole
-from raypipe.train.interrupts import Interrupts
+from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import (
     FIGURES_FILE,
@@ -64,11 +66,17 @@ def train(run: RunConfig) -> dict[str, Any]:
 
     Raises:
         RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
-        KeyboardInterrupt: it was asked to end before its trainers were started, or has done no step in time.
+        KeyboardInterrupt: it was asked to end before its trainers were started, or has done no step in time;
+            `Stopped` where it has a checkpoint.
     """
     try:
         with located(run) as (run, run_uri, lease):
-            return _train(run, run_uri, lease)
+            try:
+                return _train(run, run_uri, lease)
+            except KeyboardInterrupt as interrupt:
+                if newest_name(run_uri):
+                    raise Stopped from interrupt
+                raise
     finally:
         end_phases()
 
@@ -105,18 +113,18 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         progress(
             logger, f"resumed from {newest.name if newest else 'the beginning'}{changed and f', with {changed}'}"
         )
-    with Interrupts() as interrupts:
+    if newest and next(spec.plan.segments(newest.cursor), None) is None:
+        progress(logger, f"this run has ended already, with {newest.name}: nothing is left to do")
+        _leave_traces(run_uri)  # its process may have been killed before it did
+        return _result(newest.metrics | {"stopped": False}, run_uri)
+    with Interrupts() as interrupts, contextlib.ExitStack() as held:
+        wait = functools.partial(Wait, run.train.start_timeout_s, interrupts.check, "train.start_timeout_s")
         phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
-        connect(log=run.log)
+        connect(log=run.log, wait=wait())
         interrupts.stand()
-        looks = itertools.count()
-
-        def look() -> None:
-            interrupts.check()
-            if next(looks) == 1:
-                phase(logger, "waiting for what other jobs hold of the cluster")
-
-        allocation = preflight(run.pool, run.train, run.plan.per_step, look)
+        interrupts.check()
+        start = None if started_here() else held.enter_context(only_start(wait()))
+        allocation = preflight(run.pool, run.train, run.plan.per_step, wait())
         spec.plan.check_workers(allocation.workers)
         if allocation.min_workers:
             check_elastic()
@@ -129,7 +137,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         progress(logger, describe(run, spec, allocation, run_uri))
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
-        loop |= {"run_uri": run_uri, "lease": lease, "begun": begin_phases()}
+        loop |= {"run_uri": run_uri, "lease": lease, "start": start, "begun": begin_phases()}
         console = RunConsole(
             run.plan.epochs, spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text"
         )
@@ -143,11 +151,16 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             raise
         finally:
             _leave_traces(run_uri)
-    train_s = result["train_s"] or 1.0  # of a run that has not trained
+    return _result(result, run_uri)
+
+
+def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
+    """What `train` returns, of the figures of a run."""
+    train_s = figures["train_s"] or 1.0  # of a run that has not trained
     return {
-        **{name: result[name] for name in ("val_accuracy", "steps", "stopped", "first_batch_s")},
-        "images_per_s": result["images"] / train_s,
-        "wait_fraction": result["wait_s"] / train_s,
+        **{name: figures[name] for name in ("val_accuracy", "steps", "stopped", "first_batch_s")},
+        "images_per_s": figures["images"] / train_s,
+        "wait_fraction": figures["wait_s"] / train_s,
         "run_dir": run_uri.removeprefix("file://"),
     }
 
@@ -156,8 +169,13 @@ def _how_to_go_on(run_uri: str) -> str:
     """What a run that was stopped has kept."""
     kept = newest_name(run_uri)
     where = f"its last checkpoint is {kept}" if kept else "before its first checkpoint"
+    return f"stopped; {where}. Go on by: {_command(run_uri)}"
+
+
+def _command(run_uri: str) -> str:
+    """It resumes a run."""
     command = "jobs/train.py" if Path(sys.argv[0]).name == "train.py" else "raypipe train"
-    return f"stopped; {where}. Go on by: {command} --resume {shlex.quote(run_uri.removeprefix('file://'))}"
+    return f"{command} --resume {shlex.quote(run_uri.removeprefix('file://'))}"
 
 
 def _leave_traces(run_uri: str) -> None:
@@ -324,6 +342,11 @@ def _told(error: Exception, run_uri: str) -> RaypipeError:
     cause = cause_of(error)
     if isinstance(cause, RaypipeError):
         return cause
+    if is_head_lost():
+        return RunError(
+            f"the head of the Ray cluster does not answer any more ({told(error)}): start the cluster again, then "
+            f"go on by: {_command(run_uri)}"
+        )
     where = join(run_uri, _ERROR_FILE)
     try:
         write_text(where, "".join(traceback.format_exception(error)))

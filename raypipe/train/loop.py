@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import ray
 import ray.train
 import ray.train.torch
 import torch
@@ -77,9 +78,10 @@ class Trainer:
         run: the configuration.
         spec: the stream.
         num_classes: of the classifier.
-        max_actors: transform actors that the pool may grow to; 0 = the stream has none.
+        max_actors: transform actors that the pool may grow to; 0 = this process makes the stream.
         run_uri: the run's folder.
         lease: by which the run has its folder; empty = it needs none.
+        start: an actor to be killed once every rank has what it needs; None = there is none.
         device: where it trains; empty = the device that Ray Train gave this worker.
     """
 
@@ -91,9 +93,10 @@ class Trainer:
         max_actors: int,
         run_uri: str,
         lease: str = "",
+        start: Any = None,
         device: str = "",
     ) -> None:
-        self.run, self.plan = run, spec.plan
+        self.run, self.plan, self._start = run, spec.plan, start
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         # All ranks start from what rank 0 finds, so that no two of them find different ones.
@@ -128,6 +131,7 @@ class Trainer:
             self.learner.load(state)
             self.metrics = state["metrics"]
         self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
+        self._saved_at = time.perf_counter()
         self._writer = CheckpointWriter()
         self._poll = StopPoll(run_uri) if self.loader.rank == 0 else None
 
@@ -195,15 +199,21 @@ class Trainer:
             if config.log_samples:
                 self._log_samples(seen)
             end = step == batches.segment.num_steps
-            checkpoint = config.checkpoint_interval and done % config.checkpoint_interval == 0
+            checkpoint = bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
             # And the first: what is slow in a run, and what is wrong with its loss, is seen at once.
+            if self._start is not None:  # a step is done once every rank has had its micro-batches
+                ray.kill(self._start)
+                self._start = None
             if logs := done % config.log_interval == 0 or end or checkpoint or first:
                 self._log_train(lr, losses)
                 losses, first = [], False
-            self._look(at_once=logs)
+            is_due = self._look(at_once=logs)
             if self.stopping:
                 return
-            if checkpoint and not end:
+            if (checkpoint or is_due) and not end:
+                if not logs:  # a checkpoint has sums that go as far as the records
+                    self._log_train(lr, losses)
+                    losses = []
                 self._report()
 
     def _log_samples(self, seen: list[tuple[MicroBatchId, list[int]]]) -> None:
@@ -227,27 +237,33 @@ class Trainer:
         self.metrics["train_s"] += done.seconds
         self.metrics["wait_s"] += done.wait_s
 
-    def _look(self, at_once: bool = False) -> None:
+    def _look(self, at_once: bool = False) -> bool:
         """At a step's end: whether the run was asked to stop, or the checkpoint's writer has failed.
 
-        The ranks agree on a stop every second or so; all meet there. So often by the steps of the first rank's
-        clock, which all of them count: their own clocks differ.
+        The ranks agree on a stop, and on a checkpoint by the clock, every second or so; all meet there. So often
+        by the steps of the first rank's clock, which all of them count: their own clocks differ.
+
+        Returns:
+            Whether a checkpoint is due by the first rank's clock.
         """
         self._writer.check()
-        asked, steps = float(self._poll is not None and self._poll.asked), 0.0
+        asked, steps, due = float(self._poll is not None and self._poll.asked), 0.0, 0.0
+        if self.loader.rank == 0:
+            due = float(time.perf_counter() - self._saved_at >= self.run.train.checkpoint_s)
         if self.world_size > 1:
             self._steps_since += 1
             if not at_once and self._steps_since < self._steps_between:
-                return
+                return False
             if self.loader.rank == 0:
                 steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
-            found = torch.tensor([asked, steps], dtype=torch.float64, device=self.device)
-            asked, steps = self._summed(found).tolist()
+            found = torch.tensor([asked, steps, due], dtype=torch.float64, device=self.device)
+            asked, steps, due = self._summed(found).tolist()
             self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
         self.stopping = asked > 0
         if self.stopping and self.loader.rank == 0:
             with contextlib.suppress(ConfigError):  # of a full disk: the checkpoint will tell
                 answer_stop(self.run_uri)
+        return due > 0
 
     @torch.no_grad()
     def _validate(self, batches: Pass) -> None:
@@ -300,7 +316,7 @@ class Trainer:
         The state is taken now and written by a thread. It counts once it is whole: until then a resume finds the
         checkpoint before.
         """
-        metrics = self.figures()
+        metrics, self._saved_at = self.figures(), time.perf_counter()
         if log := self.loader.chronicle.log:
             at = self.loader.cursor
 

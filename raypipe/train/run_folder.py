@@ -101,6 +101,7 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or it is
             going on; or the folder does not outlast the job; or a file of steps cannot be read.
     """
+    run = dataclasses.replace(run, resume=folder_to_resume(run.resume, run.storage_path, run.name))
     if not (run.name or run.resume):
         # Several may start in one second.
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -119,14 +120,31 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         yield run, run_uri, lease
 
 
-def check_run_folder(run_uri: str, resume: bool) -> None:
-    """Raise ConfigError where there is no run and one is to be resumed, or there is one and none is.
+def folder_to_resume(resume: str, storage_path: str, name: str) -> str:
+    """The folder of the run to go on with; empty = a new one starts. "auto" is that of a name, once it has a run.
 
-    Checkpoints make a run, even one that has lost its configuration.
+    Raises:
+        ConfigError: "auto" without a name, or a folder that cannot be read.
     """
+    if resume != "auto":
+        return resume
+    if not name:
+        raise ConfigError("resume=auto needs a name, by which each start finds the run: set --name")
+    folder = join(storage_path, name)
+    with explained(ConfigError, f"{folder} cannot be used"):
+        return folder if has_run(as_uri(folder)) else ""
+
+
+def has_run(run_uri: str) -> bool:
+    """Whether a folder is a run's. Checkpoints make a run, even one that has lost its configuration."""
+    return has_config(run_uri) or has_checkpoints(run_uri)
+
+
+def check_run_folder(run_uri: str, resume: bool) -> None:
+    """Raise ConfigError where there is no run and one is to be resumed, or there is one and none is."""
     check_bucket(run_uri)
     with explained(ConfigError, f"{run_uri} cannot be used"):
-        is_run = has_config(run_uri) or has_checkpoints(run_uri)
+        is_run = has_run(run_uri)
         is_foreign = not is_run and exists(join(run_uri, CONFIG_FILE))
     if resume and not is_run:
         raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")

@@ -16,6 +16,7 @@ from raypipe.commands.cli import _finish, main
 from raypipe.commands.settings import _normalized, parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
+from raypipe.train.interrupts import Stopped
 from raypipe.train.run_folder import CONFIG_HEAD
 
 DIGITS: dict[str, dict[str, Any]] = yaml.safe_load((files("raypipe") / "digits.yaml").read_text())
@@ -349,3 +350,21 @@ def test_usage_lists_required_options_as_options(capsys: pytest.CaptureFixture[s
     assert shown.startswith(
         "usage: raypipe plan-capacity REPORT --images_per_s_per_gpu IMAGES_PER_S_PER_GPU [--OPTION"
     )
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [({"stopped": True}, 75), (Stopped(), 75), (KeyboardInterrupt(), 130), ({"stopped": False}, None)],
+)
+def test_a_run_that_was_stopped_with_a_checkpoint_has_an_exit_code_of_its_own(end: Any, code: int | None) -> None:
+    def command() -> dict[str, Any]:
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    try:
+        _finish(command)
+    except SystemExit as ended:
+        assert ended.code == code
+    else:
+        assert code is None

@@ -34,6 +34,15 @@ def test_trainers_share_what_the_smallest_pool_leaves() -> None:
     assert thirds.max_actors == 1
 
 
+def test_trainers_that_would_share_a_cpu_among_more_than_four_are_refused() -> None:
+    assert share(idle(3), TrainConfig(num_workers=8), 8) == Allocation(8, False, 0.25, 1)
+    message = r"16 trainers and 1 transform actor need 17 CPUs .* 3: set train\.num_workers=2 or (\S+), or add CPU"
+    with pytest.raises(ResourceError, match=message) as caught:
+        share(idle(3), TrainConfig(num_workers=16), 16)
+    assert "train.cpus_per_worker=0.12," in str(caught.value)
+    assert share(idle(3), TrainConfig(num_workers=16, cpus_per_worker=0.12), 16).workers == 16  # if it is meant
+
+
 def test_the_pool_gets_the_cpus_that_trainers_do_not_need() -> None:
     assert share(idle(16), TrainConfig(num_workers=4), 4) == Allocation(4, False, 1.0, 12)
     assert share(idle(16), TrainConfig(cpus_per_worker=4.0)).max_actors == 12
@@ -163,7 +172,7 @@ def test_free_cpus_and_the_actors_fit_together_for_every_small_cluster() -> None
             try:
                 found = share(idle(cpus), TrainConfig(num_workers=workers), workers)
             except ResourceError:
-                assert cpus < 2
+                assert cpus < 1 + workers / 4
                 continue
             assert found.workers * found.cpus_per_worker + found.max_actors <= cpus + 1e-9
 

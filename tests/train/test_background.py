@@ -18,6 +18,7 @@ from torch import nn
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
+from raypipe.metrics.records import read_records
 from raypipe.plan.cursor import Cursor
 from raypipe.train import background, checkpoints, loop
 from raypipe.train.background import CheckpointWriter, HostCopy, StopPoll
@@ -274,6 +275,18 @@ def test_checkpoints_that_are_written_beside_the_steps_are_those_that_the_steps_
     assert sorted(one) == sorted(other) == ["checkpoint_0001_0000003", "checkpoint_0002_0000000"]
     for place, state in one.items():
         assert flat(state) == flat(other[place])
+
+
+def test_a_checkpoint_is_made_when_its_time_has_come_and_the_records_go_as_far(
+    run: RunConfig, slowly: list[str]
+) -> None:
+    """At each step, by this interval, though nothing is logged between the first and the last of an epoch."""
+    config = dataclasses.replace(run.train, checkpoint_interval="0.000001s", log_interval=1000)
+    figures = without_ray.train(dataclasses.replace(run, name="clock", train=config))
+    assert figures["steps"] == 8 == len(slowly)
+    found = read_records(Path(figures["run_dir"]).as_uri())
+    assert found is not None
+    assert [record["step"] for record in found.kept if record["kind"] == "train"] == list(range(1, 9))
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error_soon_and_leaves_the_ones_before(

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import without_ray
 import yaml
 from full_disk import fill, make_room
+from small_runs import small_run
 
 from raypipe.commands.cli import _finish
 from raypipe.commands.settings import parse_run
@@ -29,6 +31,7 @@ from raypipe.stores.record import write_bad_list
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.checkpoints import write_checkpoint
+from raypipe.train.interrupts import Stopped
 from raypipe.train.launch import _changes, _leave_traces, _told, describe, train
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, store_config
@@ -328,3 +331,38 @@ def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(stores: dict[s
     with pytest.raises(ConfigError, match="'RandomErasinggg' is no 2D operation"):
         train(run)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_has_ended_says_so_and_has_its_result_again_without_ray(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = dataclasses.replace(small_run(tmp_path, stores["train"], stores["val"], 1, 4), name="mine")
+    expected = without_ray.train(run)
+    monkeypatch.setattr("raypipe.train.launch.connect", lambda **_: pytest.fail("it starts Ray"))
+    for resume in ("auto", str(tmp_path / "mine")):
+        found = train(dataclasses.replace(run, resume=resume))
+        assert {name: found[name] for name in ("steps", "val_accuracy", "run_dir", "stopped")} == {
+            **{name: expected[name] for name in ("steps", "val_accuracy", "run_dir")},
+            "stopped": False,
+        }
+        assert "this run has ended already, with checkpoint_0001_0000000_" in capsys.readouterr().out
+    assert (tmp_path / "mine" / "report.html").exists()
+
+
+def test_ctrl_c_before_the_trainers_is_a_stop_with_a_checkpoint_only_where_there_is_one(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raypipe.train.launch.connect", interrupted)
+    run = small_run(tmp_path, stores["train"], stores["val"], 1, 4)
+    run = dataclasses.replace(run, name="mine", resume="auto")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(run)
+    assert not isinstance(caught.value, Stopped)
+    (tmp_path / "mine").mkdir()
+    spec = spec_of(dataclasses.replace(run, resume=""), (tmp_path / "mine").as_uri())
+    write_checkpoint((tmp_path / "mine").as_uri(), spec.plan.cursor_at(1), b"x", {})
+    with pytest.raises(Stopped):
+        train(run)

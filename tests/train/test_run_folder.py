@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.commands.settings import parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
 from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.run_folder import (
     check_run_folder,
+    folder_to_resume,
     located,
     remove_stop,
     request_stop,
@@ -43,6 +45,28 @@ def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(tmp_path: 
     check_run_folder(tmp_path.as_uri(), resume=True)
     with pytest.raises(ConfigError, match=r"a run at .* already"):
         check_run_folder(tmp_path.as_uri(), resume=False)
+
+
+def test_auto_starts_under_a_name_and_goes_on_with_what_has_begun_there(tmp_path: Path) -> None:
+    run = RunConfig(storage_path=str(tmp_path), name="mine", resume="auto")
+    for _ in range(2):  # one that was killed before it stored its configuration has left nothing
+        with located(run) as (given, run_uri, _):
+            assert (given.resume, given.name, run_uri) == ("", "mine", (tmp_path / "mine").as_uri())
+    store_config(given, run_uri)
+    with located(run) as (given, run_uri, _):
+        assert (given.resume, given.name, given.storage_path) == (str(tmp_path / "mine"), "mine", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"resume=auto needs a name, .*: set --name"):
+        folder_to_resume("auto", str(tmp_path), "")
+    assert folder_to_resume("runs/auto", "", "") == "runs/auto"
+
+
+def test_auto_takes_the_settings_of_the_run_and_those_that_are_given_again(tmp_path: Path) -> None:
+    command = [f"--storage_path={tmp_path}", "--name=mine", "--resume=auto", "--plan.seed=7"]
+    first = parse_run(command, None)
+    assert first.resume == "auto" and first.plan.seed == 7 and first.train.model == "small"
+    store_config(dataclasses.replace(first, log="json"), (tmp_path / "mine").as_uri())
+    again = parse_run([*command, "--train.log_interval=3"], None)
+    assert again.resume == str(tmp_path / "mine") and (again.log, again.train.log_interval) == ("json", 3)
 
 
 def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_once(tmp_path: Path) -> None:

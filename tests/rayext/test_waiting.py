@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import ray
+
+from raypipe.errors import ResourceError
+from raypipe.rayext.cluster import connect
+from raypipe.rayext.waiting import Wait, is_head_lost, only_start, wait_for_head
+
+
+def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    wait = Wait(1.5, setting="train.start_timeout_s")
+    with pytest.raises(ResourceError, match=r"^waited 1\.5 s \(train\.start_timeout_s\) for room: 2 CPUs$"):
+        while True:
+            wait.turn("room: 2 CPUs", 0.1)
+    assert capsys.readouterr().out == "waiting 0 s more at most (train.start_timeout_s) for room: 2 CPUs\n"
+
+
+def test_a_cluster_that_is_not_there_is_named_with_the_reason_and_the_wait_can_be_ended_at_any_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ResourceError, match=rf"waited 1 s for the Ray cluster at {address} \(.*refused\)"):
+        wait_for_head(address, Wait(1.0))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        connect(wait=Wait(1000.0, interrupted))
+
+
+def test_a_head_that_takes_connections_and_does_not_answer_is_not_waited_for_in_silence() -> None:
+    with socket.socket() as frozen:
+        frozen.bind(("0.0.0.0", 0))
+        frozen.listen()
+        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        with pytest.raises(ResourceError, match=r"\(it takes connections, and does not answer\)"):
+            wait_for_head(address, Wait(2.0))
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_of_two_runs_that_start_at_one_time_one_waits_until_the_other_has_what_it_needs() -> None:
+    assert not is_head_lost()
+    order: list[str] = []
+    with only_start(Wait(60.0)) as first:
+        another = r"waited 0\.5 s for another run, until its trainers and its pool"
+        with pytest.raises(ResourceError, match=another), only_start(Wait(0.5)):
+            pass
+
+        def release() -> None:
+            time.sleep(1.0)
+            order.append("killed")
+            ray.kill(first)
+
+        releasing = threading.Thread(target=release)
+        releasing.start()
+        with only_start(Wait(60.0)):
+            order.append("started")
+        releasing.join()
+    assert order == ["killed", "started"]
+    with only_start(Wait(60.0)):  # each has given up the name
+        pass

@@ -21,7 +21,7 @@ from ray._private.internal_api import memory_summary
 from ray._private.state import actors as actors_of_ray
 
 import raypipe
-from raypipe.config import PlanConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.spec import StreamSpec
 
@@ -69,7 +69,13 @@ def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
     exec(compile(_LOOP.format(loader="raypipe.loader(spec)", leave="break"), "cell", "exec"), kept)
 
 
-WAYS = {way.__name__: way for way in (closed, dropped, failed, cell)}
+def held(spec: StreamSpec, kept: dict[str, Any]) -> None:
+    """It is in use: an epoch of it is held, and all CPUs are its pool's."""
+    epoch = next(raypipe.loader(spec.replace(pool=PoolConfig(min_actors=2))).epochs())
+    kept[next(epoch.train).at.split + str(len(kept))] = epoch
+
+
+WAYS = {way.__name__: way for way in (closed, dropped, failed, cell, held)}
 
 
 def found() -> dict[str, Any]:
@@ -135,7 +141,7 @@ if __name__ == "__main__":
     for number in range(int(num)):
         WAYS[ways[number % len(ways)]](spec, kept)
         # A cell's stream, and one of which the error is held, have ended although their names are bound.
-        stays = more(before, settled(before))
+        stays = {} if ways == ["held"] else more(before, settled(before))
         print(json.dumps({"number": number, "way": ways[number % len(ways)], "more": stays}), flush=True)
     kept.clear()
     after = settled(before)

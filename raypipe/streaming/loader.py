@@ -196,7 +196,7 @@ class Loader:
                 source, self.device, seed_of, self._depth, self.keep, on_copied=copied, gather=gather
             )
         closes = (functools.partial(_close, generator) for generator in (source, self._batches))
-        self._running.begin(end, self.chronicle.unfollow, *closes)
+        self._running.begin(self._supervisor is not None, end, self.chronicle.unfollow, *closes)
 
     def epochs(self) -> Epochs:
         """The remaining epochs, each once; of the first, the rest of it.

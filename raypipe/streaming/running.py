@@ -27,28 +27,29 @@ class Running:
         self._close_record, self._ends, self._one_by_one = close_record, ExitStack(), threading.RLock()
         _all.add(self)
 
-    def begin(self, *ends: Callable[[], object]) -> None:
+    def begin(self, has_actors: bool, *ends: Callable[[], object]) -> None:
         """The stream is open.
 
         Args:
+            has_actors: whether it holds CPUs of the cluster.
             ends: what ends it; the last is called first.
         """
         self.why = None
         for end in ends:
             self._ends.callback(end)
-        if not _running:
-            # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
-            # these hooks the last that was registered runs first, and Ray's was before.
-            atexit.unregister(_close_all)
-            atexit.register(_close_all)
-        _running[self] = None
+        # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
+        # these hooks the last that was registered runs first, and Ray's was before.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+        if has_actors:
+            _with_actors[self] = None
 
     def end(self, why: str) -> None:
         """End the stream, if it has not ended; its record goes on."""
         with self._one_by_one:
             if self.why is None:
                 self.why = why
-            _running.pop(self, None)
+            _with_actors.pop(self, None)
             self._ends.close()
 
     def close(self, why: str = "the program ends") -> None:
@@ -65,8 +66,8 @@ class Running:
 
 
 _all = weakref.WeakSet[Running]()
-# Of these what is open, in the order in which it was opened.
-_running: dict[Running, None] = {}
+# Those that are open, in the order in which they were opened.
+_with_actors: dict[Running, None] = {}
 
 
 def _close_all() -> None:
@@ -75,8 +76,8 @@ def _close_all() -> None:
 
 
 def end_oldest(why: str) -> bool:
-    """End the stream of this process that was opened first; returns whether there was any."""
-    oldest = next(iter(_running), None)
+    """End the stream with actors that this process opened first; returns whether there was any."""
+    oldest = next(iter(_with_actors), None)
     if oldest:
         oldest.end(why)
     return oldest is not None

@@ -112,10 +112,14 @@ class Chronicle:
     def _tell_event(self, kind: str, text: str) -> None:
         self.record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
 
-    def close(self) -> None:
-        """Record the last events, and end the record."""
+    def unfollow(self) -> None:
+        """Record the last events; there are no more."""
         self._stop_following()
         self._stop_following = lambda: None
+
+    def close(self) -> None:
+        """Record the last events, and end the record."""
+        self.unfollow()
         if self.log:
             self.log.close()
             self.log = None

@@ -6,7 +6,10 @@ stream from there, splits it over the current W ranks, and hands out the iterato
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import ray
@@ -24,12 +27,18 @@ from raypipe.streaming.inline import first_maker, inline_batches
 from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.resident import ResidentStream
 from raypipe.streaming.row import host_batches
+from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import start_supervisor
+from raypipe.streaming.supervisor import end_actors, start_supervisor
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
     from ray.train import ScalingConfig
+
+
+_logger = logging.getLogger(__name__)
+
+_SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
 
 
 def loader(
@@ -105,7 +114,8 @@ def loader(
         iterators, supervisor, actors = _handed_round(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
-        return Source(host_batches(iterators[rank]), supervisor, actors=actors)
+        end = functools.partial(end_actors, supervisor, iterators, rank)
+        return Source(host_batches(iterators[rank]), supervisor, actors=actors, end=end)
 
     return Loader(
         spec,
@@ -176,6 +186,8 @@ def _handed_round(
         if in_train and max_actors is None and in_worker():  # and not a driver that calls its train function
             own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
+        if world_size == 1:
+            _make_room(spec.pool.least_actors * spec.pool.cpus_per_actor)
         most = preflight(spec.pool).max_actors if max_actors is None else max_actors
         supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
         iterators = splits(
@@ -196,6 +208,28 @@ def _handed_round(
     if in_train and in_worker():
         handed[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
     return handed
+
+
+def _make_room(cpus: float) -> None:
+    """Where a stream that this process has left open holds the CPUs of the smallest pool, end it.
+
+    It may be one that nobody can end any more, as a notebook's names and errors hold it.
+    """
+    from raypipe.rayext.cluster import cluster_resources
+
+    def has_room() -> bool:
+        deadline = time.monotonic() + _SETTLE_S
+        while cluster_resources().free_cpus < cpus:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+    while not has_room() and end_oldest("its CPUs were needed by one that this process opened later"):
+        _logger.warning(
+            "an earlier stream of this process was left open, and has been ended: its CPUs are needed for the "
+            "new one. End one by loader.close(), or leave room for both (pool.max_actors)"
+        )
 
 
 def _in_train_worker() -> bool:

@@ -5,7 +5,6 @@ It checks the stream against the plan: if a micro-batch is not the one that the 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raypipe.config import AugmentConfig
+from raypipe.config import AugmentConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import check_mixable
@@ -32,7 +31,7 @@ from raypipe.metrics.run_log import Folder
 from raypipe.metrics.timing import StageClock, StageTimes, has_drained, mark
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.plan.schedule import Segment
+from raypipe.plan.schedule import Plan, Segment
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of
@@ -40,6 +39,7 @@ from raypipe.streaming.checkpoint import Stateful, report, restore
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.maker import BadSampleBudget, record_bad
+from raypipe.streaming.running import EXHAUSTED, Running
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.columns import SampleColumns
@@ -60,6 +60,7 @@ class Source(NamedTuple):
         actors: transform actors that the pool has at most, where this rank knows it.
         draws_globally: who asks for a batch makes it, and draws from the generators of the process: that thread
             must be the consumer's.
+        end: ends what else was started for it, once the batches are closed.
     """
 
     batches: Iterator[HostBatch]
@@ -67,6 +68,7 @@ class Source(NamedTuple):
     gather: Gather | None = None
     draws_globally: bool = False
     actors: int = 0
+    end: Callable[[], None] = lambda: None
 
 
 _INTERVAL_S = 10.0
@@ -92,7 +94,8 @@ class Loader:
                 ...
 
     `raypipe.loader` makes one. If a loop stops in the middle of an epoch's training or validation, the rest of it
-    is skipped when the loop goes on to the next.
+    is skipped when the loop goes on to the next. The stream ends, with all its processes and threads, when the
+    loop over the epochs is left in any way, when nothing holds the loader or its epochs, by `close`, and at exit.
 
     Attributes:
         plan: the run's plan.
@@ -150,13 +153,9 @@ class Loader:
         self._computing: tuple[Split, Any] | None = None
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
         self.chronicle = Chronicle(spec.pool, world_size, rank, folder)
-        weakref.finalize(
-            self, self.chronicle.close
-        ).atexit = False  # at exit `_close` comes first, with Ray still there
+        self._running = Running(self.chronicle.close)
+        self._running.close_with(self)
         self.interval_s, self._actors, self._skips = _INTERVAL_S, 0, False
-        # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
-        # these hooks the last that was registered runs first, and Ray's was before.
-        atexit.register(_close, weakref.ref(self))
         self._supervisor: Any = None
         self._begin_interval()
         self._go_to(cursor or self.plan.start())
@@ -167,8 +166,8 @@ class Loader:
         self.plan.check(cursor)
         self._start = cursor
         self._stand_at(cursor)
-        self._epochs, self.first_batch_s = self._each_epoch(), 0.0
-        self._source: Any = None
+        # What the loader holds refers to it weakly: a ring of references would keep a dropped one running.
+        self._epochs, self.first_batch_s = Loader._each_epoch(weakref.proxy(self)), 0.0
         self._batches: Any = None  # an iterator of Batch
 
     def _open(self) -> None:
@@ -181,7 +180,7 @@ class Loader:
             )
         self._created = time.perf_counter()
         source = self._open_at(self._start)
-        self._source, self._supervisor, self._actors = source.batches, source.supervisor, source.actors
+        self._supervisor, self._actors = source.supervisor, source.actors
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         copied = functools.partial(self._clocks["train"].add, "transfer")
         if transform.device_share:
@@ -192,8 +191,8 @@ class Loader:
                 decoder=decoder,
                 seed_of=seed_of,
                 depth=self._depth,
-                on_decoded=lambda at, since, until: self._clocks[at.split].add("decode", since, until),
-                size_of=self._size_at,
+                on_decoded=functools.partial(_add_decode, self._clocks),
+                size_of=functools.partial(_size_at, transform, self.plan),
                 share=transform.device_share,
                 on_copied=copied,
             )
@@ -209,22 +208,25 @@ class Loader:
             )
         in_thread = transform.device_share or self.device.type == "cuda"
         if source.draws_globally and in_thread:
-            self._batches = asked_for_here(self._source, move, self._depth)
+            self._batches = asked_for_here(source.batches, move, self._depth)
         else:
-            self._batches = move(self._source)
+            self._batches = move(source.batches)
+        closes = (functools.partial(_close, generator) for generator in (source.batches, self._batches))
+        self._running.begin(self._supervisor is not None, source.end, self.chronicle.unfollow, *closes)
 
-    def _size_at(self, at: MicroBatchId) -> Size:
-        return size_in(self._spec.transform, at.split, at.epoch, self.plan.bucket_of(at))
+    def epochs(self) -> Epochs:
+        """The remaining epochs, each once; of the first, the rest of it.
 
-    def epochs(self) -> Iterator[Epoch]:
-        """The remaining epochs, each once; of the first, the rest of it."""
-        return self._epochs
+        A `for` loop over them ends the stream when it is left: at its end, by `break`, or by an exception.
+        """
+        return Epochs(self)
 
     def _stand_at(self, cursor: Cursor) -> None:
         self.cursor = cursor
         self.chronicle.step = self.global_step
 
-    def _each_epoch(self) -> Iterator[Epoch]:
+    def _each_epoch(self) -> Iterator[tuple[int, _Part, _Part]]:
+        """Number, training and validation of each epoch."""
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {"workers": self.world_size, "actors": self._actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
@@ -233,12 +235,12 @@ class Loader:
         )
         for number, segments in groupby(self.plan.segments(self._start), lambda segment: segment.epoch):
             parts: dict[Split, Segment] = {segment.split: segment for segment in segments}
-            train = Pass(self, parts.get("train"))
-            val = Pass(self, parts.get("val"), after=train)
-            yield Epoch(number, train, val)
+            train = _Part(self, parts.get("train"))
+            val = _Part(self, parts.get("val"), after=train)
+            yield number, train, val
             val.skip()
-        # The stream's own end must be seen, or its execution would be left running.
         assert self._batches is None or next(self._batches, None) is None, "the stream is longer than the plan"
+        self._running.end(EXHAUSTED)
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text."""
@@ -254,7 +256,7 @@ class Loader:
         """
         cursor = Cursor.from_dict(state)
         self.plan.check(cursor)
-        if cursor != self._start or self.first_batch_s or self._batches is None:
+        if cursor != self._start or self.first_batch_s or self._batches is None or self._running.why:
             self.close()
             self._go_to(cursor)
             self._open()
@@ -314,11 +316,15 @@ class Loader:
         return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step
 
     def close(self) -> None:
-        """End the stream and its record now. One that was iterated to its end, or dropped, needs no closing."""
-        for generator in (self._batches, self._source) if self._batches else ():
-            with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
-                generator.close()
-        self.chronicle.close()
+        """End the stream and its record now. One whose loop was left, or that was dropped, needs no closing."""
+        self._running.close("the loader was closed")
+
+    def _check_running(self) -> None:
+        if why := self._running.why:
+            raise RaypipeError(
+                f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) starts it anew "
+                "after the last whole step"
+            )
 
     def times(self, split: Split = "train") -> StageTimes:
         """What this rank has measured in one split, without the wait for the very first batch.
@@ -423,6 +429,8 @@ class Loader:
         is_first = self.first_batch_s == 0.0
         with self.chronicle.waiting(self._supervisor) if is_first else contextlib.nullcontext():
             batch = next(self._batches, None)
+        if batch is None:
+            self._check_running()
         drained = has_drained(asked)
         ready = mark(self.device)
         if is_first:
@@ -493,33 +501,36 @@ class Loader:
         return replace(batch, image=image, mixed=mixed)
 
 
-def _close(reference: weakref.ref[Loader]) -> None:
-    loader = reference()
-    if loader is not None:
-        loader.close()
+def _close(batches: Any) -> None:
+    """Close what may be a generator."""
+    with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
+        getattr(batches, "close", lambda: None)()
 
 
-class Pass(Iterator[Batch]):
-    """This rank's micro-batches of an epoch's training, or of its validation: each once, in order.
+def _add_decode(clocks: Mapping[Split, StageClock], at: MicroBatchId, since: Any, until: Any) -> None:
+    clocks[at.split].add("decode", since, until)
 
-    After a resume only the rest of them, possibly none.
 
-    Attributes:
+def _size_at(transform: TransformConfig, plan: Plan, at: MicroBatchId) -> Size:
+    return size_in(transform, at.split, at.epoch, plan.bucket_of(at))
+
+
+class _Part:
+    """What is left of an epoch's training, or of its validation, for this rank.
+
+    Args:
+        loader: a weak reference to it.
         segment: its place in the plan; None = it is empty.
-        begun: whether any batch was asked for.
+        after: what comes before it.
     """
 
-    def __init__(self, loader: Loader, segment: Segment | None, after: Pass | None = None) -> None:
-        self.segment = segment
-        self._len = (segment.num_steps - segment.first_step) * loader.accumulation if segment else 0
-        self._batches = loader._deliver(segment) if segment else iter(())
-        self._loader, self._after, self._skipped, self.begun = loader, after, False, False
+    def __init__(self, loader: Any, segment: Segment | None, after: _Part | None = None) -> None:
+        self.segment, self.begun = segment, False
+        self._batches = Loader._deliver(loader, segment) if segment else iter(())
+        self._loader, self._after, self._skipped = loader, after, False
 
-    def __len__(self) -> int:
-        """Micro-batches in all, those that were taken included."""
-        return self._len
-
-    def __next__(self) -> Batch:
+    def take(self) -> Batch:
+        """The next batch, see `Pass`."""
         self.begun = True
         if self._after:
             self._after.skip()
@@ -539,6 +550,33 @@ class Pass(Iterator[Batch]):
             self._skipped = self._loader._skips = True
 
 
+class Pass(Iterator[Batch]):
+    """This rank's micro-batches of an epoch's training, or of its validation: each once, in order.
+
+    After a resume only the rest of them, possibly none.
+
+    Attributes:
+        segment: its place in the plan; None = it is empty.
+    """
+
+    def __init__(self, loader: Loader, part: _Part) -> None:
+        self._loader, self._part, self.segment = loader, part, part.segment
+        segment = self.segment
+        self._len = (segment.num_steps - segment.first_step) * loader.accumulation if segment else 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether any batch was asked for."""
+        return self._part.begun
+
+    def __len__(self) -> int:
+        """Micro-batches in all, those that were taken included."""
+        return self._len
+
+    def __next__(self) -> Batch:
+        return self._part.take()
+
+
 @dataclass(frozen=True)
 class Epoch:
     """One epoch, or the rest of it after a resume.
@@ -552,3 +590,22 @@ class Epoch:
     number: int
     train: Pass
     val: Pass
+
+
+class Epochs(Iterator[Epoch]):
+    """The remaining epochs of a loader, each once. A loop over them ends the stream when it is left."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __next__(self) -> Epoch:
+        self._loader._check_running()
+        number, train, val = next(self._loader._epochs)
+        return Epoch(number, Pass(self._loader, train), Pass(self._loader, val))
+
+    def __iter__(self) -> Iterator[Epoch]:
+        try:
+            while (epoch := next(self, None)) is not None:
+                yield epoch
+        finally:
+            self._loader._running.end("the loop over its epochs was left")

@@ -73,13 +73,13 @@ class _Turns:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self._epochs: Iterator[Epoch] | None = None
+        self._epochs: object = None
         self._epoch: Epoch | None = None
 
     def next(self, split: Split) -> Pass:
         """The next training, or the validation of the epoch that is being trained."""
-        if self._epochs is not self.loader.epochs():  # it was told to go on elsewhere
-            self._epochs, self._epoch = self.loader.epochs(), None
+        if self._epochs is not self.loader._epochs:  # it was told to go on elsewhere
+            self._epochs, self._epoch = self.loader._epochs, None
         config = self.loader.plan.config
         if split == "train":
             while self._epoch is None or self._epoch.train.begun or not len(self._epoch.train):
@@ -99,8 +99,7 @@ class _Turns:
         return epoch.val
 
     def _next_epoch(self) -> Epoch:
-        assert self._epochs
-        self._epoch = next(self._epochs, None)
+        self._epoch = next(self.loader.epochs(), None)
         if self._epoch is None:
             epochs = self.loader.plan.config.epochs
             raise ConfigError(f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs")

@@ -54,6 +54,7 @@ _READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": _
 READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
 
 _RAY_DATA_THREAD = "iter_threaded"
+_MAKES_BATCHES = "_create_batch_iterator"
 _THREAD_S = 5.0  # for a call to Ray that it is in
 
 
@@ -276,6 +277,7 @@ def host_blocks(iterator: DataIterator) -> Generator[Iterator[HostBatch], None, 
     """The same, block by block: take all of a block's micro-batches before the next block."""
     failure: BaseException | None = None
     before, threads = set(threading.enumerate()), list[threading.Thread]()
+    made = _record_batch_iterators(iterator)
     try:
         for row in iterator.iter_batches(
             batch_size=None,  # type: ignore[arg-type]
@@ -289,7 +291,12 @@ def host_blocks(iterator: DataIterator) -> Generator[Iterator[HostBatch], None, 
     except Exception as error:
         failure = cause_of(error)
     finally:
+        vars(iterator).pop(_MAKES_BATCHES, None)
         del iterator
+        for each in made:
+            # Ray Data stops its prefetcher's thread at the end alone: left before, the thread waits for ever.
+            getattr(getattr(each, "_prefetcher", None), "stop", lambda: None)()
+        made.clear()
         # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
         # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
         gc.collect()
@@ -299,3 +306,16 @@ def host_blocks(iterator: DataIterator) -> Generator[Iterator[HostBatch], None, 
     # Here, and not above: the error would hold on to the frames of the execution.
     if failure is not None:
         raise failure
+
+
+def _record_batch_iterators(iterator: Any) -> list[Any]:
+    """A list that gets what Ray Data will make to iterate this iterator's batches."""
+    made = list[Any]()
+    if make := getattr(iterator, _MAKES_BATCHES, None):
+
+        def create(*args: Any, **options: Any) -> Any:
+            made.append(make(*args, **options))
+            return made[-1]
+
+        setattr(iterator, _MAKES_BATCHES, create)
+    return made

@@ -26,7 +26,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -122,6 +122,7 @@ class Supervisor:
     def _work_of(self, actor: str) -> str:
         block = self._doing.get(actor)
         return f"in {_named(block)}" if block else ""
+        self._left: set[int] = set()  # ranks
 
     def arrived(self, actor: str, home: str) -> bool:
         """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
@@ -228,6 +229,11 @@ class Supervisor:
         self._reading.pop(task, None)
         self._watch.remove(task)
 
+    def leaves(self, rank: int) -> int:
+        """A rank will read no more; returns how many have said so."""
+        self._left.add(rank)
+        return len(self._left)
+
     def note(self, event: str, kind: str = "other") -> None:
         """Record a fault, or that it was recovered from, for the log and the metrics."""
         logger.warning("%s", event, extra={"values": {"fault": kind}})
@@ -272,6 +278,26 @@ def start_supervisor(max_attempts: int, run: str = "", log: LogFormat = "text") 
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here()
     )
     return actor.remote(max_attempts, run, log, True)
+
+
+def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
+    """End the actors of a stream once all of its ranks have left it; each calls this when it does.
+
+    They are killed, since a handle that anything else holds, such as an object of Ray Data, would keep them.
+
+    Args:
+        supervisor: the handle of the stream's Supervisor.
+        iterators: of all ranks, see `pipeline.splits`.
+        rank: of this process.
+    """
+    if not ray.is_initialized():  # a call would start it anew, and its actors have gone with it
+        return
+    with contextlib.suppress(ray.exceptions.RayError):
+        if len(iterators) > 1 and ray.get(supervisor.leaves.remote(rank), timeout=_PATIENCE_S) < len(iterators):
+            return
+        coordinators = (getattr(iterator, "_coord_actor", None) for iterator in iterators)
+        for actor in {*filter(None, coordinators), supervisor}:
+            ray.kill(actor)
 
 
 def follow(supervisor: Any, tell: Callable[[str, str], None]) -> Callable[[], None]:

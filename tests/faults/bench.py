@@ -155,6 +155,7 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
     faults: list[str] = []
     stop = follow(stream._supervisor, lambda kind, text: faults.append(text) if kind == "fault" else None)
     hurting: list[Future[None]] = []
+    num = spec.plan.num_micro_batches(spec.plan.start())
     asked = time.monotonic()
     for batch in every_batch(stream):
         if rows:
@@ -168,10 +169,11 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
             damage.mend()  # here, since nodes can be started in the main thread only
             mend_at = float("inf")
         time.sleep(CONSUME_S)
+        if len(rows) == num:  # the stream's end is that of its supervisor
+            stop()
         asked = time.monotonic()
     for each in hurting:
         each.result()  # it found what to kill
-    stop()
     return rows, longest, len(faults)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import threading
 import time
 import zlib
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
@@ -31,9 +32,10 @@ from raypipe.stores.destination import write_atomically
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.loader import Epoch, Loader, Source
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import host_batches, made_row
+from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import Room
 from raypipe.transform.decode import decode
@@ -429,13 +431,93 @@ class Threaded(InProcess):
             stopped.set()
 
 
-def test_a_loader_that_is_closed_leaves_no_thread_in_ray(spec: StreamSpec) -> None:
-    source = Threaded(spec, 0, 1)
-    one = loader_of(source)
-    next(every_batch(one))
-    assert source.thread.is_alive()
+def closed(one: Loader) -> None:
+    next(next(one.epochs()).train)
     one.close()
-    assert not source.thread.is_alive()
+
+
+def broken_off(one: Loader) -> None:
+    for epoch in one.epochs():
+        next(epoch.train)
+        break
+
+
+def failed(one: Loader) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for epoch in one.epochs():
+            next(epoch.train)
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("leave", [closed, broken_off, failed])
+def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
+    spec: StreamSpec, leave: Callable[[Loader], None]
+) -> None:
+    source, ends = Threaded(spec, 0, 1), list[bool]()
+    one = Loader(
+        spec,
+        lambda _: Source(host_batches(cast(Any, source)), end=lambda: ends.append(source.thread.is_alive())),
+        cursor=spec.plan.start(),
+    )
+    leave(one)
+    assert ends == [False]
+    one.close()
+    assert ends == [False]
+
+
+@pytest.mark.parametrize("held", ["nothing", "the loader", "an epoch", "its batches", "its epochs"])
+def test_a_stream_runs_as_long_as_anything_of_it_is_held_and_ends_without_the_collector(
+    inline: StreamSpec, held: str
+) -> None:
+    ends: list[str] = []
+
+    def opened() -> Any:
+        source = Source(inline_batches(inline, inline.plan.start()), end=lambda: ends.append("ended"))
+        one = Loader(inline, lambda _: source, cursor=inline.plan.start())
+        epochs = one.epochs()
+        epoch = next(epochs)
+        next(epoch.train)
+        return {"the loader": one, "an epoch": epoch, "its batches": epoch.train, "its epochs": epochs}.get(held)
+
+    gc.disable()
+    try:
+        kept = opened()
+        assert ends == ([] if kept else ["ended"])
+        del kept
+        assert ends == ["ended"]
+    finally:
+        gc.enable()
+
+
+def test_a_stream_that_has_ended_says_why_and_can_be_started_anew(inline: StreamSpec) -> None:
+    one = loader(inline)
+    for epoch in one.epochs():
+        places = [batch.at for batch in islice(epoch.train, 6)]
+        break
+    for ask in (lambda: next(one.epochs()), lambda: next(epoch.train)):
+        with pytest.raises(RaypipeError, match="has ended, since the loop over its epochs was left"):
+            ask()
+    one.load_state_dict(one.state_dict())
+    again = next(next(one.epochs()).train)
+    assert places[4] == again.at  # the first of the step that was begun
+    one.close()
+    with pytest.raises(RaypipeError, match="has ended, since the loader was closed"):
+        next(one.epochs())
+
+
+def test_the_oldest_stream_with_actors_makes_room_and_says_so_and_no_other_does(inline: StreamSpec) -> None:
+    def opened(supervisor: Any) -> tuple[Loader, Epoch]:
+        source = Source(inline_batches(inline, inline.plan.start()), supervisor)
+        one = Loader(inline, lambda _: source, cursor=inline.plan.start())
+        return one, next(one.epochs())
+
+    in_process, first, second = opened(None), opened("a handle"), opened("another")
+    while first[0]._running.why is None:  # other tests may have left some
+        assert end_oldest("its CPUs were needed")
+    with pytest.raises(RaypipeError, match="has ended, since its CPUs were needed"):
+        next(first[1].train)
+    assert end_oldest("") and not end_oldest("") and second[0]._running.why == ""
+    next(in_process[1].train)
 
 
 @pytest.mark.parametrize(

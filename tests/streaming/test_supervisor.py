@@ -165,6 +165,11 @@ def test_a_reader_that_dies_again_and_again_of_one_thing_ends_the_run_there() ->
     assert "died 3 times while it read row group 5 of a.parquet: " in error and "pool.max_attempts" in error
 
 
+def test_ranks_that_leave_are_counted_once_each() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    assert [supervisor.leaves(rank) for rank in (1, 0, 1, 2)] == [1, 2, 2, 3]
+
+
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_follower_tells_of_each_event_once_and_of_the_last_ones_when_it_is_stopped() -> None:

@@ -1,0 +1,83 @@
+"""What a running stream owns, and its end, which closing, dropping, leaving the loop, and the exit all come to."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+
+EXHAUSTED = ""
+
+
+class Running:
+    """All that one loader's stream holds: threads, an execution, actors, a record. It knows no loader, so that
+    dropping a loader ends it.
+
+    Args:
+        close_record: called when nothing will be told of the stream any more.
+
+    Attributes:
+        why: why the stream has ended; EXHAUSTED = it came to its end; None = it has not ended.
+    """
+
+    def __init__(self, close_record: Callable[[], None]) -> None:
+        self.why: str | None = None
+        self._close_record, self._ends, self._one_by_one = close_record, ExitStack(), threading.RLock()
+        _all.add(self)
+
+    def begin(self, has_actors: bool, *ends: Callable[[], object]) -> None:
+        """The stream is open.
+
+        Args:
+            has_actors: whether it holds CPUs of the cluster.
+            ends: what ends it; the last is called first.
+        """
+        self.why = None
+        for end in ends:
+            self._ends.callback(end)
+        # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
+        # these hooks the last that was registered runs first, and Ray's was before.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+        if has_actors:
+            _with_actors[self] = None
+
+    def end(self, why: str) -> None:
+        """End the stream, if it has not ended; its record goes on."""
+        with self._one_by_one:
+            if self.why is None:
+                self.why = why
+            _with_actors.pop(self, None)
+            self._ends.close()
+
+    def close(self, why: str = "the program ends") -> None:
+        """End the stream and its record."""
+        with self._one_by_one:
+            self.end(why)
+            self._close_record()
+
+    def close_with(self, owner: object) -> None:
+        """Close it when the owner is dropped."""
+        weakref.finalize(
+            owner, self.close
+        ).atexit = False  # at exit `_close_all` comes first, with Ray still there
+
+
+_all = weakref.WeakSet[Running]()
+# Those that are open, in the order in which they were opened.
+_with_actors: dict[Running, None] = {}
+
+
+def _close_all() -> None:
+    for each in list(_all):
+        each.close()
+
+
+def end_oldest(why: str) -> bool:
+    """End the stream with actors that this process opened first; returns whether there was any."""
+    oldest = next(iter(_with_actors), None)
+    if oldest:
+        oldest.end(why)
+    return oldest is not None

@@ -1,0 +1,148 @@
+"""Opens streams and leaves them, in one process with a cluster of its own of 2 CPUs; prints as JSON what there was
+before and after.
+
+python tests/left_streams.py STORE NUM WAY…     NUM streams, the ways of leaving in turn
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import re
+import sys
+import threading
+import time
+from typing import Any
+
+import psutil
+import ray
+from ray._private.internal_api import memory_summary
+from ray._private.state import actors as actors_of_ray
+
+import raypipe
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.rayext.cluster import connect
+from raypipe.streaming.spec import StreamSpec
+
+_SETTLE_S = 20.0
+_LOOP = """
+for epoch in {loader}.epochs():
+    for batch in epoch.train:
+        {leave}
+    break
+"""
+
+
+def closed(spec: StreamSpec, kept: dict[str, Any]) -> None:
+    """The loader is closed, and stays bound."""
+    kept["loader"] = loader = raypipe.loader(spec)
+    kept["epoch"] = epoch = next(loader.epochs())
+    kept["batch"] = next(epoch.train)
+    loader.close()
+
+
+def dropped(spec: StreamSpec, kept: dict[str, Any]) -> None:
+    """No name is left of it; what it made may be held."""
+    epoch = next(raypipe.loader(spec).epochs())
+    kept["place"] = next(epoch.train).at
+
+
+def failed(spec: StreamSpec, kept: dict[str, Any]) -> None:
+    """The loop raises, and what is raised is held with its frames, as an interpreter holds what it showed last."""
+    loader = raypipe.loader(spec)
+
+    def train() -> None:
+        for epoch in loader.epochs():
+            for _ in epoch.train:
+                raise ValueError("a fault in the loop")
+
+    try:
+        train()
+    except ValueError as error:
+        kept["last_value"] = error
+
+
+def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
+    """A notebook's cell ends by `break`; its names stay bound, until it is run again."""
+    kept |= {"raypipe": raypipe, "spec": spec}
+    exec(compile(_LOOP.format(loader="raypipe.loader(spec)", leave="break"), "cell", "exec"), kept)
+
+
+def held(spec: StreamSpec, kept: dict[str, Any]) -> None:
+    """It is in use: an epoch of it is held, and all CPUs are its pool's."""
+    epoch = next(raypipe.loader(spec.replace(pool=PoolConfig(min_actors=2))).epochs())
+    kept[next(epoch.train).at.split + str(len(kept))] = epoch
+
+
+WAYS = {way.__name__: way for way in (closed, dropped, failed, cell, held)}
+
+
+def found() -> dict[str, Any]:
+    """What there is now: of the cluster processes that do something, actors, CPUs that are free and objects of the
+    store; of this process threads, descriptors and memory in MiB.
+    """
+    own, busy = psutil.Process(), []
+    for process in own.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            busy += [name for name in process.cmdline()[:1] if name != "ray::IDLE"]
+    actors = [each["ActorClassName"] for each in actors_of_ray().values() if each["State"] != "DEAD"]
+    summary = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    (objects,) = re.findall(r"Plasma memory usage \d+ MiB, (\d+) objects", summary)
+    return {
+        "processes": sorted(busy),
+        "actors": sorted(actors),
+        "cpus": ray.available_resources().get("CPU", 0.0),
+        "objects": int(objects),
+        "python_threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads": own.num_threads(),
+        "descriptors": own.num_fds(),
+        "rss_mib": own.memory_info().rss >> 20,
+    }
+
+
+def settled(before: dict[str, Any] | None) -> dict[str, Any]:
+    """What there is once it is no more than before; after a while what there is then. Nothing waits for `gc`."""
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        now = found()
+        time.sleep(0.5)
+        if time.monotonic() > deadline or (now == found() and (before is None or not more(before, now))):
+            return now
+
+
+def more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What there is more of. Ray's own threads, and connections to idle workers, come and go by a few."""
+    allowed = {"threads": 4, "descriptors": 8, "rss_mib": 48}
+    kinds = {}
+    for name, value in now.items():
+        if name == "cpus":
+            is_more = value < before[name]
+        elif isinstance(value, list):
+            is_more = value != before[name]
+        else:
+            is_more = value > before[name] + allowed.get(name, 0)
+        if is_more:
+            kinds[name] = [before[name], value]
+    return kinds
+
+
+if __name__ == "__main__":
+    store, num, *ways = sys.argv[1:]
+    gc.disable()  # what is left must end by itself
+    connect(num_cpus=2, object_store_bytes=150 << 20)
+    spec = StreamSpec(
+        store, plan=PlanConfig(epochs=10, micro_batch_size=10), transform=TransformConfig(train="small", size=8)
+    )
+    kept: dict[str, Any] = {}
+    closed(spec, kept)  # what the first one starts for good is not one of its own
+    kept.clear()
+    before = settled(None)
+    for number in range(int(num)):
+        WAYS[ways[number % len(ways)]](spec, kept)
+        # A cell's stream, and one of which the error is held, have ended although their names are bound.
+        stays = {} if ways == ["held"] else more(before, settled(before))
+        print(json.dumps({"number": number, "way": ways[number % len(ways)], "more": stays}), flush=True)
+    kept.clear()
+    after = settled(before)
+    print(json.dumps({"before": before, "after": after, "more": more(before, after)}))

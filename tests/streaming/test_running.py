@@ -1,0 +1,34 @@
+"""Streams that are left, on a cluster; tests/streaming/test_loader.py has what needs none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "left_streams.py"
+WAYS = ("closed", "dropped", "failed", "cell")
+
+
+@pytest.mark.cluster
+def test_streams_leave_nothing_of_theirs_however_they_are_left(
+    stores: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
+    num = 50 * len(WAYS) if request.config.getoption("--soak") else len(WAYS)
+    command = [sys.executable, str(PROGRAM), str(stores["train"]), str(num), *WAYS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 + 15 * num)
+    assert done.returncode == 0, done.stderr
+    *each, last = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(each) == num and [one for one in each if one["more"]] == []
+    assert last["more"] == {}, last
+
+
+@pytest.mark.cluster
+def test_a_stream_that_a_name_still_holds_makes_room_for_a_new_one(stores: dict[str, Path]) -> None:
+    command = [sys.executable, str(PROGRAM), str(stores["train"]), "3", "held"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("an earlier stream of this process was left open, and has been ended") == 2

@@ -95,6 +95,7 @@ class Supervisor:
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))  # by split
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
+        self._left: set[int] = set()  # ranks
         self._process = this_process("supervisor") if watches else None
         self._watch = Watch(self.note, self._work_of, self._process.node if self._process else "")
         if watches:
@@ -122,7 +123,6 @@ class Supervisor:
     def _work_of(self, actor: str) -> str:
         block = self._doing.get(actor)
         return f"in {_named(block)}" if block else ""
-        self._left: set[int] = set()  # ranks
 
     def arrived(self, actor: str, home: str) -> bool:
         """An actor has started, in a process that people find by `home`; returns whether it was restarted."""

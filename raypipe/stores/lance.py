@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.filesystem import one_line
+from raypipe.storage.patience import one_line
 from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, take
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices
 

@@ -31,7 +31,7 @@ import yaml
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.storage.files import read_whole, write_text
+from raypipe.storage.files import read_whole, write_synced, write_text
 from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
@@ -57,8 +57,7 @@ _STOP_FILE = "stop"
 def request_stop(run_uri: str) -> None:
     """Ask the trainers of a run to end, with a checkpoint, as soon as they look; see `loop.Trainer`."""
     filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
-    with filesystem.open_output_stream(path):
-        pass
+    write_synced(filesystem, path, b"")
 
 
 def stop_requested(run_uri: str) -> bool:

@@ -63,10 +63,12 @@ def make_bucket(endpoint: str, name: str) -> None:
     connection.close()
 
 
-def first(num: int, status: int = 503, code: str = "SlowDown") -> Callable[[str], tuple[int, str] | None]:
-    """An outage of so many requests."""
-    left = iter(range(num))
-    return lambda authorization: None if next(left, None) is None else (status, code)
+def first(
+    num: int, status: int = 503, code: str = "SlowDown", after: int = 0
+) -> Callable[[str], tuple[int, str] | None]:
+    """An outage of so many requests, which begins after some others."""
+    numbers = iter(range(after + num))
+    return lambda authorization: (status, code) if next(numbers, 0) >= after else None
 
 
 class FaultyProxy:

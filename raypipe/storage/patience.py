@@ -230,9 +230,7 @@ class _Wait:
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads that ask a file system: their waiting ends with that of whoever waits for them, by Ctrl-C or an error.
-
-    Else they would keep a `with` statement, or the process, from its end.
+    """Threads that ask a file system; their waiting ends with a `with` statement that Ctrl-C or an error leaves."""
     """
 
     def __init__(self, num: int) -> None:

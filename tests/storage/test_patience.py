@@ -41,10 +41,9 @@ def test_an_outage_is_waited_for_and_told_in_two_lines(
         assert read_whole(f"{bucket}/a") == b"content"
     assert proxy.faults["SlowDown"] == MANY
     waiting, back = [record.getMessage() for record in caplog.records]
-    assert (
-        waiting.startswith(f"waiting for {bucket}/a, for ") and "(RAYPIPE_STORAGE_PATIENCE_S): open: " in waiting
-    )
-    assert "HTTP status 503" in waiting and back.startswith(f"{bucket}/a answers again, after ")
+    assert waiting.startswith(f"waiting for {bucket}/a, for ")
+    assert "(RAYPIPE_STORAGE_PATIENCE_S): open: " in waiting and "HTTP status 503" in waiting
+    assert back.startswith(f"{bucket}/a answers again, after ")
     assert len(signs) > 3  # of life, while it waited
 
 
@@ -108,9 +107,9 @@ def test_what_would_come_again_is_not_waited_for(bucket: str, proxy: FaultyProxy
 
 def test_what_can_be_left_out_is_not_waited_for(bucket: str, proxy: FaultyProxy) -> None:
     proxy.outage = first(10**6)
-    with pytest.raises(StoreError, match="^x: .*503.*; the server is down, or asks for fewer requests"):
-        with explained(StoreError, "x"), impatient():
-            exists(f"{bucket}/a")
+    told = r"^x: .*503.*; the server is down, or asks for fewer requests"
+    with pytest.raises(StoreError, match=told), explained(StoreError, "x"), impatient():
+        exists(f"{bucket}/a")
     assert proxy.faults["SlowDown"] == 3  # pyarrow's own attempts
 
 
@@ -134,13 +133,17 @@ def test_a_deletion_whose_answer_was_lost_is_done(bucket: str, proxy: FaultyProx
         filesystem.handler._made = inner
 
 
-def test_ctrl_c_ends_the_waiting_at_once(bucket: str, proxy: FaultyProxy) -> None:
+@pytest.mark.parametrize("by", ["this thread", "others"])
+def test_ctrl_c_ends_the_waiting_at_once(by: str, bucket: str, proxy: FaultyProxy) -> None:
     proxy.outage = first(10**6)
     code = f"""
 from raypipe.storage import patience
 from raypipe.storage.files import read_whole
 patience._TELL_AFTER_S = 0.0
 patience._FIRST_S = patience._LONGEST_S = 100.0
+if {by == "others"}:
+    with patience.Threads(4) as threads:
+        list(threads.map(read_whole, ["{bucket}/a"] * 8))
 read_whole("{bucket}/a")
 """
     program = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)

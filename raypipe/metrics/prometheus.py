@@ -76,9 +76,7 @@ _ALL = (
     Metric("raypipe_storage_requests_total", _STORAGE, "What was asked of object storage, repeats not counted."),
     Metric("raypipe_storage_seconds_total", _STORAGE, "Time for it, the waiting in outages included."),
     Metric("raypipe_storage_bytes_total", _STORAGE, "Bytes read and written, without whole files uploaded."),
-    Metric(
-        "raypipe_storage_retries_total", _STORAGE, "Repeats after a failure that passes, beside pyarrow's own."
-    ),
+    Metric("raypipe_storage_retries_total", _STORAGE, "Repeats after failures that pass, beside pyarrow's own."),
     Metric("raypipe_storage_errors_total", _STORAGE, "Requests that have failed in the end."),
     Metric("raypipe_bad_samples_total", _SPLIT, "Samples that could not be decoded or transformed."),
     Metric("raypipe_substituted_samples_total", _SPLIT, "Bad samples that were replaced by others."),

@@ -230,8 +230,7 @@ class _Wait:
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads that ask a file system; their waiting ends with a `with` statement that Ctrl-C or an error leaves."""
-    """
+    """Threads that ask a file system; their waiting ends where Ctrl-C or an error leaves the `with` statement."""
 
     def __init__(self, num: int) -> None:
         self._given_up = threading.Event()

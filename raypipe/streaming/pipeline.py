@@ -167,9 +167,7 @@ def dataset(
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
     (pool, actors), ranks = _pool_of(spec.pool, share, max_actors), share.of(world_size)
-    if any(
-        is_remote(store.address) for store in spec.stores.values()
-    ):  # which is waited for longer than actors are
+    if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
         pool = replace(pool, stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S))
     fixed, per_actor, largest = pool.blocks_for(ranks, actors)
     settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, ranks, spec.run, spec.log)

@@ -68,7 +68,7 @@ def first(
 ) -> Callable[[str], tuple[int, str] | None]:
     """An outage of so many requests, which begins after some others."""
     numbers = iter(range(after + num))
-    return lambda authorization: (status, code) if next(numbers, 0) >= after else None
+    return lambda authorization: (status, code) if next(numbers, -1) >= after else None
 
 
 class FaultyProxy:

@@ -152,9 +152,9 @@ def test_an_outage_while_a_store_is_read_is_waited_for(
     path, address = MAKERS[kind](tmp_path, bucket)
     store, wanted = open_store(address), np.arange(len(IMAGES))
     num = len(store)
-    shared_cache().close([])
-    for folder in (tmp_path / "cache").glob("shards/*/data"):  # of tars, which were read when they were opened
-        folder.unlink()
+    for file in (tmp_path / "cache").glob("shards/*/data"):  # of tars, which were read when they were opened
+        file.unlink()
+    shared_cache().close_evicted()
     store = pickle.loads(pickle.dumps(store))
     proxy.outage = first(9)
     assert len(store) == num and store.read(wanted)["image"] == open_store(path).read(wanted)["image"]

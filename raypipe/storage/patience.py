@@ -272,7 +272,8 @@ def _beside(do: Callable[[], T], tick: Callable[[], None]) -> T:
 class PatientFileSystem(pyarrow.fs.PyFileSystem):
     """A file system elsewhere, each of whose operations waits.
 
-    What `write` and `upload` are given is tried again as a whole; what is written to `open_output_stream` is not.
+    To be tried again, what is written to `open_output_stream` stays in memory until it is closed; what `write` and
+    `upload` are given is there anyway.
 
     Args:
         scheme, host: of its addresses.
@@ -300,13 +301,7 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
 
     def write(self, path: str, content: bytes | memoryview) -> None:
         """Write an object, which is there once it is written whole."""
-
-        def write(inner: pyarrow.fs.FileSystem) -> None:
-            with inner.open_output_stream(path) as stream:
-                stream.write(content)
-
-        self.handler.call("write", path, write)
-        count("write", bytes=len(content))
+        self.handler.write(path, content)
 
     def upload(self, local: str, path: str) -> None:
         """Copy a local file, or a folder with all that is in it."""
@@ -377,6 +372,27 @@ class PatientInput(io.RawIOBase):
         if not self.closed and (file := self._opened[1]):
             file.close()
         super().close()
+
+
+class _Output:
+    """What becomes an object when it is closed, as `pa.PythonFile` writes it."""
+
+    def __init__(self, handler: _Handler, path: str) -> None:
+        self._handler, self._path, self._content, self.closed = handler, path, bytearray(), False
+
+    def write(self, data: bytes) -> int:
+        self._content += data
+        return len(data)
+
+    def tell(self) -> int:
+        return len(self._content)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._handler.write(self._path, memoryview(self._content))
 
 
 class _Handler(pyarrow.fs.FileSystemHandler):
@@ -453,8 +469,16 @@ class _Handler(pyarrow.fs.FileSystemHandler):
 
     open_input_stream = open_input_file
 
+    def write(self, path: str, content: bytes | memoryview) -> None:
+        def write(inner: pyarrow.fs.FileSystem) -> None:
+            with inner.open_output_stream(path) as stream:
+                stream.write(content)
+
+        self.call("write", path, write)
+        count("write", bytes=len(content))
+
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        return self.call("open", path, lambda inner: inner.open_output_stream(path, metadata=metadata))
+        return pa.PythonFile(_Output(self, path), mode="w")
 
     def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        return self.call("open", path, lambda inner: inner.open_append_stream(path, metadata=metadata))
+        raise OSError("objects are written whole")

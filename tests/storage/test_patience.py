@@ -133,6 +133,15 @@ def test_a_deletion_whose_answer_was_lost_is_done(bucket: str, proxy: FaultyProx
         filesystem.handler._made = inner
 
 
+def test_what_others_write_is_written_through_an_outage(bucket: str, proxy: FaultyProxy) -> None:
+    filesystem, path = open_filesystem(f"{bucket}/marker")
+    proxy.outage = first(MANY)
+    with filesystem.open_output_stream(path) as file:  # as Ray Train does when a run begins
+        file.write(b"of ")
+        file.write(b"Ray")
+    assert read_whole(f"{bucket}/marker") == b"of Ray" and proxy.faults["SlowDown"] == MANY
+
+
 @pytest.mark.parametrize("by", ["this thread", "others"])
 def test_ctrl_c_ends_the_waiting_at_once(by: str, bucket: str, proxy: FaultyProxy) -> None:
     proxy.outage = first(10**6)

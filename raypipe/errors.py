@@ -7,6 +7,7 @@
     │   └── TransformError  the user's code failed on it
     ├── BadSamplesError    more bad samples than the run was told to tolerate
     ├── ResourceError      the cluster lacks what the run needs
+    ├── OutageError        storage has been waited for in vain; a run goes back to its last checkpoint
     ├── RunError           a run was ended by an error of other code, or by the death of its trainers
     └── CursorError        a checkpoint belongs to another plan
 
@@ -69,6 +70,10 @@ class BadSamplesError(RaypipeError):
 
 class ResourceError(RaypipeError):
     """The cluster lacks what the run needs."""
+
+
+class OutageError(RaypipeError):
+    """Storage has been waited for in vain. Unlike the others, it counts as something that died."""
 
 
 class RunError(RaypipeError):

@@ -2,7 +2,7 @@
 
 An error that would come again is final: what raypipe raises on purpose, a full disk, a mistake in the user's code.
 What died is tried again: a process, a node, an actor or an object that was lost with them, a connection, a device,
-and the collectives of the ranks that waited for one of these.
+storage that was waited for in vain, and the collectives of the ranks that waited for one of these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from raypipe.errors import RaypipeError, ResourceError
+from raypipe.errors import OutageError, RaypipeError, ResourceError
 
 # What Ray Data adds to an error of a transform actor: it would try again if it were told to.
 _ADDED = re.compile(r"\nFailed to .* attempts \(total backoff .*", re.DOTALL)
@@ -92,8 +92,9 @@ def is_final(failures: Iterable[BaseException]) -> bool:
 def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
     """raypipe's own error among those of `is_final`, which would come again; None = something else has failed."""
     failures = list(failures)
-    own = (found for found in map(cause_of, failures) if isinstance(found, RaypipeError))
-    return None if _has_lost(failures) else next(own, None)
+    own = [found for found in map(cause_of, failures) if isinstance(found, RaypipeError)]
+    final = (found for found in own if not isinstance(found, OutageError))
+    return None if _has_lost(failures) else next(final, None)
 
 
 def _has_lost(failures: list[BaseException]) -> bool:
@@ -109,6 +110,8 @@ def _is_death(error: BaseException) -> bool:
     import torch
     from ray.exceptions import OutOfDiskError, RayError, RayTaskError
 
+    if isinstance(cause_of(error), OutageError):
+        return True
     if isinstance(error, RayTaskError):
         return all(_is_death(each) for each in _wrapped(error))
     if isinstance(error, OSError):

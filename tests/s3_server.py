@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -63,6 +63,14 @@ def make_bucket(endpoint: str, name: str) -> None:
     connection.close()
 
 
+def first(
+    num: int, status: int = 503, code: str = "SlowDown", after: int = 0
+) -> Callable[[str], tuple[int, str] | None]:
+    """An outage of so many requests, which begins after some others."""
+    numbers = iter(range(after + num))
+    return lambda authorization: (status, code) if next(numbers, -1) >= after else None
+
+
 class FaultyProxy:
     """Passes HTTP requests on, and breaks a share of them. A context manager.
 
@@ -71,6 +79,8 @@ class FaultyProxy:
         faults: kind → how many it has made.
         requests: method → how many came.
         sent: object's path → bytes of its content that went to clients.
+        outage: None, or called with the Authorization of each request, one at a time: how it is refused, as status
+            and code of S3; None = it is not.
 
     Args:
         upstream: endpoint of the server.
@@ -89,6 +99,7 @@ class FaultyProxy:
         self.sent: Counter[str] = Counter()
         self._attempts: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
+        self.outage: Callable[[str], tuple[int, str] | None] | None = None
         self.lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
@@ -133,6 +144,13 @@ class _Handler(BaseHTTPRequestHandler):
         fault = proxy.fault_of(f"{self.command} {known_by} {self.headers.get('Range', '')}")
         with proxy.lock:
             proxy.requests[self.command] += 1
+            refused = proxy.outage(self.headers.get("Authorization", "")) if proxy.outage else None
+        if refused:
+            proxy.count(refused[1])
+            error = f"<?xml version='1.0'?><Error><Code>{refused[1]}</Code><Message>no</Message></Error>"
+            content = b"" if self.command == "HEAD" else error.encode()
+            self._answer(refused[0], {"Content-Type": "application/xml"}, content)
+            return
         if fault == "throttle":
             proxy.count(fault)
             self._answer(503, {"Content-Type": "application/xml"}, b"" if self.command == "HEAD" else SLOW_DOWN)

@@ -16,7 +16,7 @@ import pyarrow.fs
 import pytest
 import torch
 import without_ray
-from s3_server import FaultyProxy, environment
+from s3_server import FaultyProxy, environment, first
 from small_runs import small_run
 
 from raypipe.commands.convert import convert
@@ -112,7 +112,7 @@ def final_state(run: dict[str, bytes]) -> dict[str, Any]:
     return torch.load(io.BytesIO(run[last]), weights_only=True)
 
 
-def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on_a_disk(
+def test_a_run_in_a_bucket_stopped_and_resumed_through_an_outage_ends_as_the_one_on_a_disk(
     places: tuple[str, str], s3_endpoint: str, tmp_path: Path
 ) -> None:
     local, remote = places
@@ -121,6 +121,7 @@ def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on
     # Only answers with a body can be cut or slow: one in five.
     rates = {"throttle": 0.03, "drop": 0.03, "cut": 0.08, "slow": 0.1}
     with FaultyProxy(s3_endpoint, seed=1, rates=rates) as proxy:
+        proxy.outage = first(40, after=100)  # of all requests, for some seconds, in the midst of it
         process_environment = {
             **os.environ,
             **environment(proxy.endpoint),
@@ -138,7 +139,8 @@ def test_a_run_in_a_bucket_stopped_and_resumed_through_faults_ends_as_the_one_on
         faults, requests = dict(proxy.faults), sum(proxy.requests.values())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     stopped, resumed = json.loads((tmp_path / "results.json").read_text())
-    assert faults.keys() == rates.keys() and requests > 100, (faults, requests)
+    assert faults.pop("SlowDown") == 40
+    assert faults.keys() == rates.keys() and requests > 200, (faults, requests)
     print(f"{requests} requests, faults: {faults}")
 
     assert stopped["stopped"] and 0 < stopped["steps"] < alone["steps"] == resumed["steps"] == 16

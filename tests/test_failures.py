@@ -13,7 +13,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from raypipe.errors import ConfigError, CursorError, ResourceError, SampleError
+from raypipe.errors import ConfigError, CursorError, OutageError, ResourceError, SampleError
 from raypipe.failures import cause_of, is_final, told
 from raypipe.rayext.trainer import OnlyDeathsPolicy
 
@@ -94,6 +94,8 @@ def test_what_would_come_again_is_final(error: Exception) -> None:
         ConnectionResetError(errno.ECONNRESET, "reset"),
         TimeoutError("of a request"),
         OSError("AWS Error NETWORK_CONNECTION during PutObject operation"),
+        OutageError("s3://b/k was waited for in vain"),
+        of_a_task(OutageError("s3://b/k was waited for in vain")),
     ],
     ids=repr,
 )

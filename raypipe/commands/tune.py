@@ -30,6 +30,7 @@ from raypipe.failures import cause_of
 from raypipe.rayext.cluster import Allocation, Resources, allocate
 from raypipe.rayext.trainer import train_alone
 from raypipe.storage.filesystem import as_uri, join, open_filesystem
+from raypipe.storage.patience import PatientFileSystem
 from raypipe.streaming.spec import spec_of
 from raypipe.train.learning import num_classes_of
 from raypipe.train.loop import Trainer
@@ -159,6 +160,8 @@ def train_all(
         KeyboardInterrupt: after Ctrl-C or SIGTERM; what was begun is kept. A second one aborts.
     """
     (filesystem, path), epochs = open_filesystem(folder), runs[0].plan.epochs
+    # Ray Tune copies whole folders in threads, but for a file system that it knows as S3.
+    filesystem = filesystem.inner if isinstance(filesystem, PatientFileSystem) else filesystem
     trainable: Any = tune.with_resources(
         tune.with_parameters(Trial, runs=runs, max_actors=share.max_actors),
         {"CPU": share.cpus_per_worker, "GPU": int(share.gpu)},

@@ -17,11 +17,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, OutageError
 from raypipe.metrics.records import METRICS, SAMPLES, START
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import open_input
 from raypipe.storage.filesystem import explained, open_filesystem
+from raypipe.storage.patience import impatient, upload
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +103,9 @@ class RunLog:
         if self._local:
             return
         with self._best_effort(f"the record, which is left in {self._folder}," if last else "the record"):
-            pyarrow.fs.copy_files(
-                str(self._folder),
-                self._remote,
-                source_filesystem=pyarrow.fs.LocalFileSystem(),
-                destination_filesystem=self._filesystem,
-                use_threads=False,  # as Ray Train does for S3: uploads take threads of the same pool
-            )
+            # The next one brings all that this one does not; the last one waits for storage.
+            with contextlib.nullcontext() if last else impatient():
+                upload(str(self._folder), self._filesystem, self._remote)
             if last:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -136,7 +133,7 @@ class RunLog:
         """Within, a file that cannot be written is a warning, the first time."""
         try:
             yield
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, OutageError) as error:
             if not self._warned:
                 text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
                 logger.warning(text, what, self._name, error)

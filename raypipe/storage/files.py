@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
@@ -25,6 +25,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
 )
 from raypipe.storage.local_file import regular_path
+from raypipe.storage.patience import PatientFileSystem
 
 # What a scan of 14 million members takes; the longest runs' digests are a tenth of it.
 _MAX_JSON_BYTES = 1 << 30
@@ -84,28 +85,24 @@ def write_bytes(address: str | Path, content: bytes) -> None:
     with explained(ConfigError, f"{address} cannot be written"):
         filesystem, path = open_filesystem(address)
         if is_remote(address):  # an object is there once it is written whole
-            with synced_output(filesystem, path) as file:
-                file.write(content)
+            write_synced(filesystem, path, content)
             return
         partial = Path(path).with_name(f".{Path(path).name}.partial-{secrets.token_hex(4)}")
         try:
-            with synced_output(filesystem, str(partial)) as file:
-                file.write(content)
+            write_synced(filesystem, str(partial), content)
             partial.replace(path)
             sync_folder(filesystem, str(partial.parent))
         finally:
             partial.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def synced_output(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[IO[bytes]]:
-    """A new file to write to. At the end its content is on the disk, and not in the machine's memory alone."""
-    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        with filesystem.open_output_stream(path) as stream:
-            yield stream
+def write_synced(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes | memoryview) -> None:
+    """Write a new file. Afterwards its content is on the disk, and not in the machine's memory alone."""
+    if isinstance(filesystem, PatientFileSystem):
+        filesystem.write(path, content)
         return
     with Path(path).open("wb") as file:
-        yield file
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,7 +1,7 @@
 """Every address as a file system and a path on it, in one place: local paths, file://, s3://, gs://, az://, abfs://,
 and hf://, to read.
 
-The file systems are pyarrow's own, with retries and time-outs. Their settings, like credentials, come from the
+The file systems are pyarrow's own, with time-outs and patience. Their settings, like credentials, come from the
 environment of each process, so on a cluster every node has them:
 
     s3://bucket/key            AWS_ACCESS_KEY_ID and all else that AWS knows; AWS_REGION, or the bucket's own;
@@ -14,7 +14,7 @@ environment of each process, so on a cluster every node has them:
 An address holds no credentials, and no options: it is printed, logged and kept with the run. One that does is
 refused.
 
-RAYPIPE_STORAGE_ATTEMPTS is the number of attempts at a request, for S3; 8.
+How long one that does not answer is waited for, `raypipe.storage.patience` says.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.lookup import to_install
+from raypipe.storage.patience import PatientFileSystem, one_line, patience_s
 
-# A throttled request waits half a second before its second attempt, and up to 20 s before a later one: the eighth
-# comes after half a minute on average.
-_ATTEMPTS = 8
 _CONNECT_S = 5
 _SILENT_S = 20  # without a byte, after which a request is tried again
-_GOOGLE_RETRY = timedelta(minutes=2)  # for a request with all its attempts
+_GOOGLE_RETRY = timedelta(seconds=15)  # for a request with all its attempts
 # Scheme → its kind of file system.
 _KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "hf": "hf"}
 # Where credentials stand, instead of in an address.
@@ -53,21 +51,6 @@ _CREDENTIALS = {
 _ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "HF_", "RAYPIPE_STORAGE_")
 # In the path of Ray's copies of working directories.
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
-# Parts of an error's text → what to do about it.
-_ADVICE = {
-    ("NO_SUCH_BUCKET", "not found. To create buckets"): "make the bucket, or mend the address",
-    ("NETWORK_CONNECTION",): "check the network, and AWS_ENDPOINT_URL if it is set",
-    ("HTTP status 503", "SLOW_DOWN"): (
-        "the server asks for fewer requests: use fewer nodes, or raise RAYPIPE_STORAGE_ATTEMPTS"
-    ),
-    ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403"): (
-        "check the credentials, which every node needs"
-    ),
-    ("401 Client Error", "403 Client Error"): "check HF_TOKEN, which every node needs",
-    ("OAuth2", "DefaultAzureCredential"): (
-        "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS or AZURE_STORAGE_KEY"
-    ),
-}
 
 
 def is_remote(address: str | Path) -> bool:
@@ -132,8 +115,13 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int) -> pyarrow.fs.FileSystem:
+def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int) -> PatientFileSystem:
     """One per process, so that connections are used again; never one that a parent process made."""
+    patience_s()  # a wrong setting is told before it is needed
+    return PatientFileSystem(kind, host, _make)
+
+
+def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:
     if kind == "gs":
         anonymous = host.startswith("anonymous@")
         return pyarrow.fs.GcsFileSystem(anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY)
@@ -146,18 +134,6 @@ def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid:
             extra = f"{to_install('huggingface')}, on every node"
             raise ConfigError(f"hf:// needs huggingface-hub ({error}): {extra}") from error
     return _s3(host) if kind == "s3" else _azure(host)
-
-
-class S3FileSystem(pyarrow.fs.S3FileSystem):
-    """pyarrow's own forgets its retries when it is pickled, as Ray Train does; this one keeps them."""
-
-    def __init__(self, options: dict[str, Any], attempts: int) -> None:
-        strategy = pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=attempts)
-        super().__init__(**options, retry_strategy=strategy)
-        self.options, self.attempts = options, attempts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.options, self.attempts)
 
 
 def _s3(host: str) -> pyarrow.fs.FileSystem:
@@ -179,10 +155,7 @@ def _s3(host: str) -> pyarrow.fs.FileSystem:
         # A server of one's own has no regions, and AWS must be asked which one the bucket is in.
         bucket = host.rpartition("@")[2]
         options["region"] = "us-east-1" if endpoint else pyarrow.fs.resolve_s3_region(bucket)
-    attempts = environment("RAYPIPE_STORAGE_ATTEMPTS") or str(_ATTEMPTS)
-    if not attempts.isdecimal() or int(attempts) < 1:
-        raise ConfigError(f"RAYPIPE_STORAGE_ATTEMPTS must be a number of at least 1, got {attempts!r}")
-    return S3FileSystem(options, int(attempts))
+    return pyarrow.fs.S3FileSystem(**options)
 
 
 def _azure(host: str) -> pyarrow.fs.FileSystem:
@@ -204,13 +177,6 @@ def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         raise failure(f"{what}: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The reason that a file system gives, with what to do about it where that is known."""
-    reason = " ".join(str(error).split())
-    advice = next((advice for parts, advice in _ADVICE.items() if any(part in reason for part in parts)), "")
-    return f"{reason}; {advice}" if advice else reason
 
 
 def exists(address: str) -> bool:

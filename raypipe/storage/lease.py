@@ -28,9 +28,10 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.storage.files import open_input, synced_output
+from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import as_uri, exists, explained, join, open_filesystem
 from raypipe.storage.local_file import boot_id
+from raypipe.storage.patience import impatient
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +164,8 @@ class _Claim:
         pid, since = os.getpid(), datetime.datetime.fromtimestamp(self._since, datetime.UTC)
         who = f"process {pid} on {socket.gethostname()}, since {since:%Y-%m-%d %H:%M:%S} UTC"
         here = {"machine": _machine(), "pid": pid, "started": _started(pid)}
-        with synced_output(self._filesystem, self._path) as file:
-            file.write(json.dumps({"who": who, "since": self._since, **here}).encode())
+        content = json.dumps({"who": who, "since": self._since, **here})
+        write_synced(self._filesystem, self._path, content.encode())
 
     def _renew(self) -> None:
         if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
@@ -175,7 +176,8 @@ class _Claim:
     def renew_until(self, ended: threading.Event) -> None:
         while not ended.wait(_RENEW_S):
             try:
-                self._renew()
+                with impatient():  # it looks again in a moment
+                    self._renew()
             except FileNotFoundError:
                 return  # taken away; the trainers find out at their next checkpoint
             except (pa.ArrowException, OSError) as error:
@@ -183,7 +185,7 @@ class _Claim:
 
     def give_back(self) -> None:
         """Let others have the folder, which goes if nothing is in it; object storage knows no folders."""
-        with contextlib.suppress(pa.ArrowException, OSError):
+        with contextlib.suppress(pa.ArrowException, OSError), impatient():
             self._filesystem.delete_file(self._path)
             Path(self._folder).rmdir()
             Path(self._folder).parent.rmdir()

@@ -24,13 +24,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
 from raypipe.storage.local_file import boot_id, cache_folder, locked, make_cache_folder, progress
+from raypipe.storage.patience import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
 def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
     """Yield an object's bytes from `start` to its end, in order, several parts read at a time."""
     at_once = _NUM_AHEAD * PART_BYTES
-    with opened(wanted.address) as (source, found), ThreadPoolExecutor(_NUM_AHEAD) as pool:
+    with opened(wanted.address) as (source, found), Threads(_NUM_AHEAD) as pool:
         wanted.check_same(found)
         for first in range(start, wanted.num_bytes, at_once):
             starts = range(first, min(first + at_once, wanted.num_bytes), PART_BYTES)

@@ -13,7 +13,6 @@ import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -25,6 +24,7 @@ from raypipe.storage.files import RemoteFile, look_up, read_json, write_json
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import locked, make_cache_folder, open_regular
+from raypipe.storage.patience import Threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import (
     ARRAY_SUFFIX,
@@ -166,11 +166,11 @@ class ArchiveStore(FileStore[_Opened]):
         archives = self._found
         if archives is None:
             files = list_files(self.address, lambda name: name.endswith(self.suffix), f"*{self.suffix}")
-            with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+            with Threads(_NUM_REQUESTS) as pool:
                 archives = list(pool.map(_find, files))
             if is_remote(self.address):
                 self._found = archives
-        with ThreadPoolExecutor(_NUM_FETCHES) as pool:
+        with Threads(_NUM_FETCHES) as pool:
             scans = list(pool.map(self._scanned, archives))
         return _Opened(type(self), archives, self._index([archive.name for archive in archives], scans))
 

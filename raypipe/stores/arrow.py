@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import explained, is_remote, one_line
+from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_file import regular_path
+from raypipe.storage.patience import one_line
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
 from raypipe.stores.base import Columns, FileStore, by_part, part_of

@@ -25,6 +25,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, digest_of_file
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
 from raypipe.storage.local_file import cache_folder, make_cache_folder, open_lock, try_lock
+from raypipe.storage.patience import upload
 from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
 from raypipe.stores.writers import open_writer
 
@@ -137,7 +138,7 @@ def _upload(files: list[Path], dst: str, old: set[str]) -> None:
 
 def _copy(file: Path, shard: RemoteFile) -> None:
     filesystem, path = open_filesystem(shard.address)
-    pyarrow.fs.copy_files(str(file), path, destination_filesystem=filesystem)
+    upload(str(file), filesystem, path)
     num_bytes = filesystem.get_file_info(path).size
     if num_bytes != shard.num_bytes:
         raise OSError(f"{shard.address} has {num_bytes} bytes, {shard.num_bytes} were written")

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.lookup import to_install
-from raypipe.storage.filesystem import one_line
+from raypipe.storage.patience import one_line, patience_s
 from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices
 
@@ -181,7 +181,8 @@ def _options(address: str) -> dict[str, str]:
         if endpoint:
             endpoint = endpoint if "://" in endpoint else f"https://{endpoint}"
             options = {"aws_endpoint": endpoint, "allow_http": str(endpoint.startswith("http://")).lower()}
-        options["client_max_retries"] = environment("RAYPIPE_STORAGE_ATTEMPTS") or "8"
+        # It waits by itself, without a line, and its error is then a store's.
+        options |= {"client_max_retries": "1000", "client_retry_timeout": f"{patience_s():.0f}"}
     elif scheme in ("az", "abfs", "abfss"):
         names = {"account_name": "ACCOUNT", "account_key": "KEY", "sas_token": "SAS_TOKEN"}
         given = {name: environment(f"AZURE_STORAGE_{ours}") for name, ours in names.items()}

@@ -10,7 +10,6 @@ Shards in an object store are opened by ranged reads of their metadata; records 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, opened
 from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_cache import shared_cache
+from raypipe.storage.patience import Threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, missing, part_of
 from raypipe.stores.lmdb_pages import LMDBFile
@@ -52,7 +52,7 @@ class LMDBStore(FileStore["_Shards"]):
         if not is_remote(self.address):
             return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], label_column)
         if self._found is None:
-            with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            with Threads(_NUM_THREADS) as pool:
                 self._found = list(pool.map(_look_up, lmdb_files(self.address)))
         return _Shards(self._found, label_column)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import open_input
-from raypipe.storage.filesystem import explained, one_line, open_filesystem
+from raypipe.storage.filesystem import explained, open_filesystem
+from raypipe.storage.patience import Threads, one_line
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
 from raypipe.stores.base import Columns, FileStore, by_part, part_of
@@ -91,7 +91,7 @@ class _Groups:
         with explained(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
             paths = [open_filesystem(file.address)[1] for file in files]
-        with ThreadPoolExecutor(_NUM_FOOTER_THREADS) as pool:
+        with Threads(_NUM_FOOTER_THREADS) as pool:
             footers = list(pool.map(lambda path: _read_footer(self._filesystem, path), paths))
         digest, first = hashlib.blake2b(digest_size=16), None
         self._groups: list[_Group] = []

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
+from raypipe.storage.patience import Threads
 
 MAX_GROUP_BYTES = 1 << 29
 """What the wanted columns of one row group may unpack to, with the largest page beside them: half of 1 GiB, since
@@ -54,7 +54,7 @@ def bounded(
             chunks.append((chunk, column))
     num_bytes = sum(end - start for start, end in ranges.values())
     _check(num_bytes, "as stored", _MAX_STORED_BYTES)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+    with Threads(_NUM_THREADS) as pool:
         reads = {
             start: [
                 pool.submit(file.read_at, min(_PIECE_BYTES, end - at), at)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -16,6 +15,7 @@ import pyarrow.fs
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, join, open_filesystem
 from raypipe.storage.local_file import progress
+from raypipe.storage.patience import Threads
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
 
 # Requests under way at a time, of a process: an image takes two, of some 20 to 50 ms each.
@@ -65,7 +65,7 @@ def _listed(address: str) -> Listing:
         found = filesystem.get_file_info(pyarrow.fs.FileSelector(root))
         folders = (info.base_name for info in found if info.type == pyarrow.fs.FileType.Directory)
         classes = tuple(sorted(name for name in folders if not name.startswith(".")))
-        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+        with Threads(_NUM_REQUESTS) as pool:
             images = list(pool.map(lambda name: _samples(filesystem, root, name), classes))
     if any(_has_suffix(path, IMAGE_SUFFIXES) for of_class in images for path, _ in of_class):  # else arrays
         images = [[each for each in of_class if _has_suffix(each[0], IMAGE_SUFFIXES)] for of_class in images]
@@ -115,7 +115,7 @@ class _Opened:
         self._sizes = np.frombuffer(zlib.decompress(listing.sizes), "<i8")
         self._labels = np.repeat(np.arange(len(listing.num)), listing.num)
         self._ends = np.append(np.flatnonzero(np.frombuffer(self._text, np.uint8) == 0), len(self._text))
-        self._pool = ThreadPoolExecutor(_NUM_REQUESTS)
+        self._pool = Threads(_NUM_REQUESTS)
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -134,7 +134,12 @@ class _Opened:
         with explained(StoreError, f"{self._address} cannot be read"):
             filesystem, root = open_filesystem(self._address)
             contents = self._pool.map(lambda index: self._image(filesystem, root, index), indices.tolist())
-            return list(contents)
+            try:
+                return list(contents)
+            except BaseException:
+                self._pool.give_up()
+                self._pool = Threads(_NUM_REQUESTS)
+                raise
 
     def _image(self, filesystem: pyarrow.fs.FileSystem, root: str, index: int) -> bytes | None:
         num_bytes = int(self._sizes[index])

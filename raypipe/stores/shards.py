@@ -12,7 +12,6 @@ import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +22,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, look_up, read_json
 from raypipe.storage.filesystem import is_remote, join
 from raypipe.storage.local_cache import shared_cache
+from raypipe.storage.patience import Threads
 from raypipe.stores.archive import OpenFile
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, Columns, FileStore, by_part, missing, part_of
 from raypipe.stores.encodings import DAMAGE, Encoding, encoding_of
@@ -115,7 +115,7 @@ class ShardStore(FileStore["_Opened"]):
         if not is_remote(self.address):
             return index, list(files)
         listed = [RemoteFile(file, shard.num_bytes) for file, shard in zip(files, index.shards, strict=True)]
-        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+        with Threads(_NUM_REQUESTS) as pool:
             return index, list(pool.map(lambda file: file.checked(look_up(file.address)), listed))
 
     def _preferred(self, shard: Shard) -> Shard:

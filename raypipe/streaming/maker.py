@@ -27,6 +27,7 @@ from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.patience import impatient
 from raypipe.stores.base import Store, name_of, title_of
 from raypipe.streaming.row import Made
 from raypipe.transform.batch import (
@@ -411,9 +412,10 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by:
     if not folder_uri or folder_uri in _without_records:
         return
     try:
-        filesystem, folder = open_filesystem(folder_uri)
-        filesystem.create_dir(folder, recursive=True)
-        write_text(join(folder_uri, f"{at}{by and '-' + by}.jsonl"), "".join(line + "\n" for line in lines))
+        with impatient():
+            filesystem, folder = open_filesystem(folder_uri)
+            filesystem.create_dir(folder, recursive=True)
+            write_text(join(folder_uri, f"{at}{by and '-' + by}.jsonl"), "".join(line + "\n" for line in lines))
     except Exception as error:  # a full disk, an object store that is gone, whatever it is
         _without_records.add(folder_uri)
         logger.warning("bad samples cannot be recorded in %s, but in this log: %s", folder_uri, error)

@@ -23,6 +23,8 @@ from raypipe.plan.schedule import WHOLE, Share, shares
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, datasets_with
 from raypipe.rayext.placement import placement
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.patience import patience_s
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
 from raypipe.streaming.row import Ended
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
 logger = logging.getLogger(__name__)
+
+# What an attempt may take that is begun when the patience ends, see `storage.patience`.
+_LAST_ATTEMPT_S = 60.0
 
 # A reader does nothing but yield rows. It must not wait for a CPU that the pool holds: a pool that takes all
 # CPUs would starve it, and the run would hang (ray#44687).
@@ -154,6 +159,8 @@ def dataset(
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
     (pool, actors), ranks = _pool_of(spec.pool, share, max_actors), share.of(world_size)
+    if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
+        pool = replace(pool, stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S))
     fixed, per_actor, largest = pool.blocks_for(ranks, actors)
     settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, ranks, spec.run, spec.log)
     # Of the object store as it is now, streams take half.
@@ -175,6 +182,7 @@ def dataset(
         block=pool.block,
         largest=largest,
         max_bytes=max_bytes,
+        run=spec.run,
     )
     with datasets_with(settings, actors):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)

@@ -24,6 +24,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from raypipe.errors import ResourceError, StoreError
+from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import WHOLE, Plan, Share
@@ -51,6 +52,7 @@ class MicroBatchSource(Datasource):
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
         targets: columns that are read besides image and label, see `TransformConfig.target_columns`.
         columns: further ones.
+        run: name of the run, for metrics.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class MicroBatchSource(Datasource):
         block: int = 1,
         largest: int = 0,
         max_bytes: int = MAX_BYTES,
+        run: str = "",
     ) -> None:
         super().__init__()
         plan.check(cursor)
@@ -75,6 +78,7 @@ class MicroBatchSource(Datasource):
         self._cursor, self._readers, self._supervisor = cursor, readers, supervisor
         self._share, self._targets, self._columns = share, targets, columns
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
+        self._run = run
         # To serialise lists, even of nothing, takes as long as all other columns.
         self._schema = read_schema("keypoints" in (targets or {}), bool(columns)) if readers else PLACE_SCHEMA
         self._tasks = tasks(plan.num_micro_batches(cursor, share), ranks)
@@ -118,10 +122,12 @@ class MicroBatchSource(Datasource):
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(self._supervisor.sizes.remote(task, room, self._max_bytes))
             careful = bool(self._readers) and ray.get(begun)
+        metrics = Recorder(self._run)
         for block in cut(itertools.chain([at], places), self._ranks, sizes):
             reads = None
             if block[0].split in self._readers:
                 reads = [self._read(at, task if careful else "") for at in block]
+                metrics.add_storage("reader")
             yield source_row(block, reads, self._schema)
         if task:
             self._supervisor.has_read.remote(task)

@@ -100,6 +100,7 @@ class TransformWorker:
             num_samples = sum(int((made.result.index != PADDING).sum()) for made in all_made)
             amounts |= {"cache_hits_total": num_kept, "cache_misses_total": num_samples - num_kept}
         self._metrics.add(amounts, split=split)
+        self._metrics.add_storage("actor")
 
 
 class Guard:

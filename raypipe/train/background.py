@@ -16,6 +16,7 @@ import torch
 
 from raypipe.device.ring import new_event
 from raypipe.storage.filesystem import is_remote
+from raypipe.storage.patience import impatient
 from raypipe.train.run_folder import stop_requested
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,8 @@ class StopPoll:
         has_failed = False
         while not self._ended.is_set():
             try:
-                self.asked = stop_requested(self._run_uri)
+                with impatient():
+                    self.asked = stop_requested(self._run_uri)
             except Exception as error:  # a run does not end because nobody can ask it to
                 if not has_failed:
                     logger.warning("cannot see whether %s was asked to stop, and try on: %s", self._run_uri, error)

@@ -25,8 +25,9 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.storage.files import open_input, read_whole, sync_folder, synced_output
+from raypipe.storage.files import open_input, read_whole, sync_folder, write_synced
 from raypipe.storage.filesystem import exists, explained, is_remote, join, open_filesystem
+from raypipe.storage.patience import impatient
 
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
@@ -76,6 +77,7 @@ def write_checkpoint(
 
     Raises:
         ConfigError: it cannot be written; nothing is left of it then, and the others are as they were.
+        OutageError: object storage has been waited for in vain; something of it may be left, without a manifest.
     """
     name = f"checkpoint_{cursor.epoch:04d}_{cursor.step:07d}_{secrets.token_hex(4)}"
     filesystem, path = open_filesystem(run_uri)
@@ -89,15 +91,14 @@ def write_checkpoint(
         try:
             filesystem.create_dir(folder, recursive=True)
             for file, content in contents.items():
-                with synced_output(filesystem, f"{folder}/{file}") as output:
-                    output.write(content)
+                write_synced(filesystem, f"{folder}/{file}", content)
                 sync_folder(filesystem, folder)
             sync_folder(filesystem, path)
         except BaseException:
-            with contextlib.suppress(pa.ArrowException, OSError):
+            with contextlib.suppress(pa.ArrowException, OSError), impatient():
                 filesystem.delete_dir(folder)
             raise
-    with contextlib.suppress(pa.ArrowException, OSError):  # tried again at the next one
+    with contextlib.suppress(pa.ArrowException, OSError), impatient():  # tried again at the next one
         for other in _names(run_uri):  # one of a later place, passed over by a resume, stays
             if _place(other) <= _place(name) and other not in (name, before):
                 filesystem.delete_dir(f"{path}/{other}")

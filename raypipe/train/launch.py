@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from raypipe.config import AugmentConfig, RunConfig, TrainConfig
-from raypipe.errors import ConfigError, CursorError, RaypipeError, RunError
+from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
 from raypipe.failures import cause_of, told
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.lookup import import_name
@@ -351,6 +351,6 @@ def _told(error: Exception, run_uri: str) -> RaypipeError:
     try:
         write_text(where, "".join(traceback.format_exception(error)))
         rest = f"its traceback is in {where.removeprefix('file://')}"
-    except ConfigError as unwritten:
+    except (ConfigError, OutageError) as unwritten:
         rest = f"its traceback is lost: {unwritten}"
     return RunError(f"{told(error)} ({rest})")

@@ -31,7 +31,7 @@ import yaml
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.storage.files import open_input, read_text, read_whole, write_text
+from raypipe.storage.files import open_input, read_text, read_whole, write_synced, write_text
 from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
@@ -61,8 +61,7 @@ _MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform are 1 MiB at most, see 
 def request_stop(run_uri: str) -> None:
     """Ask the trainers of a run to end, with a checkpoint, as soon as they look; see `loop.Trainer`."""
     filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
-    with filesystem.open_output_stream(path):
-        pass
+    write_synced(filesystem, path, b"")
 
 
 def stop_requested(run_uri: str) -> bool:

@@ -74,6 +74,7 @@ def test_several_splits_in_a_folder_are_refused(hub: HubServer) -> None:
 
 def test_a_token_is_taken_from_the_environment(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "hf_secret"
+    monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "1")
     with pytest.raises(StoreError, match=r"train-\*\.parquet|data"):
         len(open_store(f"{ROOT}/data/train-*.parquet"))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")

@@ -186,7 +186,7 @@ def test_in_a_bucket_it_is_the_same_store(bucket: str, tmp_path: Path) -> None:
 
 def test_addresses_and_credentials_are_those_of_other_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "minio.local:9000")
-    monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", "3")
+    monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "90")
     for name, value in {"ACCOUNT": "acc", "KEY": "secret"}.items():
         monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
     monkeypatch.delenv("AZURE_STORAGE_SAS_TOKEN", raising=False)
@@ -194,7 +194,8 @@ def test_addresses_and_credentials_are_those_of_other_stores(monkeypatch: pytest
     assert _options("s3://anonymous@b/x.lance") == {
         "aws_endpoint": "https://minio.local:9000",
         "allow_http": "false",
-        "client_max_retries": "3",
+        "client_max_retries": "1000",
+        "client_retry_timeout": "90",
         "aws_skip_signature": "true",
     }
     assert _uri("abfs://c@acc.dfs.core.windows.net/x.lance") == "abfss://c@acc.dfs.core.windows.net/x.lance"

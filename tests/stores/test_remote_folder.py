@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from s3_server import FaultyProxy
 
-from raypipe.errors import StoreError
+from raypipe.errors import OutageError, StoreError
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.stores import open_store, remote_folder
 from raypipe.stores.base import name_of
@@ -183,8 +183,8 @@ def test_faults_of_the_network_are_tried_again_and_a_bucket_that_is_gone_is_an_e
         store = open_store(f"{bucket}/train")
         assert store.read(np.arange(9))["image"] == expected
         assert faulty.faults.total() > 0
-    monkeypatch.setenv("RAYPIPE_STORAGE_ATTEMPTS", "1")
-    with pytest.raises(StoreError, match=rf"{bucket}/train cannot be read: .*check the network"):
+    monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
+    with pytest.raises(OutageError, match=rf"{bucket}/train.* was waited for in vain.*check the network"):
         store.read(np.arange(2))
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
+from s3_server import FaultyProxy, first
 
-from raypipe.errors import ConfigError, CursorError
+from raypipe.errors import ConfigError, CursorError, OutageError
 from raypipe.plan.cursor import Cursor
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.train.checkpoints import find_newest, has_checkpoints, open_state, write_checkpoint
@@ -61,6 +62,30 @@ def step_of(run: Path | str) -> int | None:
     with open_state(run_uri, found.name) as file:
         assert file.read() == content(found.cursor)
     return found.cursor.step
+
+
+def test_a_checkpoint_is_written_and_read_through_outages(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_uri = f"{bucket}/mine"
+    with FaultyProxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        write(run_uri, 1, 3)
+        proxy.outage = first(9, after=12)  # while it is written
+        write(run_uri, 1, 6)
+        proxy.outage = first(3, 403, "ExpiredToken", after=4)
+        assert step_of(run_uri) == 6 and proxy.faults == {"SlowDown": 9, "ExpiredToken": 3}
+
+
+def test_an_outage_is_not_taken_for_damage(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_uri = f"{bucket}/mine"
+    write(run_uri, 1, 3)
+    monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
+    with FaultyProxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        proxy.outage = first(10**6, after=1)
+        with pytest.raises(OutageError, match="was waited for in vain"):
+            find_newest(run_uri, check)
 
 
 def test_the_newest_is_found_as_it_was_written_and_two_are_kept(run: Path) -> None:

@@ -176,6 +176,7 @@ class Loader:
                 self.num_epochs,
             )
         self._created = time.perf_counter()
+        self.exported.begin()
         self._source, self._supervisor, gather, self._actors = self._open_at(self._start)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         copied = functools.partial(self._clocks["train"].add, "transfer")
@@ -223,6 +224,7 @@ class Loader:
             val.skip()
         # The stream's own end must be seen, or its execution would be left running.
         assert self._batches is None or next(self._batches, None) is None, "the stream is longer than the plan"
+        self.exported.end()
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text."""
@@ -276,6 +278,7 @@ class Loader:
         A later `raypipe.loader` continues from there.
         """
         write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
+        self.exported.checkpointed()
 
     @property
     def columns(self) -> SampleColumns:
@@ -302,6 +305,7 @@ class Loader:
         for generator in (self._batches, self._source) if self._batches else ():
             with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
                 generator.close()
+        self.exported.end()
         self.chronicle.close()
 
     def times(self, split: Split = "train") -> StageTimes:

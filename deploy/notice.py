@@ -1,10 +1,10 @@
-"""Drain this machine's Ray node when it is about to be taken away. Only Python, and `ray` on PATH, are needed.
+"""Drain this machine's Ray node when it is about to be taken away. Needs only Python, and `ray` on PATH.
 
-    python deploy/notice.py watch          beside `ray start` on AWS or Google Cloud: looks for the cloud's notice
-    python deploy/notice.py drain 100      before a pod ends (preStop): drains now, and waits while the node works, 100 s
+    python deploy/notice.py watch        beside `ray start` on AWS or Google Cloud: looks for the cloud's notice
+    python deploy/notice.py drain 100    before a pod ends (preStop): drains, and waits 100 s for the node to end
 
-A drained node gets no new work, and trainers on it are told in time to make a checkpoint. Ray ends the node once it is
-idle. AWS gives notice of two minutes to spot machines, Google of half a minute.
+A drained node gets no new work, and its trainers are told in time to make a checkpoint. Ray ends the node once it
+is idle. AWS gives notice of two minutes to spot machines, Google of half a minute.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def drain(seconds: float, reason: str) -> bool:
 
 
 def watch(notices: tuple[Callable[[], float | None], ...] = (of_aws, of_google)) -> None:
-    """Wait for a notice, and drain the node until Ray has accepted it. One process of a machine does, others end."""
+    """Wait for a notice; drain the node until Ray has accepted it. One process of a machine does; others end."""
     with Path(tempfile.gettempdir(), "raypipe-notice.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -67,7 +67,10 @@ def kuberay() -> dict[str, dict[str, Any]]:
     """Its parts, by kind, or by name where there are several of a kind."""
     parts = list(yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text()))
     kinds = [part["kind"] for part in parts]
-    return {kind if kinds.count(kind) == 1 else part["metadata"]["name"]: part for kind, part in zip(kinds, parts)}
+    return {
+        kind if kinds.count(kind) == 1 else part["metadata"]["name"]: part
+        for kind, part in zip(kinds, parts, strict=True)
+    }
 
 
 # ray up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -153,7 +154,7 @@ def _rate(samples: list[tuple[float, float]], start: float, end: float) -> float
     if len(samples) < 2:
         return None
     values = [value for _, value in samples]
-    increase = values[-1] - values[0] + sum(a for a, b in zip(values, values[1:], strict=False) if b < a)
+    increase = values[-1] - values[0] + sum(a for a, b in itertools.pairwise(values) if b < a)
     (first, _), (last, _) = samples[0], samples[-1]
     between = (last - first) / (len(samples) - 1)
     to_start, to_end = first - start, end - last

@@ -1,10 +1,10 @@
-"""Record what three real streams export, as tests/deploy/alerts_recorded.yaml: one in order, one whose transform is
-slow, and one whose transform actors are stopped after a while.
+"""Record what three real streams export, as tests/deploy/alerts_recorded.yaml: one that is in order, one whose
+transform is slow, and one whose transform actors are stopped after a while.
 
     python tests/deploy/record_alerts.py
 
 Each is recorded for a minute and told as if it had been 20 times slower in all: times between scrapes, seconds
-counted, and Unix times, which begin at 0 as promtool's clock does. So thresholds of minutes are reached in seconds.
+counted, and Unix times, which begin at 0 as promtool's clock does. So seconds reach thresholds of minutes.
 """
 
 from __future__ import annotations
@@ -62,10 +62,20 @@ def scrape(run: str) -> dict[str, float]:
     return found
 
 
-def actors() -> list[psutil.Process]:
-    """The processes of transform actors."""
-    processes = psutil.Process().children(recursive=True)
-    return [each for each in processes if "TransformWorker" in (each.cmdline() or [""])[0]]
+def slower(series: str, value: float, began: float) -> float:
+    """A value of the run that is SLOWER times as slow."""
+    since = value - began if "timestamp" in series else value
+    return since * (SLOWER if "seconds" in series else 1)
+
+
+def signal_actors(number: signal.Signals) -> None:
+    """Send a signal to all transform actors."""
+    found = [
+        each for each in psutil.Process().children(recursive=True) if "MapWorker" in " ".join(each.cmdline()[:1])
+    ]
+    assert found, "no transform actor"
+    for process in found:
+        process.send_signal(number)
 
 
 def record(run: str, transform: Any) -> list[dict[str, float]]:
@@ -82,22 +92,15 @@ def record(run: str, transform: Any) -> list[dict[str, float]]:
 
     def watch() -> None:
         began = time.time()
-        for number in range(SCRAPES):
-            time.sleep(max(0.0, began + number * SCRAPE_S - time.time()))
-            if run == "hung" and number == STOPPED_AFTER:
-                stopped = actors()
-                assert stopped
-                for process in stopped:
-                    process.send_signal(signal.SIGSTOP)
-            now = {
-                series: (value - began if "timestamp" in series else value)
-                * (SLOWER if "seconds" in series else 1)
-                for series, value in scrape(run).items()
-            }
-            scrapes.append(now)
-        done.set()
-        for process in actors():
-            process.send_signal(signal.SIGCONT)
+        try:
+            for number in range(SCRAPES):
+                time.sleep(max(0.0, began + number * SCRAPE_S - time.time()))
+                if run == "hung" and number == STOPPED_AFTER:
+                    signal_actors(signal.SIGSTOP)
+                scrapes.append({series: slower(series, value, began) for series, value in scrape(run).items()})
+        finally:
+            done.set()
+            signal_actors(signal.SIGCONT)
 
     with tempfile.TemporaryDirectory() as folder:
         threading.Thread(target=watch, daemon=True).start()
@@ -139,7 +142,8 @@ def main() -> None:
         ("hung", quick, "RaypipeHung page"),
     )
     tests = [written(run, record(run, transform), alert) for run, transform, alert in runs]
-    head = "# Made by tests/deploy/record_alerts.py.\nrule_files: [../../deploy/alerts.yaml]\nevaluation_interval: 40s\ntests:\n"
+    head = "# Made by tests/deploy/record_alerts.py.\nrule_files: [../../deploy/alerts.yaml]\n"
+    head += f"evaluation_interval: {SCRAPE_S * SLOWER:g}s\ntests:\n"
     (Path(__file__).parent / "alerts_recorded.yaml").write_text(head + "\n".join(tests) + "\n")
 
 

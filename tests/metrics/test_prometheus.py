@@ -18,6 +18,7 @@ import pytest
 import ray
 import without_ray
 from prometheus_client.parser import text_string_to_metric_families
+from ray.dashboard.modules.metrics.dashboards import train_dashboard_panels
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -268,6 +269,26 @@ def test_the_documents_list_the_metrics_that_there_are() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(ray_raypipe_\w+)` \| (\w+) \| ([\w, ]+) \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(f"ray_{m.name}", m.kind, ", ".join(m.labels), m.meaning) for m in METRICS.values()]
+
+
+def test_the_documents_name_panels_and_metrics_of_rays_data_ingestion_dashboard() -> None:
+    row = next(
+        (
+            row
+            for row in getattr(train_dashboard_panels, "TRAIN_GRAFANA_ROWS", [])
+            if row.title == "Data Ingestion"
+        ),
+        None,
+    )
+    if row is None:
+        pytest.skip("this Ray has no such dashboard")
+    text = (
+        (ROOT / "docs" / "metrics.md").read_text().partition("## Ray's own dashboards")[2].partition("## Logs")[0]
+    )
+    asked = {panel.title: " ".join(target.expr for target in panel.targets) for panel in row.panels}
+    for title, metrics in re.findall(r"^\| ([A-Z][\w ]+) \| (`ray_data.+?) \| ", text, re.MULTILINE):
+        names = re.findall(r"`(?:ray_data_|…_)(\w+)`", metrics)
+        assert names and all(re.search(rf"ray_data_(iter_)?{name}\b", asked[title]) for name in names), title
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:

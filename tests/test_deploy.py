@@ -44,6 +44,7 @@ DEPLOY = ROOT / "deploy"
 RAY_UP = [ROOT / "cluster.yaml", DEPLOY / "gcp.yaml", DEPLOY / "aws-p5.yaml", DEPLOY / "gcp-a3.yaml"]
 GCP = [path for path in RAY_UP if path.name.startswith("gcp")]
 AWS = [path for path in RAY_UP if path not in GCP]
+BOUNDS = ("requests", "limits")
 LABEL = dict([PoolConfig().label_selector.split("=")])
 
 sys.path.insert(0, str(ROOT / "tests/deploy"))
@@ -63,7 +64,13 @@ def offers(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def kuberay() -> dict[str, dict[str, Any]]:
-    return {part["kind"]: part for part in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())}
+    """Its parts, by kind, or by name where there are several of a kind."""
+    parts = list(yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text()))
+    kinds = [part["kind"] for part in parts]
+    return {
+        kind if kinds.count(kind) == 1 else part["metadata"]["name"]: part
+        for kind, part in zip(kinds, parts, strict=True)
+    }
 
 
 # ray up
@@ -108,8 +115,12 @@ def test_what_ray_up_copies_runs_and_mounts_is_there(path: Path) -> None:
     (cache,) = re.findall(r"-v (\S+):(\S+)", " ".join(config["docker"]["run_options"]))
     assert f"mkdir -p {cache[0]}" in config["initialization_commands"]
     assert cache[1] in (DEPLOY / "Dockerfile").read_text()
-    for command in config["head_start_ray_commands"] + config["worker_start_ray_commands"]:
+    for command in config["head_start_ray_commands"] + config["worker_start_ray_commands"][:2]:
         assert shlex.split(command)[0] == "ray"
+    (notice,) = config["worker_start_ray_commands"][2:]
+    program = Path(notice.split()[3])
+    assert shlex.split(notice)[:3] == ["setsid", "nohup", "python"] and notice.endswith(" < /dev/null &")
+    assert (ROOT / program.relative_to(mounted)).is_file()
     assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][1]
 
 
@@ -392,9 +403,7 @@ def groups_of(cluster: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_the_manifests_fit_the_kept_model_of_kuberay(kuberay: dict[str, dict[str, Any]]) -> None:
     model = jsonschema.Draft202012Validator(load(ROOT / "tests/deploy/kuberay_model.yaml"))
-    assert set(kuberay) == {"RayCluster", "RayJob"}
-    for part in kuberay.values():
-        model.validate(part)
+    model.validate(kuberay["RayCluster"])
     for wrong in ("minReplica", "idleTimeout"):
         changed = copy.deepcopy(kuberay["RayCluster"])
         changed["spec"]["workerGroupSpecs"][0][wrong] = 1
@@ -408,7 +417,8 @@ def test_kubernetes_knows_every_field_of_the_pods(kuberay: dict[str, dict[str, A
     version = kubernetes_validate.latest_version()
     for group in groups_of(kuberay["RayCluster"]):
         spec = group["template"]["spec"]
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+        metadata = {"name": "pod", **group["template"].get("metadata", {})}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
         kubernetes_validate.validate(pod, version, strict=True)
         (container,) = spec["containers"]
         volumes = {volume["name"]: volume["emptyDir"] for volume in spec["volumes"]}
@@ -421,6 +431,11 @@ def test_kubernetes_knows_every_field_of_the_pods(kuberay: dict[str, dict[str, A
             "the pod would be evicted"
         )
         assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+        storage = [int(container["resources"][of]["ephemeral-storage"].removesuffix("Gi")) for of in BOUNDS]
+        # GKE's default disk of 100 GB leaves 47060071478 bytes to pods, says its page on plans of node sizes.
+        assert (
+            int(volumes["cache"]["sizeLimit"].removesuffix("Gi")) < storage[1] and storage[0] << 30 < 47060071478
+        )
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate({**pod, "spec": {**spec, "toleration": []}}, version, strict=True)
 
@@ -439,10 +454,57 @@ def test_rays_autoscaler_reads_the_cluster_from_kubernetes(kuberay: dict[str, di
     assert name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['ray.io/cluster']"
 
 
-def test_the_job_runs_a_file_of_the_image_on_the_cluster(kuberay: dict[str, dict[str, Any]]) -> None:
-    job = kuberay["RayJob"]["spec"]
-    assert job["clusterSelector"] == {"ray.io/cluster": kuberay["RayCluster"]["metadata"]["name"]}
-    program = Path(shlex.split(job["entrypoint"])[1])
+def test_pods_that_hold_a_run_are_not_moved_and_workers_are_drained_before_they_end(
+    kuberay: dict[str, dict[str, Any]],
+) -> None:
+    version = kubernetes_validate.latest_version()
+    cluster = kuberay["RayCluster"]
+    head, cpu, gpu = (group["template"] for group in groups_of(cluster))
+    for stays in (head, gpu, kuberay["Job"]["spec"]["template"]):
+        assert stays["metadata"]["annotations"] == {
+            "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+            "karpenter.sh/do-not-disrupt": "true",
+        }
+    assert "metadata" not in cpu, "an idle CPU node is given back"
+    for worker in (cpu, gpu):
+        command = worker["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert (ROOT / Path(command[1]).relative_to("/opt/raypipe")).is_file()
+        assert int(command[-1]) < worker["spec"]["terminationGracePeriodSeconds"]
+    pods = {"head": {"ray.io/node-type": "head"}, "gpu": {"ray.io/group": "gpu"}}
+    most = {group["groupName"]: group["maxReplicas"] for group in cluster["spec"]["workerGroupSpecs"]} | {
+        "head": 1
+    }
+    for name, labels in pods.items():
+        budget = kuberay[f"raypipe-{name}"]
+        kubernetes_validate.validate(budget, version, strict=True)
+        assert budget["spec"]["minAvailable"] == most[name]
+        assert budget["spec"]["selector"]["matchLabels"] == {"ray.io/cluster": "raypipe", **labels}
+
+
+def test_the_state_of_a_head_can_outlive_it_by_the_lines_that_are_commented_out() -> None:
+    text = (DEPLOY / "kuberay.yaml").read_text()
+    lines = re.search(r"(  # gcsFaultToleranceOptions:\n(?:  #   .*\n)+)", text)
+    assert lines
+    turned_on = text.replace(lines[1], lines[1].replace("# ", "", 2).replace("  #   ", "    "))
+    cluster = next(yaml.safe_load_all(turned_on))
+    assert set(cluster["spec"]["gcsFaultToleranceOptions"]) == {"redisAddress", "redisPassword"}
+    jsonschema.validate(cluster, load(ROOT / "tests/deploy/kuberay_model.yaml"))
+
+
+def test_the_job_starts_the_run_or_goes_on_with_it_by_a_file_of_the_image(
+    kuberay: dict[str, dict[str, Any]],
+) -> None:
+    job, cluster = kuberay["Job"], kuberay["RayCluster"]
+    named = {**job, "metadata": {**job["metadata"], "name": "job"}}
+    kubernetes_validate.validate(named, kubernetes_validate.latest_version(), strict=True)
+    assert (
+        job["spec"]["backoffLimit"] > 0
+        and "--resume=auto" in job["spec"]["template"]["spec"]["containers"][0]["args"]
+    )
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"]
+    assert f"http://{cluster['metadata']['name']}-head-svc:8265" in container["command"]
+    program = Path(container["command"][-1])
     assert (ROOT / program.relative_to("/opt/raypipe")).is_file()
 
 

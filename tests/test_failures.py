@@ -157,7 +157,7 @@ def test_what_a_real_task_raises_is_told_apart(ray_cluster: None) -> None:
 
 
 def test_ray_train_ends_at_the_first_final_error_and_tries_deaths_again() -> None:
-    policy = OnlyDeathsPolicy(FailureConfig(max_failures=1))
+    policy = OnlyDeathsPolicy(FailureConfig(max_failures=1), "run")
     decisions = [
         policy.make_decision(WorkerGroupError("", failures))
         for failures in ({0: GLOO, 1: LOST}, {0: ResourceError("after 900 s"), 1: GLOO}, {1: LOST})

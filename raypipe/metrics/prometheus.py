@@ -7,13 +7,16 @@
 Ray collects them from every process and serves them on every node, under these names with `ray_` before them; see
 docs/metrics.md. A recording takes some 10 µs, so it is made once for a micro-batch in an actor, and once a second
 elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: what is set once a second
-lasts as long as somebody sets it, and a run that has died shows no loss.
+lasts as long as somebody sets it, and a run that has died shows no loss. A thread sets those of a trainer, which
+may itself wait for long.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +59,17 @@ _ALL = (
     Metric("raypipe_trainer_drained_total", _RANK_SPLIT, "Those before which the GPU had finished its work."),
     Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
     Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the start of a loader to its first batch."),
+    Metric(
+        "raypipe_trainer_last_batch_timestamp_seconds",
+        _RANK,
+        "When a rank got its last micro-batch, or began to wait.",
+    ),
+    Metric(
+        "raypipe_trainer_last_checkpoint_timestamp_seconds",
+        _RUN,
+        "When the last checkpoint was written, or the run began.",
+    ),
+    Metric("raypipe_trainer_restarts_total", (*_RUN, "reason"), "How often all trainers were started again."),
     Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
     Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
     Metric("raypipe_trainer_augment_strength", _RUN, "Strength of the augmentation, in [0, 1]."),
@@ -131,13 +145,34 @@ class Recorder:
 
 
 class TrainerMetrics(Recorder):
-    """Of one rank; rank 0 alone tells what is the same for all."""
+    """Of one rank; rank 0 alone tells what is the same for all.
+
+    From `begin` to `end` a thread sets the gauges once a second, so that they last while the rank waits.
+    """
 
     def __init__(self, run: str, rank: int) -> None:
         super().__init__(run, rank=str(rank))
         self._rank = rank
+        self._shown: dict[str, float] = {}
         self._learnt: dict[str, float] = {}
         self._recorded_at = 0.0
+        self._end = weakref.finalize(self, lambda: None)
+
+    def begin(self) -> None:
+        """The rank begins to wait for its first micro-batch."""
+        self.end()
+        self._shown["trainer_last_batch_timestamp_seconds"] = time.time()
+        ended = threading.Event()
+        self._end = weakref.finalize(self, ended.set)
+        threading.Thread(
+            target=_keep, args=(weakref.ref(self), ended), name="raypipe-metrics", daemon=True
+        ).start()
+
+    def end(self) -> None:
+        """The rank has got all; nothing happens where it has not begun, or has ended before."""
+        if self._end.alive:
+            self._end()
+            self._show()
 
     def is_due(self) -> bool:
         """Whether a second has passed since `record`."""
@@ -145,12 +180,16 @@ class TrainerMetrics(Recorder):
 
     def learnt(self, **values: float) -> None:
         """What to show from now on: trainer_loss, validation_accuracy, …"""
-        self._learnt |= values
+        self._learnt = self._learnt | values  # anew: the thread may be reading it
+
+    def checkpointed(self) -> None:
+        """A checkpoint has just been written, or the run begins to make some."""
+        self.learnt(trainer_last_checkpoint_timestamp_seconds=time.time())
 
     def record(
         self, times: Mapping[Split, StageTimes], *, first_batch_s: float, steps: int, **of_run: float
     ) -> None:
-        """Record where this rank stands.
+        """Record where this rank stands, which has just got a micro-batch.
 
         Args:
             times: of each split, since the rank started.
@@ -167,9 +206,21 @@ class TrainerMetrics(Recorder):
             }
             self.reach(seconds | counts, split=split)
         self.reach({"trainer_steps_total": steps})
-        self.set({"trainer_first_batch_seconds": first_batch_s})
-        if self._rank == 0:
-            self.set(of_run | self._learnt)
+        of_rank = {
+            "trainer_first_batch_seconds": first_batch_s,
+            "trainer_last_batch_timestamp_seconds": time.time(),
+        }
+        self._shown = of_rank | (of_run if self._rank == 0 else {})
+
+    def _show(self) -> None:
+        self.set(self._shown | (self._learnt if self._rank == 0 else {}))
+
+
+def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:
+    while not ended.wait(_PERIOD_S):
+        if (of_rank := metrics()) is not None:
+            of_rank._show()
+            del of_rank
 
 
 class StreamMetrics(Recorder):

@@ -20,6 +20,7 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import ResourceError
 from raypipe.failures import is_final, own_error, told
+from raypipe.metrics.prometheus import Recorder
 from raypipe.rayext.cluster import largest_divisor, started_here
 
 logger = logging.getLogger(__name__)
@@ -101,8 +102,26 @@ class DivisorScalingPolicy(BoundedScalingPolicy, _Elastic):
         return largest_divisor(self._per_step, super()._count_possible_workers(reserved_resources))
 
 
+def _reason(error: TrainingFailedError) -> str:
+    """Why trainers are started again, as a label: preempted, died, no_start."""
+    each = [error, *getattr(error, "worker_failures", {}).values()]
+    # Ray 2.54 to 2.59 have no PreemptionError.
+    if any(type(e).__name__ == "PreemptionError" or getattr(e, "preempted", False) for e in each):
+        return "preempted"
+    return "died" if isinstance(error, WorkerGroupError) else "no_start"
+
+
 class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
-    """Ray Train's failure policy, which tries again what died, and nothing else."""
+    """Ray Train's failure policy, which tries again what died, and nothing else; counts how often, and why.
+
+    Args:
+        failure_config: Ray Train's.
+        run: the run's name, for the count.
+    """
+
+    def __init__(self, failure_config: Any, run: str) -> None:
+        super().__init__(failure_config)
+        self._run = run
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> failure_handling.FailureDecision:
         error = training_failed_error
@@ -111,6 +130,7 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         decision = super().make_decision(error)
         if decision != failure_handling.FailureDecision.RAISE:  # else it is told once the run has ended
             logger.warning("the trainers are started again: %s", told(error))
+            Recorder(self._run).add({"trainer_restarts_total": 1}, reason=_reason(error))
         return decision
 
 
@@ -166,7 +186,7 @@ class RunTrainer(TorchTrainer):
             if _is_elastic(config)
             else FixedPolicy(config, self._timeout_s)
         )
-        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config)  # type: ignore[arg-type]
+        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self.run_config.name or "")
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:

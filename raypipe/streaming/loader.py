@@ -179,6 +179,7 @@ class Loader:
                 self.num_epochs,
             )
         self._created = time.perf_counter()
+        self.exported.begin()
         source = self._open_at(self._start)
         self._supervisor, self._actors = source.supervisor, source.actors
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
@@ -212,7 +213,8 @@ class Loader:
         else:
             self._batches = move(source.batches)
         closes = (functools.partial(_close, generator) for generator in (source.batches, self._batches))
-        self._running.begin(self._supervisor is not None, source.end, self.chronicle.unfollow, *closes)
+        ends = source.end, self.exported.end, self.chronicle.unfollow, *closes
+        self._running.begin(self._supervisor is not None, *ends)
 
     def epochs(self) -> Epochs:
         """The remaining epochs, each once; of the first, the rest of it.
@@ -294,6 +296,7 @@ class Loader:
         A later `raypipe.loader` continues from there.
         """
         write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
+        self.exported.checkpointed()
 
     @property
     def columns(self) -> SampleColumns:

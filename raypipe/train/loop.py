@@ -120,6 +120,7 @@ class Trainer:
             run_dir=run_uri,
         )
         self.loader.interval_s = math.inf
+        self.loader.exported.checkpointed()
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(run, num_classes, self.device, self.world_size, has_classes)
@@ -324,6 +325,7 @@ class Trainer:
                 log.sync()
                 self._check_lease()
                 self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
+                self.loader.exported.checkpointed()
 
             self._writer.save({**self.learner.state(), "metrics": self.metrics}, write)
         ray.train.report(metrics)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 import ray
 import without_ray
 from prometheus_client.parser import text_string_to_metric_families
+from ray.dashboard.modules.metrics.dashboards import train_dashboard_panels
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -135,6 +138,36 @@ def test_what_a_rank_has_drained_is_counted_beside_its_micro_batches(monkeypatch
     assert [amount for name, amount, _ in counted if name == "raypipe_trainer_drained_total"] == [3, 2]
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_trainers_gauges_are_set_while_it_waits_until_it_ends_or_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, dropped: bool
+) -> None:
+    shown: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+
+    class Gauge:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            shown.put((self.name, value))
+
+    monkeypatch.setattr("raypipe.metrics.prometheus._instrument", Gauge)
+    monkeypatch.setattr("raypipe.metrics.prometheus._PERIOD_S", 0.01)
+    others, began = set(threading.enumerate()), time.time()
+    metrics = TrainerMetrics("run", 0)
+    metrics.begin()
+    metrics.checkpointed()
+    seen = [shown.get(timeout=20) for _ in range(10)]  # nobody records anything
+    names = {f"raypipe_trainer_last_{what}_timestamp_seconds" for what in ("batch", "checkpoint")}
+    assert {name for name, _ in seen} == names and all(began <= value <= time.time() for _, value in seen)
+    (thread,) = set(threading.enumerate()) - others
+    if not dropped:
+        metrics.end()
+    del metrics
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
 @pytest.mark.cluster
 def test_gauges_tell_where_a_stream_stands(stopped: tuple[Loader, Any, Scrape]) -> None:
     _, _, scrape = stopped
@@ -195,11 +228,13 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_trainer_decode_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
         *(name for name in METRICS if name.startswith("raypipe_storage_")),  # its stores are on a disk
+        "raypipe_trainer_last_checkpoint_timestamp_seconds",
+        "raypipe_trainer_restarts_total",
     }
     for name, samples in seen.items():
         if name.startswith("ray_raypipe_"):
             for labels, _ in samples:
-                ours = {k for k in labels if k in {"run", "rank", "split", "state", "kind"}}
+                ours = {k for k in labels if k in {"run", "rank", "split", "state", "kind", "reason"}}
                 assert ours == set(METRICS[name.removeprefix("ray_")].labels), name
 
 
@@ -235,6 +270,26 @@ def test_the_documents_list_the_metrics_that_there_are() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(ray_raypipe_\w+)` \| (\w+) \| ([\w, ]+) \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(f"ray_{m.name}", m.kind, ", ".join(m.labels), m.meaning) for m in METRICS.values()]
+
+
+def test_the_documents_name_panels_and_metrics_of_rays_data_ingestion_dashboard() -> None:
+    row = next(
+        (
+            row
+            for row in getattr(train_dashboard_panels, "TRAIN_GRAFANA_ROWS", [])
+            if row.title == "Data Ingestion"
+        ),
+        None,
+    )
+    if row is None:
+        pytest.skip("this Ray has no such dashboard")
+    text = (
+        (ROOT / "docs" / "metrics.md").read_text().partition("## Ray's own dashboards")[2].partition("## Logs")[0]
+    )
+    asked = {panel.title: " ".join(target.expr for target in panel.targets) for panel in row.panels}
+    for title, metrics in re.findall(r"^\| ([A-Z][\w ]+) \| (`ray_data.+?) \| ", text, re.MULTILINE):
+        names = re.findall(r"`(?:ray_data_|…_)(\w+)`", metrics)
+        assert names and all(re.search(rf"ray_data_(iter_)?{name}\b", asked[title]) for name in names), title
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:

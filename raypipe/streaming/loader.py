@@ -213,8 +213,8 @@ class Loader:
         else:
             self._batches = move(source.batches)
         closes = (functools.partial(_close, generator) for generator in (source.batches, self._batches))
-        ends = source.end, self.exported.end, self.chronicle.unfollow, *closes
-        self._running.begin(self._supervisor is not None, *ends)
+        has_actors, unfollow = self._supervisor is not None, self.chronicle.unfollow
+        self._running.begin(has_actors, source.end, self.exported.end, unfollow, *closes)
 
     def epochs(self) -> Epochs:
         """The remaining epochs, each once; of the first, the rest of it.

@@ -40,6 +40,12 @@ def test_a_hung_a_starved_and_a_healthy_run_are_recorded_and_each_alert_fires_so
     assert fired == {rule["alert"] for rule in rules()}
 
 
+def test_no_alert_fires_at_any_time_of_the_healthy_run() -> None:
+    healthy, every_s = TESTS[0]
+    for turn in range(28):
+        assert not firing(healthy, every_s, turn * every_s)
+
+
 def test_rules_ask_for_metrics_and_labels_that_are_exported() -> None:
     of_ray = {"ray_object_store_memory": {"Location", "SessionName"}}
     for node in selectors():

@@ -9,16 +9,16 @@ from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
-from ray.train.v2.api.exceptions import ControllerError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.failures import cause_of
-from raypipe.rayext.trainer import BoundedScalingPolicy, DivisorScalingPolicy, FixedPolicy
+from raypipe.rayext.trainer import BoundedScalingPolicy, DivisorScalingPolicy, FixedPolicy, OnlyDeathsPolicy
 
 
 def decided(
@@ -140,3 +140,31 @@ def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(tmp_path: Pat
     with pytest.raises(ControllerError, match="need 3 CPUs"):
         trainer.fit()
     assert (tmp_path / "tries").read_text() == "tried\n"
+
+
+def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[str, dict[str, str]]] = []
+
+    class Counter:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def inc(self, _: float, tags: dict[str, str]) -> None:
+            counted.append((self.name, tags))
+
+    monkeypatch.setattr("raypipe.metrics.prometheus._instrument", Counter)
+    policy = OnlyDeathsPolicy(FailureConfig(max_failures=2), "first")
+    gone = ActorDiedError()
+    preempted = ActorDiedError()
+    monkeypatch.setattr(type(preempted), "preempted", property(lambda error: error is preempted), raising=False)
+    for error in (
+        WorkerGroupError("a trainer died", {0: gone}),
+        WorkerGroupError("a node was taken away", {0: gone, 1: preempted}),
+        ControllerError(WorkerGroupStartupTimeoutError(2)),
+        WorkerGroupError("a mistake", {0: ValueError("x")}),  # would come again: no restart
+    ):
+        policy.make_decision(error)
+    assert counted == [
+        ("raypipe_trainer_restarts_total", {"run": "first", "reason": reason})
+        for reason in ("died", "preempted", "no_start")
+    ]

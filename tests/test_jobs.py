@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import without_ray
@@ -124,8 +127,6 @@ def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: di
 def test_an_error_is_one_line_on_standard_error(
     arguments: list[str], message: str, stores: dict[str, Path]
 ) -> None:
-    import re
-
     given = [str(stores["train"]) if a == "STORE" else a for a in arguments]
     done = run("-m", "raypipe.commands.cli", *given, code=1)
     assert re.match(message, done.stderr.splitlines()[0]) and "Traceback" not in done.stderr
@@ -191,6 +192,39 @@ def test_a_command_killed_at_random_moments_and_given_again_ends_with_an_unbroke
         assert running.returncode == 0 and said in shown and not result["stopped"], shown
         assert result["steps"] == STEPS and result["val_accuracy"] == digits_run["val_accuracy"]
     assert_equal_weights(folder, Path(digits_run["run_dir"]))
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_two_runs_of_one_second_train_one_after_the_other_and_a_lost_head_is_named(
+    digits_run: dict[str, Any], tmp_path: Path
+) -> None:
+    cache = Path(digits_run["run_dir"]).parents[1]
+    command = [*TRAIN, *DIGITS, f"--storage_path={tmp_path}"]
+    with LocalHead(2, {"RAYPIPE_CACHE": str(cache)}) as head:
+
+        def start(*settings: str) -> subprocess.Popen[str]:
+            environment = {**head.environment, "RAY_ADDRESS": head.gcs_address}
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            return subprocess.Popen([*command, *settings], text=True, cwd=ROOT, env=environment, **pipes)
+
+        running = [start(f"--name={name}") for name in ("one", "other")]
+        said = [each.communicate(timeout=200)[0] for each in running]
+        assert [each.returncode for each in running] == [0, 0], said
+        waited = [text for text in said if " more at most (train.start_timeout_s) for " in text]
+        assert len(waited) == 1 and re.search("for another run, until .*|for room: 1 trainer and 1 ", waited[0])
+
+        endless = start("--name=lost", "--plan.epochs=100000", "--train.checkpoint_interval=1")
+        while not list(tmp_path.glob("lost/checkpoint_*/checkpoint.json")):
+            assert endless.poll() is None
+            time.sleep(0.1)
+        for process in psutil.Process(head._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        text, _ = endless.communicate(timeout=200)
+    assert endless.returncode == 1 and "RunError: the head of the Ray cluster does not answer any more (" in text
+    assert f"go on by: jobs/train.py --resume {tmp_path / 'lost'}" in text
 
 
 @pytest.mark.soak

@@ -21,6 +21,7 @@ from raypipe.logs import printable
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.storage.lease import check_owner
+from raypipe.storage.patience import impatient
 
 
 def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
@@ -121,7 +122,8 @@ def _is_run(address: str) -> bool:
     if not address:
         return False
     try:
-        return exists(join(as_uri(address), "config.yaml"))
+        with impatient():
+            return exists(join(as_uri(address), "config.yaml"))
     except (ConfigError, OSError, UnicodeError):  # those who open it as a store tell what is wrong with it
         return False
 

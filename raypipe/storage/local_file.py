@@ -7,15 +7,13 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from raypipe.errors import StoreError
+from raypipe.storage.patience import progress
 
 _POLL_S = 0.05
-
-on_progress: list[Callable[[], None]] = []
-"""Called while a download, or the wait for another process's, goes on: such time is not the transform's."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -97,12 +95,6 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def progress() -> None:
-    """Tell whoever watches over this process that it has a reason to take its time."""
-    for call in on_progress:
-        call()
 
 
 def cache_folder() -> Path:

@@ -33,7 +33,6 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, OutageError
-from raypipe.storage.local_file import progress
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +72,19 @@ _ADVICE = {
     ),
 }
 
+on_progress: list[Callable[[], None]] = []
+"""Called while a download, or a wait for storage or another process, goes on; such time is no transform's."""
+
 _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)  # of the thread's `Threads`
 _counts: dict[tuple[str, str], float] = defaultdict(float)  # by operation and what is counted
 _counting = threading.Lock()
+
+
+def progress() -> None:
+    """Tell whoever watches over this process that it has a reason to take its time."""
+    for call in on_progress:
+        call()
 
 
 def patience_s() -> float:

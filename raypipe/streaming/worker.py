@@ -21,7 +21,7 @@ from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, MicroBatchId
-from raypipe.storage import local_file
+from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import Made, block_of, made_row, reads_of
@@ -128,11 +128,11 @@ class Guard:
             orders = ray.get(begun)
             if orders.error:
                 raise ResourceError(orders.error)
-        local_file.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
+        patience.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
         try:
             yield orders
         finally:
-            local_file.on_progress.remove(self._watch)
+            patience.on_progress.remove(self._watch)
             faulthandler.cancel_dump_traceback_later()
         if orders and orders.careful:
             ray.get(self._supervisor.ended.remote(self._actor))

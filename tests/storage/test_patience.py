@@ -14,7 +14,7 @@ from s3_server import FaultyProxy, first
 
 from raypipe.errors import OutageError, StoreError
 from raypipe.failures import is_final
-from raypipe.storage import local_file, patience
+from raypipe.storage import patience
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem
 from raypipe.storage.patience import impatient, take_counts
@@ -35,7 +35,7 @@ def test_an_outage_is_waited_for_and_told_in_two_lines(
 ) -> None:
     monkeypatch.setattr(patience, "_TELL_AFTER_S", 0.0)
     signs: list[None] = []
-    monkeypatch.setattr(local_file, "on_progress", [lambda: signs.append(None)])
+    monkeypatch.setattr(patience, "on_progress", [lambda: signs.append(None)])
     proxy.outage = first(MANY)
     with caplog.at_level(logging.WARNING, "raypipe"):
         assert read_whole(f"{bucket}/a") == b"content"

@@ -24,6 +24,7 @@ from raypipe.lookup import search_here
 from raypipe.section import check, kind_at
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
+from raypipe.storage.patience import impatient
 
 
 def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
@@ -182,7 +183,8 @@ def _is_run(address: str) -> bool:
     from raypipe.train.run_folder import has_config
 
     try:
-        return bool(address) and has_config(as_uri(address))
+        with impatient():
+            return exists(join(as_uri(address), "config.yaml"))
     except (ConfigError, OSError, UnicodeError):  # those who open it as a store tell what is wrong with it
         return False
 

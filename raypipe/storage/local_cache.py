@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
-from raypipe.storage.local_file import boot_id, cache_folder, locked, make_cache_folder, progress
-from raypipe.storage.patience import Threads
+from raypipe.storage.local_file import boot_id, cache_folder, locked, make_cache_folder
+from raypipe.storage.patience import Threads, progress
 
 logger = logging.getLogger(__name__)
 

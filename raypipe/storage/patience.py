@@ -72,6 +72,9 @@ _ADVICE = {
     ),
 }
 
+on_progress: list[Callable[[], None]] = []
+"""Called while a download, or a wait for storage or another process, goes on; such time is no transform's."""
+
 _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)  # of the thread's `Threads`
 _counts: dict[tuple[str, str], float] = defaultdict(float)  # by operation and what is counted
@@ -79,6 +82,12 @@ _counting = threading.Lock()
 
 on_progress: list[Callable[[], None]] = []
 """Called while a download, or the wait for another process's, goes on: such time is not the transform's."""
+
+
+def progress() -> None:
+    """Tell whoever watches over this process that it has a reason to take its time."""
+    for call in on_progress:
+        call()
 
 
 def progress() -> None:

@@ -14,8 +14,7 @@ import pyarrow.fs
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, join, open_filesystem
-from raypipe.storage.local_file import progress
-from raypipe.storage.patience import Threads
+from raypipe.storage.patience import Threads, progress
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
 
 # Requests under way at a time, of a process: an image takes two, of some 20 to 50 ms each.

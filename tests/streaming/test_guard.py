@@ -18,7 +18,7 @@ from ray import cloudpickle
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
-from raypipe.storage.local_file import progress
+from raypipe.storage.patience import progress
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.spec import StreamSpec

@@ -191,7 +191,7 @@ def test_each_side_knows_only_its_own_framework() -> None:
 
 def test_every_error_is_in_the_tree_and_survives_pickling() -> None:
     found = [error for _, error in inspect.getmembers(errors, inspect.isclass)]
-    assert len(found) == 9
+    assert len(found) == 10
     for error in found:
         assert issubclass(error, errors.RaypipeError)
         assert error.__name__ in (errors.__doc__ or "")

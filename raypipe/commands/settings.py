@@ -184,7 +184,7 @@ def _is_run(address: str) -> bool:
 
     try:
         with impatient():
-            return exists(join(as_uri(address), "config.yaml"))
+            return bool(address) and has_config(as_uri(address))
     except (ConfigError, OSError, UnicodeError):  # those who open it as a store tell what is wrong with it
         return False
 

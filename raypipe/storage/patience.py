@@ -80,15 +80,6 @@ _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=N
 _counts: dict[tuple[str, str], float] = defaultdict(float)  # by operation and what is counted
 _counting = threading.Lock()
 
-on_progress: list[Callable[[], None]] = []
-"""Called while a download, or the wait for another process's, goes on: such time is not the transform's."""
-
-
-def progress() -> None:
-    """Tell whoever watches over this process that it has a reason to take its time."""
-    for call in on_progress:
-        call()
-
 
 def progress() -> None:
     """Tell whoever watches over this process that it has a reason to take its time."""

@@ -21,6 +21,7 @@ from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker

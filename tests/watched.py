@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from ray import cloudpickle
 
 import raypipe
 from raypipe.device.prefetcher import Batch
-from raypipe.plan.schedule import Plan, Segment
+from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Plan
 from raypipe.streaming.loader import Loader
 
 # The trainers of a cluster cannot import a module of the tests.
@@ -31,28 +31,27 @@ def loader(folder: str, dies_at: int, victim: int, spec: raypipe.StreamSpec, **o
         victim: a process's id; 0 = that of rank 0.
     """
     made = raypipe.loader(spec, **options)
-    deliver, report = made._deliver, made.report
+    take, report = made._next, made.report
     kills = dies_at if made.rank == made.global_step == 0 else 0
 
     def write(name: str, line: list[Any]) -> None:
         with Path(folder, name).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def watched(segment: Segment) -> Iterator[Batch]:
-        for batch in deliver(segment):
-            at = batch.at
-            if kills and at.split == "train" and made.plan.global_step(at) == kills:
-                os.kill(victim or os.getpid(), signal.SIGKILL)
-                time.sleep(600)  # Ray ends the workers of a driver that has died
-            write(f"seen-{made.rank}", [at.split, at.epoch, at.step, at.micro, *batch.index.tolist()])
-            yield batch
+    def watched(at: MicroBatchId) -> Batch:
+        batch = take(at)
+        if kills and at.split == "train" and made.plan.global_step(at) == kills:
+            os.kill(victim or os.getpid(), signal.SIGKILL)
+            time.sleep(600)  # Ray ends the workers of a driver that has died
+        write(f"seen-{made.rank}", [at.split, at.epoch, at.step, at.micro, *batch.index.tolist()])
+        return batch
 
     def reported(metrics: dict[str, Any], **parts: Any) -> None:
         if made.rank == 0:
             write("reported", [made.global_step, metrics])
         report(metrics, **parts)
 
-    made._deliver, made.report = watched, reported  # type: ignore[method-assign, assignment]
+    made._next, made.report = watched, reported  # type: ignore[method-assign, assignment]
     return made
 
 

@@ -25,6 +25,7 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import METRICS, TrainerMetrics
 from raypipe.metrics.timing import StageTimes
+from raypipe.storage.patience import take_counts
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
@@ -90,6 +91,7 @@ def spec(ray_cluster: None) -> StreamSpec:
 @pytest.fixture(scope="module")
 def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
     """A stream whose consumer stands still after its first micro-batch, and what is exported then."""
+    take_counts()  # of what earlier tests of this process did in storage
     stream = loader(spec, max_actors=1, augment=AugmentConfig())
     stream.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
     batches = without_ray.every_batch(stream)
@@ -234,7 +236,11 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
     for name, samples in seen.items():
         if name.startswith("ray_raypipe_"):
             for labels, _ in samples:
-                ours = {k for k in labels if k in {"run", "rank", "split", "state", "kind", "reason"}}
+                ours = {
+                    k
+                    for k in labels
+                    if k in {"run", "rank", "split", "state", "kind", "reason", "role", "operation"}
+                }
                 assert ours == set(METRICS[name.removeprefix("ray_")].labels), name
 
 

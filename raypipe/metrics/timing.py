@@ -165,15 +165,14 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
     if math.isfinite(needed):
         each = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
         enough = max(1, math.ceil(needed * world_size))
-        if enough != actors:
-            spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
-            what = "CPU actor" if enough == 1 else "CPU actors"
-            pool = (
-                f"the pool has up to {actors}{spare}"
-                if actors
-                else "there are none (pool.engine=inline, or pool.cache=device)"
-            )
-            found.append(f"{enough} {what} would be enough, {each}; {pool}.")
+        spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
+        what = "CPU actor" if enough == 1 else "CPU actors"
+        pool = (
+            f"the pool has up to {actors}{spare}"
+            if actors
+            else "there are none (pool.engine=inline, or pool.cache=device)"
+        )
+        found.append(f"{enough} {what} would be enough, {each}; {pool}.")
     return found
 
 

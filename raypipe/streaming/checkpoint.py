@@ -56,8 +56,8 @@ def report(
             torch.save(state, Path(folder, _STATE_FILE))
             save(folder)
             ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))
-    # Ray Train's `report` leaves it in a queue of this process, which the controller empties every 2 s: until then
-    # the death of any rank would lose it.
+    # Ray Train's `report` leaves it in a queue of this process, which the controller empties every 0.5 s: until
+    # then the death of any rank would lose it.
     ray.train.get_all_reported_checkpoints(consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED)
 
 

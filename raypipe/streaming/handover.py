@@ -20,6 +20,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.run_log import Folder
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.schedule import shares
+from raypipe.rayext.splits import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
@@ -115,7 +116,7 @@ def loader(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
         end = functools.partial(end_actors, supervisor, iterators, rank)
-        return Source(host_batches(iterators[rank]), supervisor, actors=actors, end=end)
+        return Source(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
 
     return Loader(
         spec,

@@ -142,7 +142,7 @@ class Loader:
         targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
         if augment and (target := spec.columns.target):
             check_mixable(augment, target.dtype, target.shape)
-        self.augment = DeviceAugment(augment, self.device, dtype, targets, views) if augment else None
+        self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self.num_bad = self.num_fallback = 0
         self.jpeg_decoder = ""
@@ -161,6 +161,12 @@ class Loader:
         self._go_to(cursor or self.plan.start())
         if cursor:
             self._open()
+        if augment:  # its imports take a second, in which the pool starts
+            try:
+                self.augment = DeviceAugment(augment, self.device, dtype, targets, views)
+            except BaseException:  # whose traceback holds the loader
+                self.close()
+                raise
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
@@ -267,7 +273,7 @@ class Loader:
         """Report metrics to Ray Train, with a checkpoint: the parts' states, and where the run stands.
 
         All ranks call it, in a train function, after a whole optimizer step or after a validation. It returns once
-        Ray Train has noted the checkpoint, which takes up to 2 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
+        Ray Train has noted the checkpoint, which takes up to 0.5 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
 
         Args:
             metrics: those that are numbers are recorded, and drawn by `raypipe report`.

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
+from ray.train.v2._internal.constants import HEALTH_CHECK_INTERVAL_S_ENV_VAR
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
@@ -168,3 +172,12 @@ def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.Monk
         ("raypipe_trainer_restarts_total", {"run": "first", "reason": reason})
         for reason in ("died", "preempted", "no_start")
     ]
+
+
+def test_ray_trains_controller_asks_its_workers_how_they_are_twice_a_second_unless_told_otherwise() -> None:
+    show = "import raypipe; from ray.train.v2._internal.constants import *; print(get_env_vars_to_propagate())"
+    others = {name: value for name, value in os.environ.items() if name != HEALTH_CHECK_INTERVAL_S_ENV_VAR}
+    for told, expected in ((None, "0.5"), ("3", "3")):
+        environment = others | ({HEALTH_CHECK_INTERVAL_S_ENV_VAR: told} if told else {})
+        shown = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, check=True)
+        assert f"'{HEALTH_CHECK_INTERVAL_S_ENV_VAR}': '{expected}'" in shown.stdout.decode()

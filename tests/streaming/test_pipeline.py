@@ -20,6 +20,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError, TransformError
 from raypipe.plan.cursor import Cursor
 from raypipe.rayext.cluster import preflight
+from raypipe.rayext.splits import begun
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.writers import ParquetWriter
@@ -28,6 +29,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.pipeline import dataset, splits, stream
 from raypipe.streaming.row import batches_of, host_batches
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import end_actors, start_supervisor
 from raypipe.transform.batch import HostBatch
 
 from conftest import CLASSES, picture, samples  # isort: skip
@@ -115,6 +117,28 @@ def test_an_execution_in_an_actor_and_one_whose_blocks_grow_have_the_same_digest
     assert [batch_digest(batch) for row in rows for batch in batches_of(row)] == alone
     sizes = [row["micro"].shape[1] for row in rows]
     assert sizes[:16] == [1] * 16 and max(sizes) > 2, "they grow as soon as it is known what a micro-batch takes"
+
+
+def test_a_pool_is_at_work_before_its_ranks_ask_and_ends_with_them_though_they_never_did(
+    stores: dict[str, Path],
+) -> None:
+    import ray
+
+    spec = spec_of(stores, train_transform=corner, val_transform=corner)
+    before, start = pool_actors(), spec.plan.start()
+    for asks in (True, False):
+        supervisor = start_supervisor(spec.pool.max_attempts)
+        iterators = splits(spec, start, max_actors=1, world_size=2, supervisor=supervisor)
+        ranks, deadline = [begun(iterator) for iterator in iterators], time.monotonic() + 60
+        while not ray.get(supervisor.awaited.remote()).startswith("1 transform actor has started"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        if asks:
+            found = [one.digest for one in iterate_digests(spec.plan, start, ranks)]
+            assert found == without_ray.digests(spec)
+        for rank in range(len(ranks)):
+            end_actors(supervisor, iterators, rank)
+    assert wait_for_end(before) == {}
 
 
 def test_each_rank_gets_the_same_from_any_number_of_executions(

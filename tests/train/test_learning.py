@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,11 @@ def test_the_small_model_takes_tiny_images(side: int) -> None:
     out = model(torch.zeros(2, 3, side, side))
     assert out.shape == (2, 7)
     assert 0.25e6 < sum(p.numel() for p in model.parameters()) < 0.35e6
+
+
+def test_the_small_model_needs_no_torchvision() -> None:
+    code = "import sys; from raypipe.train.learning import build_model; build_model('small', 7)"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torchvision' not in sys.modules"], check=True)
 
 
 def test_images_of_four_channels_go_to_the_small_model_and_to_none_of_torchvision() -> None:

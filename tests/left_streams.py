@@ -106,8 +106,10 @@ def settled(before: dict[str, Any] | None) -> dict[str, Any]:
     deadline = time.monotonic() + _SETTLE_S
     while True:
         now = found()
+        if time.monotonic() > deadline or (before and not more(before, now)):
+            return now
         time.sleep(0.5)
-        if time.monotonic() > deadline or (now == found() and (before is None or not more(before, now))):
+        if not before and now == found():
             return now
 
 
@@ -139,10 +141,12 @@ if __name__ == "__main__":
     kept.clear()
     before = settled(None)
     for number in range(int(num)):
+        begun = time.monotonic()
         WAYS[ways[number % len(ways)]](spec, kept)
         # A cell's stream, and one of which the error is held, have ended although their names are bound.
         stays = {} if ways == ["held"] else more(before, settled(before))
-        print(json.dumps({"number": number, "way": ways[number % len(ways)], "more": stays}), flush=True)
+        line = {"number": number, "way": ways[number % len(ways)], "more": stays}
+        print(json.dumps(line | {"seconds": round(time.monotonic() - begun, 1)}), flush=True)
     kept.clear()
     after = settled(before)
     print(json.dumps({"before": before, "after": after, "more": more(before, after)}))

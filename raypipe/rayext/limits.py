@@ -34,6 +34,12 @@ def free_cpus() -> dict[str, float]:
     return {node: found.get("CPU", 0.0) for node, found in free.items()}
 
 
+def draining() -> dict[str, int]:
+    """When nodes that are about to go will be gone, by their identifiers: ms since 1970, or 0 = not known."""
+    found: dict[str, int] = state.state.get_draining_nodes()
+    return found
+
+
 def limits_of(config: dict[str, Any]) -> dict[str, float]:
     """The most of each resource that a cluster may have. Pure.
 

@@ -10,7 +10,8 @@ uses; one that is waited for although its actors are idle (a slow reader, a stra
 from __future__ import annotations
 
 import math
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 
 from raypipe.config import PoolConfig
 from raypipe.errors import ResourceError
-from raypipe.rayext.limits import resource_state
+from raypipe.rayext.limits import draining, resource_state
 from raypipe.rayext.placement import is_gpu, is_labelled, nodes, placement
 
 _WATCH_PERIOD_S = 1.0
@@ -122,6 +123,7 @@ class PoolKeeper:
         self._room_made = set[Any]()  # those for which it was
         # Nodes on which actors have been seen, and those of them that have the label.
         self._known, self._labelled = set[str](), set[str]()
+        self._leaving = set[Any]()  # actors on nodes that are about to go, for which others were started
 
     def keep(self, now: float, *, made: int, queued: int, ranks_waiting: float) -> None:
         """Look at the pool; called at each turn of Ray Data's scheduler, some ten times a second.
@@ -137,6 +139,7 @@ class PoolKeeper:
         self._size(now, made, ranks_waiting)
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
+            self._leave(draining())
             self._make_room(now)
             self._tell_of_gpus()
             self._tell_of_none(now)
@@ -150,9 +153,13 @@ class PoolKeeper:
             return
         if self._sizer is None:
             self._sizer = PoolSizer(self._rules, now)
-        running, pending = pool.num_running_actors(), pool.num_pending_actors()
+        running, pending = pool.num_running_actors() - len(self._leaving), pool.num_pending_actors()
         decision = self._sizer.observe(
-            now, waiting=ranks_waiting, active=pool.num_active_actors(), running=running, pending=pending
+            now,
+            waiting=ranks_waiting,
+            active=min(running, pool.num_active_actors()),
+            running=running,
+            pending=pending,
         )
         size = running + pending
         if decision is not None:
@@ -181,7 +188,7 @@ class PoolKeeper:
         idle = [
             (state.actor_location in self._labelled, on_node[state.actor_location], state.actor_location, actor)
             for actor, state in states
-            if not (state.num_tasks_in_flight or state.is_restarting)
+            if not (state.num_tasks_in_flight or state.is_restarting or actor in self._leaving)
         ]
         num_running = sum(1 for _, state in states if not state.is_restarting)
         for *_, actor in sorted(idle, key=lambda found: found[:3])[: max(0, min(surplus, num_running - 1))]:
@@ -225,6 +232,35 @@ class PoolKeeper:
             "idle ones make room for them",
             "no_room",
         )
+
+    def _leave(self, going: dict[str, int]) -> None:
+        """Replace actors on nodes that are about to go. Ray Data gives these no more blocks, and Ray no actors.
+
+        Those that have finished are let go once others run. If all have to go, they stay, for what is left to do.
+
+        Args:
+            going: such nodes, see `limits.draining`.
+        """
+        running = {actor: s for actor, s in self._pool._running_actors.items() if not s.is_restarting}
+        on_node = defaultdict[str, list[Any]](list)
+        for actor, state in running.items():
+            if state.actor_location in going:
+                on_node[state.actor_location].append(actor)
+        for node, actors in on_node.items():
+            if new := [actor for actor in actors if actor not in self._leaving]:
+                self._leaving |= set(new)
+                self._grow(len(new), "their node is about to go")
+                left = f" in {going[node] / 1000 - time.time():.0f} s" if going[node] else ""
+                self._supervisor.note.remote(
+                    f"node {node[:8]} is about to go{left}: its transform actors, {len(new)}, get no more blocks, "
+                    "and as many are started where there is room",
+                    "node_drained",
+                )
+        self._leaving &= running.keys()
+        if running.keys() - self._leaving:
+            for actor in [actor for actor in self._leaving if not running[actor].num_tasks_in_flight]:
+                self._leaving.remove(actor)
+                self._pool._release_running_actor(actor)
 
     def _tell_of_gpus(self) -> None:
         """Say so, once for each, where actors run on a GPU node because CPU nodes have no room."""

@@ -10,6 +10,7 @@ longest that the consumer had to wait for one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -24,9 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from local_nodes import Nodes, cluster, kill  # isort: skip  first of all: it says where Ray keeps its files
+
+sys.path.append(str(Path(__file__).parents[1]))
 import cv2
 import numpy as np
 import ray.train
+import s3_server
+from left_streams import cell, closed, dropped, failed
 from rich.console import Console
 from rich.table import Table
 
@@ -48,8 +53,12 @@ PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
 # Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.
-BLOCKS = {"actor": 3, "all actors": 3, "node": 3, "frozen actor": 3, "frozen node": 3}
+BLOCKS = dict.fromkeys(("actor", "all actors", "node", "drained node", "frozen actor", "frozen node"), 3)
 READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
+NOTICE_S = {"drained node": 3.0, "drained trainer": 12.0}  # Ray Train looks for notices every 5 s
+OUTAGE_S, BUCKET = 10.0, "faults"
+EARLY = ("frozen", "drained", "storage")
+WAYS = (closed, dropped, failed, cell)
 
 
 @dataclass
@@ -81,14 +90,14 @@ def crop(image: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(image[:SIDE, :SIDE])
 
 
-def make_stores(folder: Path, num_samples: int, names: list[str]) -> dict[str, str]:
-    """The same samples in stores of some of `STORES`."""
+def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, str]:
+    """The same samples in stores of these formats, in a folder or a bucket."""
     rng = np.random.default_rng(0)
     samples = [
         {"image": cv2.imencode(".png", rng.integers(0, 256, (20, 24, 3), np.uint8))[1].tobytes(), "label": i % 7}
         for i in range(num_samples)
     ]
-    paths = {name: str(folder / f"store.{name}") for name in names}
+    paths = {name: f"{folder}/store.{name}" for name in names}
     for path in paths.values():
         write_atomically(path, samples, tuple("abcdefg"))
     return paths
@@ -147,6 +156,14 @@ def every_batch(loader: Loader) -> Iterator[Batch]:
         yield from epoch.val
 
 
+def leave(spec: StreamSpec) -> list[dict[str, Any]]:
+    """Leave a stream in each of the ways, one after another; returns what their users still hold."""
+    all_kept: list[dict[str, Any]] = [{} for _ in WAYS]
+    for way, kept in zip(WAYS, all_kept, strict=True):
+        way(spec, kept)
+    return all_kept
+
+
 def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
     """Places and digests, in the order of arrival; the longest wait; and the number of lines of the supervisor."""
     rows: list[tuple[str, bytes]] = []
@@ -196,8 +213,10 @@ def train_fn(config: dict[str, Any]) -> None:
             file.write(f"{time.monotonic()}\n")
         time.sleep(config["consume_s"])
         steps += batch.ends_step
-        if batch.ends_step and batch.at.split == "train" and steps % CHECKPOINT_EVERY == 0:
-            report(stream, rows)
+        if batch.ends_step and batch.at.split == "train":
+            noticed = config["heeds_notices"] and getattr(stream, "should_checkpoint", lambda: False)()
+            if noticed or steps % CHECKPOINT_EVERY == 0:
+                report(stream, rows)
     report(stream, rows)
 
 
@@ -221,17 +240,22 @@ def torch_distributed() -> Any:
 
 @dataclass
 class Trainers:
-    """How many trainers a scenario has: from the fewest to the most, with their seconds per micro-batch."""
+    """How many trainers a scenario has: from the fewest to the most, with their seconds per micro-batch.
+
+    They run on the head, or, where nodes are to go from under them, on the CPU nodes: two on one each.
+    """
 
     fewest: int = 2
     most: int = 2
     consume_s: float = CONSUME_S
+    on_nodes: bool = False
 
 
 def train(
     spec: StreamSpec, damage: Damage, after: int, trainers: Trainers
-) -> tuple[list[tuple[str, bytes]], float, list[int]]:
-    """As `consume`, by trainers that Ray Train restarts when the fault reaches them; and their numbers."""
+) -> tuple[list[tuple[str, bytes]], float, list[int], int]:
+    """As `consume`, by trainers that Ray Train restarts when the fault reaches them; their numbers, and how many
+    micro-batches they did over again."""
     with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as name:
         folder = Path(name)
         elastic = trainers.fewest < trainers.most
@@ -240,10 +264,16 @@ def train(
             per_step=PLAN.per_step,
             timeout_s=900,
             take_signals=lambda: None,
-            train_loop_config={"spec": spec, "folder": name, "consume_s": trainers.consume_s},
+            train_loop_config={
+                "spec": spec,
+                "folder": name,
+                "consume_s": trainers.consume_s,
+                "heeds_notices": trainers.on_nodes and not elastic,
+            },
             scaling_config=ray.train.ScalingConfig(
                 num_workers=(trainers.fewest, trainers.most) if elastic else trainers.most,
-                resources_per_worker={"CPU": 0, "trainer" if elastic else "head": 1},
+                resources_per_worker={"CPU": 0, "trainer" if trainers.on_nodes else "head": 1},
+                placement_strategy="SPREAD" if trainers.on_nodes else "PACK",
                 elastic_resize_monitor_interval_s=3.0,
             ),
             run_config=ray.train.RunConfig(
@@ -265,7 +295,9 @@ def train(
         seen = [(at, bytes.fromhex(digest)) for at, digest in seen]
         place = {str(at): number for number, at in enumerate(spec.plan.micro_batches(spec.plan.start()))}
         # The gap of a rank is measured with what it does itself, which is little.
-        return sorted(seen, key=lambda row: place[row[0]]), float(np.diff(read_times(folder)).max()), sizes
+        times = read_times(folder)
+        rows = sorted(seen, key=lambda row: place[row[0]])
+        return rows, float(np.diff(times).max()), sizes, len(times) - len(seen)
 
 
 def read_times(folder: Path) -> list[float]:
@@ -279,8 +311,10 @@ KINDS = (
     "supervisor",
     "node",
     "node for good",
+    "drained node",
     "coordinator",
     "trainer",
+    "drained trainer",
     "elastic",
     "frozen actor",
     "frozen node",
@@ -288,10 +322,12 @@ KINDS = (
     "frozen coordinator",
     "frozen reader",
     "frozen supervisor",
+    "storage outage",
+    "left streams",
 )
 
 
-def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
+def damage_of(kind: str, nodes: Nodes, choose: random.Random, storage: s3_server.FaultyProxy | None) -> Damage:
     processes = {
         "actor": "MapWorker",
         "all actors": "MapWorker",
@@ -302,6 +338,16 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
     }
     if kind in processes:
         return Damage(lambda: kill(processes[kind], choose, all_of_them=kind == "all actors"))
+    if kind == "left streams":  # the damage is done
+        return Damage(lambda: None)
+    if kind == "storage outage":
+        assert storage
+        return Damage(lambda: break_for(storage, OUTAGE_S))
+    if kind in NOTICE_S:
+        hosting = "RayTrainWorker" if kind == "drained trainer" else "MapWorker"
+        return Damage(
+            lambda: nodes.drain(choose, NOTICE_S[kind], hosting), nodes.take_drained, mend_after_s=NOTICE_S[kind]
+        )
     if kind == "frozen node":
         return Damage(lambda: nodes.freeze(choose))
     if kind.startswith("frozen "):
@@ -311,6 +357,24 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
         return Damage(lambda: nodes.lose(choose), nodes.mend, mend_after_s=25)
     for_good = kind == "node for good"
     return Damage(lambda: nodes.lose(choose), None if for_good else nodes.mend, choose.uniform(0, 3))
+
+
+def break_for(storage: s3_server.FaultyProxy, seconds: float) -> None:
+    """Let the object storage refuse every request for a while."""
+    before = storage.faults.total()
+    storage.outage = lambda authorization: (503, "SlowDown")
+    time.sleep(seconds)
+    storage.outage = None
+    assert storage.faults.total() > before, "nothing was read during the outage"
+
+
+@contextlib.contextmanager
+def object_storage() -> Iterator[s3_server.FaultyProxy]:
+    """A bucket on this machine, for this process and those that it starts."""
+    with s3_server.s3_server() as endpoint, s3_server.FaultyProxy(endpoint) as proxy:
+        s3_server.make_bucket(endpoint, BUCKET)
+        os.environ |= s3_server.environment(proxy.endpoint)
+        yield proxy
 
 
 def run(
@@ -324,22 +388,34 @@ def run(
     """Run one scenario of each of `kinds`, on one cluster and stores of some of `STORES`."""
     choose = random.Random(seed)
     outcomes = []
-    with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as folder, cluster() as nodes:
-        stores = make_stores(Path(folder), num_samples, names)
+    with contextlib.ExitStack() as held:
+        storage = held.enter_context(object_storage()) if "storage outage" in kinds else None
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="raypipe-faults-"))
+        nodes = held.enter_context(cluster())
+        stores = make_stores(folder, num_samples, names)
+        if storage:
+            stores |= make_stores(f"s3://{BUCKET}", num_samples, ["bucket.parquet"])
         undisturbed = {name: without_ray(spec_of(path, max_actors)) for name, path in stores.items()}
         for kind in kinds:
             store = "parquet" if "reader" in kind else choose.choice(names)
+            store = "bucket.parquet" if kind == "storage outage" else store
             spec = spec_of(stores[store], max_actors, kind)
             expected = undisturbed[store]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
-            after = choose.randint(1, latest // 2 if kind.startswith("frozen") else latest)  # it still has work
-            damage = damage_of(kind, nodes, choose)
+            after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)  # it still has work
+            damage = damage_of(kind, nodes, choose, storage)
             name, faults = kind, 0
+            kept = leave(spec) if kind == "left streams" else []
             if kind.removeprefix("frozen ") in ("coordinator", "trainer"):
-                rows, longest, _ = train(spec, damage, after, Trainers())
+                rows, longest, _, _ = train(spec, damage, after, Trainers())
             elif kind == "elastic":
-                rows, longest, sizes = train(spec, damage, after // 4, Trainers(1, 4, consume_s=0.3))
+                trainers = Trainers(1, 4, consume_s=0.3, on_nodes=True)
+                rows, longest, sizes, _ = train(spec, damage, after // 4, trainers)
                 name = f"{kind}, {' → '.join(map(str, sizes))} trainers"
+            elif kind == "drained trainer":
+                trainers = Trainers(consume_s=0.3, on_nodes=True)
+                rows, longest, _, again = train(spec, damage, after // 2, trainers)
+                name = f"{kind}, {again} micro-batches again"
             else:
                 rows, longest, faults = consume(spec, damage, after)
             places = [at for at, _ in rows]
@@ -355,6 +431,7 @@ def run(
             )
             outcomes.append(outcome)
             show(outcome)
+            kept.clear()
             nodes.mend()
     return outcomes
 

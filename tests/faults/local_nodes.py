@@ -27,6 +27,7 @@ import raypipe  # noqa: F401  # isort: skip  it sets what Ray and Albumentations
 import psutil
 import ray
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 
 
 class Nodes:
@@ -45,6 +46,7 @@ class Nodes:
         )
         self.nodes = [self._add(), self._add()]
         self._frozen: list[Any] = []
+        self._draining: list[Any] = []
         ray.init(address=self.cluster.address, logging_level="ERROR")
 
     def _add(self) -> Any:
@@ -61,6 +63,32 @@ class Nodes:
         self._frozen.append(self.nodes.pop(choose.randrange(len(self.nodes))))
         _signal(self._frozen[-1], signal.SIGSTOP)
 
+    def drain(self, choose: random.Random, seconds: float, hosting: str = "") -> None:
+        """Give a CPU node notice, as `ray drain-node` does: it will be gone after so many seconds.
+
+        Args:
+            hosting: part of the title of a process; a node is taken that has one. Empty = whichever.
+        """
+        nodes = [node for node in self.nodes if not hosting or workers(hosting, _raylet(node))]
+        self._draining.append(choose.choice(nodes))
+        client: Any = ray._raylet
+        accepted, reason = client.GcsClient(address=self.cluster.address).drain_node(
+            self._draining[-1].node_id,
+            autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+            "the fault bench takes it away",
+            int((time.time() + seconds) * 1000),
+        )
+        assert accepted, reason
+
+    def take_drained(self) -> None:
+        """The nodes that had notice are gone, and others come."""
+        while self._draining:
+            node = self._draining.pop()
+            self.nodes.remove(node)
+            _signal(node, signal.SIGKILL)
+            self.cluster.remove_node(node, allow_graceful=False)
+        self.mend()
+
     def mend(self) -> None:
         while self._frozen:
             _signal(self._frozen[-1], signal.SIGKILL)
@@ -73,17 +101,22 @@ class Nodes:
         self.cluster.shutdown()
 
 
+def _raylet(node: Any) -> psutil.Process:
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+
 def _signal(node: Any, number: int) -> None:
-    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    for process in [*raylet.children(recursive=True), raylet]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+    with contextlib.suppress(psutil.NoSuchProcess):  # a node that had notice ends by itself once it is idle
+        raylet = _raylet(node)
+        for process in [*raylet.children(recursive=True), raylet]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
-def workers(name: str) -> list[psutil.Process]:
-    """Ray's worker processes of this script's cluster that have `name` in their title."""
+def workers(name: str, below: psutil.Process | None = None) -> list[psutil.Process]:
+    """Ray's worker processes of this script's cluster, or of one raylet, that have `name` in their title."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in (below or psutil.Process()).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
             title = process.cmdline()[0]
             if title.startswith("ray::") and name in title:

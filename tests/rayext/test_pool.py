@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,6 +200,10 @@ class Keeper(PoolKeeper):
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
         super().__init__(self.op, PoolConfig(stall_timeout_s=60.0), supervisor, 0.0)
         self.pool = pool
+        self.grown: list[int] = []
+
+    def _grow(self, num: int, reason: str) -> None:
+        self.grown.append(num)
 
     def left_after(self, *seconds: float) -> list[str]:
         """The actors that are left when it has looked, so long after it began."""
@@ -323,3 +329,35 @@ def test_actors_on_a_gpu_node_are_told_of_once() -> None:
         "transform actors run on the GPU node gpu, as nodes with the label raypipe=transform had no room; no such "
         "node is started for them"
     ]
+
+
+# Nodes that are about to go. tests/faults drains a real one.
+
+
+def test_actors_on_a_node_that_is_about_to_go_are_replaced_and_let_go_once_they_have_finished() -> None:
+    keeper = Keeper(Pool(a=(False, 1, "going"), b=(False, 0, "going"), c=(False, 2, "cpu")))
+    keeper._leave({"going": 0})
+    assert keeper.grown == [2] and list(keeper.pool._running_actors) == ["a", "c"]
+    keeper._leave({"going": 0})
+    keeper.pool._running_actors["a"].num_tasks_in_flight = 0
+    keeper._leave({"going": 0})
+    assert keeper.grown == [2] and list(keeper.pool._running_actors) == ["c"]
+    assert keeper.notes == [
+        "node going is about to go: its transform actors, 2, get no more blocks, and as many are started where "
+        "there is room"
+    ]
+
+
+def test_the_only_actors_are_not_let_go_before_others_run_though_their_node_is_about_to_go() -> None:
+    keeper = Keeper(Pool(a=(False, 0, "going"), b=(False, 0, "going")))
+    keeper._leave({"going": int((time.time() + 90) * 1000)})
+    assert list(keeper.pool._running_actors) == ["a", "b"] and re.search("go in (90|8.) s:", keeper.notes[0])
+    keeper.pool._running_actors |= Pool(c=(False, 0, "cpu"))._running_actors
+    keeper._leave({"going": 0})
+    assert list(keeper.pool._running_actors) == ["c"] and keeper.grown == [2]
+
+
+def test_nodes_that_are_about_to_go_without_actors_change_nothing() -> None:
+    keeper = Keeper(Pool(a=(False, 0, "cpu"), b=(True, 1, "going")))
+    keeper._leave({"going": 0, "other": 0})
+    assert list(keeper.pool._running_actors) == ["a", "b"] and not (keeper.grown or keeper.notes)

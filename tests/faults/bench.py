@@ -38,6 +38,7 @@ from rich.table import Table
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.rayext.trainer import RunTrainer
+from raypipe.storage.files import write_bytes
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import loader
@@ -91,7 +92,7 @@ def crop(image: np.ndarray) -> np.ndarray:
 
 
 def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, str]:
-    """The same samples in stores of these formats, in a folder or a bucket."""
+    """The same samples in stores of some of `STORES`."""
     rng = np.random.default_rng(0)
     samples = [
         {"image": cv2.imencode(".png", rng.integers(0, 256, (20, 24, 3), np.uint8))[1].tobytes(), "label": i % 7}
@@ -394,11 +395,13 @@ def run(
         nodes = held.enter_context(cluster())
         stores = make_stores(folder, num_samples, names)
         if storage:
-            stores |= make_stores(f"s3://{BUCKET}", num_samples, ["bucket.parquet"])
+            stores["bucket"] = f"s3://{BUCKET}/store.parquet"
+            local = make_stores(f"{folder}/bucket", num_samples, ["parquet"])["parquet"]
+            write_bytes(stores["bucket"], Path(local).read_bytes())
         undisturbed = {name: without_ray(spec_of(path, max_actors)) for name, path in stores.items()}
         for kind in kinds:
             store = "parquet" if "reader" in kind else choose.choice(names)
-            store = "bucket.parquet" if kind == "storage outage" else store
+            store = "bucket" if kind == "storage outage" else store
             spec = spec_of(stores[store], max_actors, kind)
             expected = undisturbed[store]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)

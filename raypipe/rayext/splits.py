@@ -23,6 +23,8 @@ class _Begun:
         return self._begun.pop() if self._begun else self._coordinator.start_epoch.remote(split)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is unpickled, which has no attributes yet
+            raise AttributeError(name)
         return getattr(self._coordinator, name)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ def test_an_execution_begins_at_once_for_a_split_and_once_and_anew_for_a_second_
     after = begun(before)
     assert asked == [1] and before._coord_actor is coordinator
     assert after._coord_actor.get == "its other methods"
+    assert copy.copy(after._coord_actor).get == "its other methods"
     assert [after._coord_actor.start_epoch.remote(1) for _ in range(2)] == ["epoch 1", "epoch 2"]
 
 

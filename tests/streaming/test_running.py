@@ -21,6 +21,7 @@ def test_streams_leave_nothing_of_theirs_however_they_are_left(
     num = 13 * len(WAYS) if request.config.getoption("--soak") else len(WAYS)
     command = [sys.executable, str(PROGRAM), str(stores["train"]), str(num), *WAYS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100 + 30 * num)
+    print(done.stdout)
     assert done.returncode == 0, done.stderr
     *each, last = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(each) == num and [one for one in each if one["more"]] == []

@@ -52,6 +52,7 @@ class Batch:
         index: int64 (B,), on the host; -1 for padding.
         ends_step: whether it is this rank's last micro-batch of an optimizer step.
         num_bad: samples that were replaced or left out.
+        reader_s: seconds that a reader spent on reading it.
         read_s: seconds that an actor spent on reading it.
         work_s: seconds that an actor spent on it in all.
         mixed: the other half of the targets, if MixUp or CutMix was applied.
@@ -80,6 +81,7 @@ class Batch:
     index: np.ndarray
     num_bad: int
     ends_step: bool = False
+    reader_s: float = 0.0
     read_s: float = 0.0
     work_s: float = 0.0
     mixed: Mixed | None = None
@@ -336,7 +338,7 @@ def _batch(
         name: [view(each) if isinstance(each, np.ndarray) else each for each in values]
         for name, values in on_host.items()
     }
-    same = {name: getattr(host, name) for name in ("at", "label", "index", "read_s", "work_s")}
+    same = {name: getattr(host, name) for name in ("at", "label", "index", "reader_s", "read_s", "work_s")}
     num_bad = host.num_bad + len(on_device.get("failed", ()))
     found = {name: columns.get(name, on_host.get(name)) for name in host.columns}  # in their order
     return Batch(seed=seed_of(host.at), num_bad=num_bad, columns=found, **same, **on_device)

@@ -82,6 +82,8 @@ class StageTimes:
         micro_batches: delivered, but for the very first.
         drained: of these, on CUDA: the device had finished all its work when they were asked for.
         decoded: images that the device decoded.
+        reader_s: in the readers, reading encoded samples; each reader reads one micro-batch after the other.
+        checkpoint_s: the device had nothing to do because of a checkpoint.
     """
 
     images: int = 0
@@ -95,6 +97,8 @@ class StageTimes:
     micro_batches: int = 0
     drained: int = 0
     decoded: int = 0
+    reader_s: float = 0.0
+    checkpoint_s: float = 0.0
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -104,8 +108,8 @@ class StageTimes:
 
     @property
     def step_s(self) -> float:
-        """Time of the training process: wait, augment and compute follow each other."""
-        return self.wait_s + self.augment_s + self.compute_s
+        """Time of the training process: wait, augment, compute and checkpoint follow each other."""
+        return self.wait_s + self.augment_s + self.compute_s + self.checkpoint_s
 
     @property
     def wait_fraction(self) -> float:
@@ -122,11 +126,17 @@ class StageTimes:
 _WAIT_IS_NOTHING = 0.10
 # A host that is ahead finds the device at work nearly always; one that is behind, nearly never.
 _DRAINED_IS_BEHIND = 0.5
+# Below this share of the time spent on checkpoints they are not worth a sentence.
+_CHECKPOINTS_ARE_NOTHING = 0.05
+# A reader that reads for more of the time than this cannot bring more.
+_READS_ALWAYS = 0.7
 # Actors to spare, so that a slow micro-batch does not show.
 _HEADROOM = 1.15
 
 
-def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "cpu") -> list[str]:
+def diagnose(
+    times: StageTimes, *, world_size: int, actors: int, device: str = "cpu", readers: int = 1
+) -> list[str]:
     """What limits the run, how many actors would be enough, and what to change, in sentences.
 
     Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare.
@@ -136,19 +146,36 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
         world_size: W.
         actors: transform actors that the pool has at most; 0 = the trainers make the stream themselves.
         device: type of the training device.
+        readers: that read at one time, where readers read the store.
     """
     if not times.images or not times.step_s:
         return ["Nothing was measured yet."]
     name = "GPU" if device == "cuda" else "trainer"
     busy_s = times.augment_s + times.compute_s
     needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan  # for each rank
-    shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in ("wait", "augment", "compute")}
-    parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
+    stages = ("wait", "augment", "compute", "checkpoint")
+    shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
+    parts = ", ".join(f"{each:.0%} {stage}" for stage, each in shares.items() if each or stage != "checkpoint")
+    reading = times.reader_s / (times.step_s / world_size) / readers
+    has_slow_reader = times.wait_fraction > _WAIT_IS_NOTHING and reading > _READS_ALWAYS
     found = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
-    if times.wait_fraction > _WAIT_IS_NOTHING:
+    if shares["checkpoint"] > _CHECKPOINTS_ARE_NOTHING:
+        found.append(
+            f"Checkpoints hold up the run for {shares['checkpoint']:.0%} of its time: choose a faster "
+            "storage_path, or make checkpoints less often (train.checkpoint_interval)."
+        )
+    if has_slow_reader:
+        found.append(
+            f"Reading the store limits the run, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: "
+            f"the reader reads for {min(1.0, reading):.0%} of the time, and more actors would not help. Convert "
+            "the store to LMDB, which the actors read, or keep it on a local disk."
+        )
+    elif times.wait_fraction > _WAIT_IS_NOTHING:
         found.append(_about_input(times, needed * world_size, actors, name))
     elif times.drained_fraction > _DRAINED_IS_BEHIND:
         found.append(_about_launches(times, name))
+    elif shares["checkpoint"] > max(shares["augment"], shares["compute"]):
+        pass  # it is told
     elif shares["augment"] > shares["compute"]:
         found.append(
             "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
@@ -162,7 +189,7 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
             f"The {name} decodes {times.decoded / times.images:.0%} of the images; with "
             f"transform.gpu_share={share:.2f} it would decode as fast as the actors do the rest."
         )
-    if math.isfinite(needed):
+    if math.isfinite(needed) and not has_slow_reader:
         each = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
         enough = max(1, math.ceil(needed * world_size))
         spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""

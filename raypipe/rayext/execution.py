@@ -165,6 +165,17 @@ class _Flow:
         """Blocks that the reader has named, and no actor has been given."""
         return self.reader.metrics.num_task_outputs_generated - self.pool.metrics.num_tasks_submitted
 
+    def told(self, info: Any) -> str:
+        """What the blocks are at, by the counts of the pool's actors, for people."""
+        at_work, queued, waiting = self.pool.num_active_tasks(), self.queued(), self.waiting()
+        if not info.running:
+            return f"no transform actor runs ({info.pending} have not started, {info.restarting} are restarted)"
+        if at_work or queued:
+            return f"{info.running} transform actors have {at_work} blocks in work, and {queued} are queued"
+        if waiting:
+            return f"{waiting} finished blocks are there, for other ranks"
+        return f"{info.running} transform actors are idle: the reader is awaited"
+
     def waiting_of(self, ranks: int) -> float:
         """Share of the ranks for which no finished block is there."""
         queue = self._last_state.output_queue
@@ -228,6 +239,7 @@ class Turns:
         self._flow, self._shown_at = _Flow(topology), 0.0
         self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())
         self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
+        self._supervisor, self._key = settings.supervisor, uuid.uuid4().hex
 
     def try_trigger_scaling(self) -> None:
         """At each turn."""
@@ -238,6 +250,8 @@ class Turns:
             self._shown_at, waiting = now, flow.waiting()
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
+            if flow.made:
+                self._supervisor.stands.remote(self._key, flow.told(info))
 
     def on_executor_shutdown(self) -> None:
         """At the end."""

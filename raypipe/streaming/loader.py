@@ -158,6 +158,7 @@ class Loader:
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.register(_close, weakref.ref(self))
         self._supervisor: Any = None
+        self._awaited: Callable[[], str] = str
         self._begin_interval()
         self._go_to(cursor or self.plan.start())
         if cursor:
@@ -182,6 +183,7 @@ class Loader:
         self._created = time.perf_counter()
         source = self._open_at(self._start)
         self._source, self._supervisor, self._actors = source.batches, source.supervisor, source.actors
+        self._awaited = functools.partial(self.chronicle.awaited, self._supervisor)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         copied = functools.partial(self._clocks["train"].add, "transfer")
         if transform.device_share:
@@ -272,11 +274,29 @@ class Loader:
         Raises:
             ConfigError: a part is sharded.
         """
-        report(metrics, parts, self.rank, self.save)
+        with self.saving("Ray Train, and the other ranks"):
+            report(metrics, parts, self.rank, self.save)
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         self.chronicle.record("report", values=numbers)
         if self.chronicle.log:
             self.chronicle.log.sync()
+
+    @contextlib.contextmanager
+    def saving(self, whom: str | Callable[[], str]) -> Iterator[None]:
+        """Within, the loop waits for a checkpoint: its time is no compute, and rank 0 tells of a long one.
+
+        Args:
+            whom: the checkpoint waits for, for people.
+        """
+        begun, computing = mark(self.device), self._computing
+        if computing:
+            self._clocks[computing[0]].add("compute", computing[1], begun)
+        with self.chronicle.waiting("the checkpoint", whom):
+            yield
+        ended = mark(self.device)
+        self._clocks["train"].add("checkpoint", begun, ended)
+        if computing:
+            self._computing = computing[0], ended
 
     def restore(self, **parts: Stateful) -> None:
         """Load the states of the latest checkpoint that `report` made into the parts; nothing where there is none.
@@ -421,7 +441,7 @@ class Loader:
             self._clocks[split].add("compute", since, asked)
             self._computing = None
         is_first = self.first_batch_s == 0.0
-        with self.chronicle.waiting(self._supervisor) if is_first else contextlib.nullcontext():
+        with self.chronicle.waiting("the first batch" if is_first else str(expected), self._awaited):
             batch = next(self._batches, None)
         drained = has_drained(asked)
         ready = mark(self.device)
@@ -447,7 +467,11 @@ class Loader:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         num_images = int((batch.index >= 0).sum())
         self._counts[split] += StageTimes(
-            images=num_images, read_s=batch.read_s, work_s=batch.work_s, decoded=batch.num_decoded
+            images=num_images,
+            reader_s=batch.reader_s,
+            read_s=batch.read_s,
+            work_s=batch.work_s,
+            decoded=batch.num_decoded,
         )
         if self.augment is not None:
             batch = self._augmented(batch, self.augment)

@@ -3,7 +3,8 @@
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, which is all that an actor
                   needs that reads
 from a reader     the same; encoded, mask, boxes, label, and of streams that have them keypoints, and columns (of
-                  each sample in one value), lists of k·B; null in a split left to the actors
+                  each sample in one value), lists of k·B; reader_s float64, a list of k: seconds that the reader
+                  spent on each; null in a split left to the actors
 from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
                   decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end,
                   and of streams that leave a share of n samples to it, both, image of the other B - n;
@@ -13,9 +14,10 @@ from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H
                   (1, n, …), all end to end, and columns.NAME.offsets int64 (1, k, B + 1), see `PackedColumn`;
                   with transform.decode_as "array", image and views (…, H, W, C) of any dtype;
                   label int64 (1, k, B), or as the target is; index int64 (1, k, B), weight float32 (1, k, B);
-                  num_bad int64 (1, k); read_s, work_s float64 (1, k): seconds that the actor spent on each
-                  micro-batch, reading, and in all. What has other shapes in other micro-batches, such as images of
-                  buckets, is flat.NAME (1, n), all end to end, and shape.NAME int64 (1, k, …)
+                  num_bad int64 (1, k); reader_s, read_s, work_s float64 (1, k): seconds that the reader spent on
+                  each micro-batch, and the actor, reading, and in all. What has other shapes in other
+                  micro-batches, such as images of buckets, is flat.NAME (1, n), all end to end, and shape.NAME
+                  int64 (1, k, …)
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ _BINARIES = pa.list_(pa.large_binary())
 _NUMBERS = pa.list_(pa.int64())
 PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", _NUMBERS), ("micro", _NUMBERS)])
 _READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": _NUMBERS}
+_READ |= {"reader_s": pa.list_(pa.float64())}
 READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
 
 _RAY_DATA_THREAD = "iter_threaded"
@@ -66,6 +69,7 @@ class Made:
         result: what the transform made.
         read_s, work_s: seconds spent reading, and in all.
         num_kept: samples that were in the cache.
+        reader_s: seconds that a reader spent on it.
     """
 
     at: MicroBatchId
@@ -73,6 +77,7 @@ class Made:
     read_s: float
     work_s: float
     num_kept: int = 0
+    reader_s: float = 0.0
 
     def host_batch(self) -> HostBatch:
         """As the rank gets it."""
@@ -96,8 +101,10 @@ def read_schema(keypoints: bool, columns: bool) -> pa.Schema:
     return pa.schema([*READ_SCHEMA, *((name, _BINARIES) for name, there in more.items() if there)])
 
 
-def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) -> pa.Table:
-    """A row of the source, or, with what was read of each micro-batch, of a reader."""
+def source_row(
+    block: Block, reads: Sequence[Read] | None, schema: pa.Schema, seconds: Sequence[float] = ()
+) -> pa.Table:
+    """A row of the source, or, with what was read of each micro-batch, and in how many seconds, of a reader."""
     row: list[Any] = [_SPLITS.index(block[0].split), block[0].epoch]
     row += [[at.step for at in block], [at.micro for at in block]]
     if reads is None:
@@ -107,7 +114,7 @@ def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) ->
             *chain.from_iterable(samples for samples, _ in reads), strict=True
         )
         row += [images, *([as_bytes(value) for value in column] for column in (masks, boxes))]
-        row.append(np.concatenate([labels for _, labels in reads]))
+        row += [np.concatenate([labels for _, labels in reads]), seconds]
         if "keypoints" in schema.names:
             row.append([as_bytes(value) for value in keypoints])
         if "columns" in schema.names:
@@ -131,6 +138,11 @@ def reads_of(table: pa.Table) -> list[Read] | None:
     return [(samples[size * number :][:size], each) for number, each in enumerate(labels)]
 
 
+def reader_seconds(table: pa.Table) -> list[float]:
+    """The seconds that a reader has spent on each micro-batch of a row; none where the actor reads."""
+    return table["reader_s"][0].as_py() or [] if "reader_s" in table.column_names else []
+
+
 def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
     """The row of a finished block.
 
@@ -150,6 +162,7 @@ def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:
         "index": [result.index for result in results],
         "weight": [result.weight for result in results],
         "num_bad": [len(result.bad) for result in results],
+        "reader_s": [made.reader_s for made in all_made],
         "read_s": [made.read_s for made in all_made],
         "work_s": [made.work_s for made in all_made],
     }
@@ -242,6 +255,7 @@ def _host_batch(at: MicroBatchId, arrays: Mapping[str, Any], num_bad: int) -> Ho
         weight=arrays["weight"],
         index=arrays["index"],
         num_bad=num_bad,
+        reader_s=float(arrays["reader_s"]),
         read_s=float(arrays["read_s"]),
         work_s=float(arrays["work_s"]),
         mask=arrays.get("mask"),

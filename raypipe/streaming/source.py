@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +118,14 @@ class MicroBatchSource(Datasource):
                 sizes = ray.get(self._supervisor.sizes.remote(task, room, self._max_bytes))
             careful = bool(self._readers) and ray.get(begun)
         for block in cut(itertools.chain([at], places), self._ranks, sizes):
-            reads = None
+            reads, seconds = None, list[float]()
             if block[0].split in self._readers:
-                reads = [self._read(at, task if careful else "") for at in block]
-            yield source_row(block, reads, self._schema)
+                reads = []
+                for at in block:
+                    begun_s = time.perf_counter()
+                    reads.append(self._read(at, task if careful else ""))
+                    seconds.append(time.perf_counter() - begun_s)
+            yield source_row(block, reads, self._schema, seconds)
         if task:
             self._supervisor.has_read.remote(task)
 

@@ -90,6 +90,7 @@ class Supervisor:
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))  # by split
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
+        self._stands: dict[str, str] = {}  # execution → what it is at
 
     def arrived(self, actor: str, home: str) -> bool:
         """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
@@ -206,8 +207,14 @@ class Supervisor:
         if len(self._events) < _MAX_EVENTS:
             self._events.append((kind, event))
 
+    def stands(self, execution: str, text: str) -> None:
+        """An execution that has brought blocks is at this."""
+        self._stands[execution] = text
+
     def awaited(self) -> str:
-        """What a stream that has brought nothing yet is at."""
+        """What the stream is at, as its executions say, or, if it has brought nothing yet, as its processes do."""
+        if self._stands:
+            return "; ".join(self._stands.values())
         started = f"{len(self._homes)} transform actor{'s have' if len(self._homes) > 1 else ' has'} started"
         if self._doing:
             return f"{started}, and {len(self._doing)} of them make{'s' * (len(self._doing) == 1)} blocks"

@@ -10,7 +10,8 @@ import contextlib
 import faulthandler
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cv2
@@ -25,7 +26,7 @@ from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.storage import local_file
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.row import Made, block_of, made_row, reads_of
+from raypipe.streaming.row import Made, block_of, made_row, reader_seconds, reads_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt, Read
@@ -57,13 +58,16 @@ class TransformWorker:
         self._supervisor, self._num_blocks = supervisor, 0
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
-        return self.run(block_of(table), reads_of(table))
+        return self.run(block_of(table), reads_of(table), reader_seconds(table))
 
-    def run(self, block: Block, reads: list[Read] | None = None) -> dict[str, np.ndarray]:
+    def run(
+        self, block: Block, reads: list[Read] | None = None, reader_s: Sequence[float] = ()
+    ) -> dict[str, np.ndarray]:
         """The finished row of a block.
 
         Args:
             reads: for each micro-batch, what a reader has read; None = this actor reads.
+            reader_s: for each, the seconds that it took.
         """
         room, all_made = self._maker.room(block), list[Made]()
         with self._guard.block(block) as orders:
@@ -72,7 +76,8 @@ class TransformWorker:
                 attempt = self._guard.attempt(at, orders)
                 read = reads[number] if reads else None
                 drawn = indices[number], None if repeats is None else repeats[number]
-                all_made.append(self._maker.make(at, read, attempt, room, drawn))
+                made = self._maker.make(at, read, attempt, room, drawn)
+                all_made.append(replace(made, reader_s=reader_s[number]) if reader_s else made)
         # Unguarded: where records go may be slow, which is no fault of the samples.
         for made in all_made:
             self._maker.settle(made)

@@ -19,7 +19,7 @@ from ray.train.collective import broadcast_from_rank_zero
 from raypipe.config import RunConfig
 from raypipe.device.numa import bind_to_numa_node
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.logs import begin_phases, phase, progress, relay_progress
+from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import write_json
@@ -51,9 +51,11 @@ def train_loop(config: dict[str, Any]) -> None:
         if name.startswith("ray.train") or "/ray/train/" in name:  # some are named by their files
             # Its traceback of what ends a train function is kept with the error, see `launch`.
             logging.getLogger(name).setLevel(logging.CRITICAL if "util" in name else logging.WARNING)
-    options, is_first = dict(config), ray.train.get_context().get_world_rank() == 0
+    options, rank = dict(config), ray.train.get_context().get_world_rank()
+    is_first = rank == 0
     relays = options.pop("relays")
     relay_progress(relays)
+    configure_logs(options["run"].log, run=options["spec"].run, rank=rank)
     begin_phases(options.pop("begun"))
     if is_first:
         phase(logger, "starting the stream and the model")
@@ -165,6 +167,7 @@ class Trainer:
             if self._poll:
                 ends.callback(self._poll.close)
             ends.callback(self.loader.close)
+            ends.enter_context(self.loader.saving(self._awaited))
             ends.callback(self._writer.wait)  # which brings the record to the run's address as well
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
@@ -300,6 +303,16 @@ class Trainer:
         The state is taken now and written by a thread. It counts once it is whole: until then a resume finds the
         checkpoint before.
         """
+        with self.loader.saving(self._awaited):
+            self._save()
+
+    def _awaited(self) -> str:
+        """Whom a checkpoint waits for."""
+        if self._writer.is_writing:
+            return f"the one before is being written to {self.run_uri}"
+        return "the other ranks are not there yet"
+
+    def _save(self) -> None:
         metrics = self.figures()
         if log := self.loader.chronicle.log:
             at = self.loader.cursor

@@ -97,6 +97,7 @@ class HostBatch:
     weight: np.ndarray
     index: np.ndarray
     num_bad: int
+    reader_s: float = 0.0
     read_s: float = 0.0
     work_s: float = 0.0
     encoded: dict[str, np.ndarray] | None = None

@@ -193,6 +193,7 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_validation_accuracy",
         "raypipe_trainer_transfer_seconds_total",
         "raypipe_trainer_decode_seconds_total",
+        "raypipe_trainer_checkpoint_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
     }
     for name, samples in seen.items():
@@ -269,6 +270,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are_and_leaves_few_out() -> N
     ours = {name.removeprefix("ray_") for name in asked() if name.startswith("ray_raypipe_")}
     assert ours <= METRICS.keys()
     left_out = {"trainer_steps_total", "trainer_first_batch_seconds", "stream_blocks_total"}
+    left_out |= {"trainer_checkpoint_seconds_total"}
     assert METRICS.keys() - ours == {f"raypipe_{name}" for name in left_out}
 
 

@@ -510,6 +510,7 @@ class TrainConfig(Section, prefix="train."):
         ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
         numa_binding: "node" keeps each GPU's trainer on the CPUs of the GPU's NUMA node (docs/gpu.md).
         max_failures: restarts of the workers after something has died; -1 = no limit.
+        max_preemption_failures: restarts after a notice that a trainer's node will go, Ray 2.60; -1 = no limit.
         checkpoint_interval: steps between checkpoints within an epoch; 0 = at epoch ends only.
         log_interval: steps between records of progress, in metrics.jsonl; the first step has one as well.
         log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; ranks meet at each step.
@@ -536,6 +537,7 @@ class TrainConfig(Section, prefix="train."):
     ordered_sum: Literal["auto", "yes", "no"] = "auto"
     numa_binding: Literal["off", "node"] = "off"
     max_failures: AtLeastMinus1 = 2
+    max_preemption_failures: AtLeastMinus1 = -1
     checkpoint_interval: int = 0
     log_interval: AtLeast1 = 20
     log_samples: bool = False

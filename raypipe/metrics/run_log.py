@@ -17,16 +17,33 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.errors import ConfigError
-from raypipe.metrics.records import METRICS, SAMPLES, START
+from raypipe.errors import ConfigError, RaypipeError
+from raypipe.metrics.records import METRICS, SAMPLES, START, parse
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage.files import open_input
-from raypipe.storage.filesystem import explained, open_filesystem
+from raypipe.storage.files import open_input, read_whole, write_bytes
+from raypipe.storage.filesystem import explained, join, open_filesystem
 
 logger = logging.getLogger(__name__)
 
 Folder = tuple[pyarrow.fs.FileSystem, str]
 """A folder by its file system and the path on it."""
+
+
+def append_fault(run_uri: str, text: str) -> None:
+    """Record a fault between two starts of a run's trainers, at the step of the last record; best effort."""
+    try:
+        filesystem, folder = open_filesystem(run_uri)
+        content = read_whole(join(run_uri, METRICS)) or b""
+        step = max((record["step"] for record in parse(content).kept), default=0)
+        record = json.dumps({"kind": "fault", "step": step, "text": text}).encode() + b"\n"
+        line = record if content.endswith(b"\n") or not content else b"\n" + record
+        if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+            with filesystem.open_append_stream(f"{folder}/{METRICS}") as file:
+                file.write(line)
+        else:
+            write_bytes(join(run_uri, METRICS), content + line)
+    except (RaypipeError, pa.ArrowException, OSError) as error:
+        logger.warning("%s of %s cannot be written: %s", METRICS, run_uri, error)
 
 
 class RunLog:

@@ -12,14 +12,15 @@ from typing import Any
 
 import ray
 from ray.train.v2._internal.callbacks import datasets, placement_group_callback
-from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
+from ray.train.v2._internal.execution import context, failure_handling, scaling_policy, train_fn_utils
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import ResourceError
-from raypipe.failures import is_final, own_error, told
+from raypipe.failures import is_final, is_lost, own_error, told
+from raypipe.metrics.run_log import append_fault
 from raypipe.rayext.cluster import largest_divisor, started_here
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,34 @@ _Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.F
 
 def _is_elastic(config: Any) -> bool:
     return getattr(config, "elasticity_enabled", False)
+
+
+def noticed() -> tuple[str, ...] | None:
+    """Nodes of this run's trainers that are about to go, as Ray Train has told this worker, without a call.
+
+    None where it tells nothing: before Ray 2.60, and in a process that is no worker of Ray Train's.
+    """
+    try:
+        info = context.get_train_context().preemption_context.preemption_info
+    except (AttributeError, RuntimeError):
+        return None
+    return tuple(info.preempted_node_ids) if info else ()
+
+
+def who_died(error: BaseException) -> str:
+    """Which trainers have died, rather than failed because of those, and why. Pure."""
+    if (info := getattr(error, "preemption_info", None)) is not None:
+        nodes = ", ".join(node[:8] for node in info.preempted_node_ids)
+        return f"the node of {_trainers(info.preempted_ranks)} was taken away ({nodes})"
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    lost = {rank: each for rank, each in failures.items() if is_lost(each)} or failures
+    if not lost:
+        return told(error)
+    return f"{_trainers(sorted(lost))} died: {told(lost[min(lost)])}"
+
+
+def _trainers(ranks: list[int]) -> str:
+    return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def train_alone(name: str) -> None:
@@ -102,7 +131,11 @@ class DivisorScalingPolicy(BoundedScalingPolicy, _Elastic):
 
 
 class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
-    """Ray Train's failure policy, which tries again what died, and nothing else."""
+    """Ray Train's failure policy, which tries again what died, and nothing else, and records that in the run."""
+
+    def __init__(self, failure_config: Any, run_uri: str = "") -> None:
+        super().__init__(failure_config)
+        self._run_uri = run_uri
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> failure_handling.FailureDecision:
         error = training_failed_error
@@ -110,7 +143,10 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
             return failure_handling.FailureDecision.RAISE
         decision = super().make_decision(error)
         if decision != failure_handling.FailureDecision.RAISE:  # else it is told once the run has ended
-            logger.warning("the trainers are started again: %s", told(error))
+            text = f"the trainers are started again: {who_died(error)}"
+            logger.warning("%s", text, extra={"values": {"fault": "trainer_died"}})
+            if self._run_uri:
+                append_fault(self._run_uri, text)
         return decision
 
 
@@ -138,16 +174,24 @@ class RunTrainer(TorchTrainer):
 
     Args:
         per_step: M.
+        run_uri: its folder.
         timeout_s: after which a run whose trainers have no room ends.
         take_signals: called once the run can be asked to end, in place of Ray Train taking Ctrl-C for itself.
         args, options: for TorchTrainer.
     """
 
     def __init__(
-        self, *args: Any, per_step: int, timeout_s: float, take_signals: Callable[[], None], **options: Any
+        self,
+        *args: Any,
+        per_step: int,
+        timeout_s: float,
+        run_uri: str = "",
+        take_signals: Callable[[], None],
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
+        self._run_uri = run_uri
         self._controller: Any = None
 
     def fit(self) -> Any:
@@ -166,7 +210,7 @@ class RunTrainer(TorchTrainer):
             if _is_elastic(config)
             else FixedPolicy(config, self._timeout_s)
         )
-        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config)  # type: ignore[arg-type]
+        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self._run_uri)  # type: ignore[arg-type]
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:

@@ -36,7 +36,7 @@ from raypipe.plan.schedule import Segment
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of
-from raypipe.streaming.checkpoint import Stateful, report, restore
+from raypipe.streaming.checkpoint import Notice, Stateful, report, restore
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.maker import BadSampleBudget, record_bad
@@ -159,6 +159,7 @@ class Loader:
         atexit.register(_close, weakref.ref(self))
         self._supervisor: Any = None
         self._awaited: Callable[[], str] = str
+        self._notice = Notice()
         self._begin_interval()
         self._go_to(cursor or self.plan.start())
         if cursor:
@@ -297,6 +298,14 @@ class Loader:
         self._clocks["train"].add("checkpoint", begun, ended)
         if computing:
             self._computing = computing[0], ended
+
+    def should_checkpoint(self) -> bool:
+        """Whether to make a checkpoint now, since a node of the trainers is about to go; all ranks say the same.
+
+        All ranks call it after a whole optimizer step. It is True at each notice, and then every 15 s. Ray gives
+        notices from version 2.60 on; with earlier ones it is False.
+        """
+        return self._notice.agreed(self.rank)
 
     def restore(self, **parts: Stateful) -> None:
         """Load the states of the latest checkpoint that `report` made into the parts; nothing where there is none.

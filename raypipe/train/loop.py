@@ -22,9 +22,11 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import MicroBatchId
+from raypipe.rayext.trainer import noticed
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join
 from raypipe.storage.lease import is_held
+from raypipe.streaming.checkpoint import Notice
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader, Pass
 from raypipe.streaming.spec import StreamSpec
@@ -130,7 +132,7 @@ class Trainer:
             self.learner.load(state)
             self.metrics = state["metrics"]
         self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
-        self._writer = CheckpointWriter()
+        self._notice, self._writer = Notice(), CheckpointWriter()
         self._poll = StopPoll(run_uri) if self.loader.rank == 0 else None
 
     def epochs(self) -> Iterator[None]:
@@ -203,10 +205,13 @@ class Trainer:
             if logs := done % config.log_interval == 0 or end or checkpoint or first:
                 self._log_train(lr, losses)
                 losses, first = [], False
-            self._look(at_once=logs)
+            is_due = self._look(at_once=logs)
             if self.stopping:
                 return
-            if checkpoint and not end:
+            if (checkpoint or is_due) and not end:
+                if not logs:  # a checkpoint has sums that go as far as the records
+                    self._log_train(lr, losses)
+                    losses = []
                 self._report()
 
     def _log_samples(self, seen: list[tuple[MicroBatchId, list[int]]]) -> None:
@@ -230,27 +235,36 @@ class Trainer:
         self.metrics["train_s"] += done.seconds
         self.metrics["wait_s"] += done.wait_s
 
-    def _look(self, at_once: bool = False) -> None:
+    def _look(self, at_once: bool = False) -> bool:
         """At a step's end: whether the run was asked to stop, or the checkpoint's writer has failed.
 
         The ranks agree on a stop every second or so; all meet there. So often by the steps of the first rank's
         clock, which all of them count: their own clocks differ.
+
+        Returns:
+            Whether a checkpoint is due, since a node of the trainers is about to go.
         """
         self._writer.check()
-        asked, steps = float(self._poll is not None and self._poll.asked), 0.0
+        asked, steps, due = float(self._poll is not None and self._poll.asked), 0.0, 0.0
+        if self.loader.rank == 0:
+            due = float(self._notice.is_due(noticed() or ()))
         if self.world_size > 1:
             self._steps_since += 1
             if not at_once and self._steps_since < self._steps_between:
-                return
+                return False
             if self.loader.rank == 0:
                 steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
-            found = torch.tensor([asked, steps], dtype=torch.float64, device=self.device)
-            asked, steps = self._summed(found).tolist()
+            found = torch.tensor([asked, steps, due], dtype=torch.float64, device=self.device)
+            asked, steps, due = self._summed(found).tolist()
             self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
         self.stopping = asked > 0
         if self.stopping and self.loader.rank == 0:
             with contextlib.suppress(ConfigError):  # of a full disk: the checkpoint will tell
                 answer_stop(self.run_uri)
+        if due and self.loader.rank == 0:
+            self._notice.saved()
+            progress(logger, "a node of the trainers is about to go: a checkpoint is made", kind="notice")
+        return due > 0
 
     @torch.no_grad()
     def _validate(self, batches: Pass) -> None:

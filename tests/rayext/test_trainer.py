@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from ray.train.v2._internal.execution.failure_handling import DefaultFailurePoli
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
-from ray.train.v2.api.exceptions import ControllerError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.failures import cause_of
+from raypipe.metrics.records import read_records
+from raypipe.rayext import trainer
 from raypipe.rayext.trainer import BoundedScalingPolicy, DivisorScalingPolicy, FixedPolicy
 
 
@@ -140,3 +143,43 @@ def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(tmp_path: Pat
     with pytest.raises(ControllerError, match="need 3 CPUs"):
         trainer.fit()
     assert (tmp_path / "tries").read_text() == "tried\n"
+
+
+def test_who_died_is_told_and_not_who_survived() -> None:
+    lost = type("WorkerHealthCheckFailedError", (Exception,), {"__module__": "ray.train.v2.x"})("actor died: OOM")
+    survivor = RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")
+    error = WorkerGroupError("", {0: survivor, 1: lost, 2: survivor})
+    assert trainer.who_died(error) == "trainer 1 died: WorkerHealthCheckFailedError: actor died: OOM"
+    assert trainer.who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 died: RuntimeError")
+    taken = Exception()
+    taken.preemption_info = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1])  # type: ignore
+    assert trainer.who_died(taken) == "the node of trainers 0, 1 was taken away (abcdefgh)"
+
+
+def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n{"kind": "train", "step": 7}\n{"cut')
+    lost = type("WorkerHealthCheckFailedError", (Exception,), {"__module__": "ray.train.v2.x"})("killed")
+    policy = trainer.OnlyDeathsPolicy(FailureConfig(max_failures=1), tmp_path.as_uri())
+    assert policy.make_decision(WorkerGroupError("", {1: lost})).name == "RETRY"
+    assert policy.make_decision(WorkerGroupError("", {1: lost})).name == "RAISE"
+    found = read_records(tmp_path.as_uri())
+    assert found is not None and found.kept[2:] == [
+        {
+            "kind": "fault",
+            "step": 7,
+            "text": "the trainers are started again: trainer 1 died: WorkerHealthCheckFailedError: killed",
+        }
+    ]
+
+
+def test_nothing_is_noticed_outside_of_a_worker_of_ray_train_or_before_a_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert trainer.noticed() is None
+    told = SimpleNamespace(preemption_context=SimpleNamespace(preemption_info=None))
+    monkeypatch.setattr(trainer.context, "get_train_context", lambda: told)
+    assert trainer.noticed() == ()
+    told.preemption_context.preemption_info = SimpleNamespace(preempted_node_ids=["a"])
+    assert trainer.noticed() == ("a",)
+    del told.preemption_context  # before Ray 2.60
+    assert trainer.noticed() is None

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 from ray.train.v2._internal.callbacks import datasets, placement_group_callback
-from ray.train.v2._internal.execution import context, failure_handling, scaling_policy, train_fn_utils
+from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
@@ -43,18 +43,6 @@ _Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.F
 
 def _is_elastic(config: Any) -> bool:
     return getattr(config, "elasticity_enabled", False)
-
-
-def noticed() -> tuple[str, ...] | None:
-    """Nodes of this run's trainers that are about to go, as Ray Train has told this worker, without a call.
-
-    None where it tells nothing: before Ray 2.60, and in a process that is no worker of Ray Train's.
-    """
-    try:
-        info = context.get_train_context().preemption_context.preemption_info
-    except (AttributeError, RuntimeError):
-        return None
-    return tuple(info.preempted_node_ids) if info else ()
 
 
 def who_died(error: BaseException) -> str:

@@ -8,7 +8,6 @@ CHECKPOINT/
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,42 +26,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
-_AGAIN_S = 15.0  # between checkpoints of a run that has had a notice
-
-
-class Notice:
-    """When a run whose nodes are about to go makes checkpoints: at each notice, and then every 15 s."""
-
-    def __init__(self) -> None:
-        self._nodes: tuple[str, ...] = ()
-        self._seen, self._saved_at = self._nodes, 0.0
-
-    def is_due(self, nodes: tuple[str, ...]) -> bool:
-        """Whether it is to make one now, by the nodes that are about to go."""
-        self._nodes = nodes
-        return bool(set(nodes) - set(self._seen)) or (
-            bool(nodes) and time.monotonic() - self._saved_at >= _AGAIN_S
-        )
-
-    def saved(self) -> None:
-        """It makes one."""
-        self._seen, self._saved_at = self._nodes, time.monotonic()
-
-    def agreed(self, rank: int) -> bool:
-        """Whether to make one, as rank 0 knows it; all ranks of a train function ask, and then make it."""
-        from ray.train.collective import broadcast_from_rank_zero
-
-        from raypipe.rayext.trainer import noticed
-
-        nodes = noticed()
-        if nodes is None:
-            return False
-        due: bool = broadcast_from_rank_zero(rank == 0 and self.is_due(nodes))
-        if due:
-            self.saved()
-        return due
 
 
 def report(

@@ -74,7 +74,8 @@ class Chronicle:
         self._works_since = self._step_at
         self._stands: dict[str, Any] = {}
         self._is_watched = False
-        self._seen, self._due_s, self._status_at = self._wait, 0.0, 0.0
+        self._seen: _Wait | None = None
+        self._due_s = self._status_at = 0.0
         self._stop_following: Callable[[], None] = lambda: None
 
     def begin(self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any) -> None:

@@ -33,10 +33,11 @@ from raypipe.metrics.timing import StageClock, StageTimes, has_drained, mark
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Segment
+from raypipe.rayext.notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of
-from raypipe.streaming.checkpoint import Notice, Stateful, report, restore
+from raypipe.streaming.checkpoint import Stateful, report, restore
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.maker import BadSampleBudget, record_bad

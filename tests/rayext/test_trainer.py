@@ -170,16 +170,3 @@ def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path)
             "text": "the trainers are started again: trainer 1 died: WorkerHealthCheckFailedError: killed",
         }
     ]
-
-
-def test_nothing_is_noticed_outside_of_a_worker_of_ray_train_or_before_a_notice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert trainer.noticed() is None
-    told = SimpleNamespace(preemption_context=SimpleNamespace(preemption_info=None))
-    monkeypatch.setattr(trainer.context, "get_train_context", lambda: told)
-    assert trainer.noticed() == ()
-    told.preemption_context.preemption_info = SimpleNamespace(preempted_node_ids=["a"])
-    assert trainer.noticed() == ("a",)
-    del told.preemption_context  # before Ray 2.60
-    assert trainer.noticed() is None

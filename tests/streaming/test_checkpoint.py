@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from raypipe.config import PlanConfig, PoolConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
-from raypipe.streaming import checkpoint
 from raypipe.streaming.checkpoint import Stateful
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
@@ -179,15 +178,3 @@ def test_a_rank_that_is_killed_when_report_returns_resumes_from_that_report(
     for rank in range(2):
         _, resumed = (tmp_path / f"began-{rank}").read_text().splitlines()
         assert resumed == "4 4.0"
-
-
-def test_a_notice_asks_for_a_checkpoint_at_once_and_then_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    notice = checkpoint.Notice()
-    assert not notice.is_due(())
-    assert notice.is_due(("a",)) and notice.is_due(("a",))  # until it is made
-    notice.saved()
-    assert not notice.is_due(("a",)) and notice.is_due(("a", "b"))
-    notice.saved()
-    monkeypatch.setattr(checkpoint, "_AGAIN_S", 0.0)
-    assert notice.is_due(("a", "b")) and not notice.is_due(())
-    assert not notice.agreed(0)  # this process is no trainer of Ray Train's

@@ -135,8 +135,8 @@ class Chronicle:
         finally:
             self._wait, self._works_since = before, time.time()
 
-    def look(self) -> bool:
-        """Tell of a long wait, and write where the loop stands, if due; returns whether to look again."""
+    def look(self) -> None:
+        """Tell of a long wait, and write where the loop stands, if due."""
         now, wait = time.time(), self._wait
         if wait is not self._seen:
             self._seen, self._due_s = wait, _FIRST_TOLD_S
@@ -148,7 +148,6 @@ class Chronicle:
             if now - self._status_at >= every_s:
                 self._status_at = now
                 self._write_status(every_s)
-        return self._is_watched
 
     def _write_status(self, every_s: float) -> None:
         """Say where the loop stands; 0 = it has been left."""
@@ -195,7 +194,9 @@ class Chronicle:
         """Record the last events, and end the record."""
         self._stop_following()
         self._stop_following = lambda: None
-        self._is_watched = False
+        if self._is_watched:
+            self._is_watched = False
+            _leave(self)
         if self.log:
             self._write_status(0)
             self.log.close()
@@ -204,36 +205,42 @@ class Chronicle:
 
 _watched: weakref.WeakSet[Chronicle] = weakref.WeakSet()
 _watching = threading.Lock()
-_watcher: threading.Thread | None = None
+_watcher: tuple[threading.Thread, threading.Event] | None = None
 
 
 def _watch(chronicle: Chronicle) -> None:
-    """Look at a chronicle each second, in the one thread of this process that does."""
+    """Look at a chronicle each second, in the one thread of this process that does, until `_leave`."""
     global _watcher
     with _watching:
         _watched.add(chronicle)
         if _watcher is None:
-            _watcher = threading.Thread(target=_look_at_all, name="raypipe-waiting", daemon=True)
-            _watcher.start()
+            left = threading.Event()
+            thread = threading.Thread(target=_look_at_all, args=(left,), name="raypipe-waiting", daemon=True)
+            _watcher = thread, left
+            thread.start()
 
 
-def _look_at_all() -> None:
+def _leave(chronicle: Chronicle) -> None:
+    """The thread ends with the last one that it looks at."""
     global _watcher
-    while True:
-        time.sleep(min(_LOOK_S, _FIRST_TOLD_S))
+    with _watching:
+        _watched.discard(chronicle)
+        ending, _watcher = (None, _watcher) if _watched else (_watcher, None)
+    if ending:
+        thread, left = ending
+        left.set()
+        if thread is not threading.current_thread():
+            thread.join(_ANSWER_S)
+
+
+def _look_at_all(left: threading.Event) -> None:
+    while not left.wait(min(_LOOK_S, _FIRST_TOLD_S)):
         for chronicle in list(_watched):
             try:
-                again = chronicle.look()
+                chronicle.look()
             except Exception as error:  # a run does not end, nor does another one's wait go untold
                 logger.warning("cannot say where the run stands: %s", error)
-                again = False
-            if not again:
-                _watched.discard(chronicle)
             del chronicle
-        with _watching:
-            if not _watched:
-                _watcher = None
-                return
 
 
 def _told(whom: str | Callable[[], str]) -> str:

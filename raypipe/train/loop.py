@@ -22,11 +22,10 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import MicroBatchId
-from raypipe.rayext.trainer import noticed
+from raypipe.rayext.notice import Notice, noticed
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join
 from raypipe.storage.lease import is_held
-from raypipe.streaming.checkpoint import Notice
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader, Pass
 from raypipe.streaming.spec import StreamSpec

@@ -98,7 +98,12 @@ def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
 
 
 def _has_lost(failures: list[BaseException]) -> bool:
-    return any(_is_of_train(error) and type(error).__name__ in _LOST for error in failures)
+    return any(map(is_lost, failures))
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a worker's process has died, by Ray Train's error for it."""
+    return _is_of_train(error) and type(error).__name__ in _LOST
 
 
 def _is_of_train(error: BaseException) -> bool:

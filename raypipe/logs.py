@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 
-STAGES = ("wait", "transfer", "decode", "augment", "compute")
+STAGES = ("wait", "transfer", "decode", "augment", "compute", "checkpoint")
 """What a trainer's time goes by: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
 _ROOT = logging.getLogger("raypipe")

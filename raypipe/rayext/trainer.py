@@ -19,8 +19,9 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import ResourceError
-from raypipe.failures import is_final, own_error, told
+from raypipe.failures import is_final, is_lost, own_error, told
 from raypipe.metrics.prometheus import Recorder
+from raypipe.metrics.run_log import append_fault
 from raypipe.rayext.cluster import largest_divisor, started_here
 
 logger = logging.getLogger(__name__)
@@ -111,17 +112,32 @@ def _reason(error: TrainingFailedError) -> str:
     return "died" if isinstance(error, WorkerGroupError) else "no_start"
 
 
+def who_died(error: BaseException) -> str:
+    """Why trainers are started again: which have died, and not those that failed because of these."""
+    if info := getattr(error, "preemption_info", None):
+        nodes = ", ".join(node[:8] for node in info.preempted_node_ids)
+        return f"the node of {_trainers(info.preempted_ranks)} was taken away ({nodes})"
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    lost = {rank: each for rank, each in failures.items() if is_lost(each)} or failures
+    return f"{_trainers(sorted(lost))} died: {told(lost[min(lost)])}" if lost else told(error)
+
+
+def _trainers(ranks: list[int]) -> str:
+    return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
-    """Ray Train's failure policy, which tries again what died, and nothing else; counts how often, and why.
+    """Ray Train's failure policy, which tries again what died, and nothing else; records and counts that.
 
     Args:
         failure_config: Ray Train's.
         run: the run's name, for the count.
+        run_uri: its folder; empty = it has none.
     """
 
-    def __init__(self, failure_config: Any, run: str) -> None:
+    def __init__(self, failure_config: Any, run: str, run_uri: str = "") -> None:
         super().__init__(failure_config)
-        self._run = run
+        self._run, self._run_uri = run, run_uri
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> failure_handling.FailureDecision:
         error = training_failed_error
@@ -129,8 +145,11 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
             return failure_handling.FailureDecision.RAISE
         decision = super().make_decision(error)
         if decision != failure_handling.FailureDecision.RAISE:  # else it is told once the run has ended
-            logger.warning("the trainers are started again: %s", told(error))
-            Recorder(self._run).add({"trainer_restarts_total": 1}, reason=_reason(error))
+            text, reason = f"the trainers are started again: {who_died(error)}", _reason(error)
+            logger.warning("%s", text, extra={"values": {"fault": reason}})
+            Recorder(self._run).add({"trainer_restarts_total": 1}, reason=reason)
+            if self._run_uri:
+                append_fault(self._run_uri, text)
         return decision
 
 
@@ -158,16 +177,24 @@ class RunTrainer(TorchTrainer):
 
     Args:
         per_step: M.
+        run_uri: its folder; empty = it has none.
         timeout_s: after which a run whose trainers have no room ends.
         take_signals: called once the run can be asked to end, in place of Ray Train taking Ctrl-C for itself.
         args, options: for TorchTrainer.
     """
 
     def __init__(
-        self, *args: Any, per_step: int, timeout_s: float, take_signals: Callable[[], None], **options: Any
+        self,
+        *args: Any,
+        per_step: int,
+        run_uri: str = "",
+        timeout_s: float,
+        take_signals: Callable[[], None],
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
+        self._run_uri = run_uri
         self._controller: Any = None
 
     def fit(self) -> Any:
@@ -186,7 +213,9 @@ class RunTrainer(TorchTrainer):
             if _is_elastic(config)
             else FixedPolicy(config, self._timeout_s)
         )
-        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self.run_config.name or "")
+        options["failure_policy"] = OnlyDeathsPolicy(
+            self.run_config.failure_config, self.run_config.name or "", self._run_uri
+        )
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,14 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.failures import cause_of
-from raypipe.rayext.trainer import BoundedScalingPolicy, DivisorScalingPolicy, FixedPolicy, OnlyDeathsPolicy
+from raypipe.metrics.records import read_records
+from raypipe.rayext.trainer import (
+    BoundedScalingPolicy,
+    DivisorScalingPolicy,
+    FixedPolicy,
+    OnlyDeathsPolicy,
+    who_died,
+)
 
 
 def decided(
@@ -168,3 +176,26 @@ def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.Monk
         ("raypipe_trainer_restarts_total", {"run": "first", "reason": reason})
         for reason in ("died", "preempted", "no_start")
     ]
+
+
+LOST = type("WorkerHealthCheckFailedError", (Exception,), {"__module__": "ray.train.v2.x"})("actor died: OOM")
+
+
+def test_who_died_is_told_and_not_who_survived() -> None:
+    survivor = RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")
+    error = WorkerGroupError("", {0: survivor, 1: LOST, 2: survivor})
+    assert who_died(error) == "trainer 1 died: WorkerHealthCheckFailedError: actor died: OOM"
+    assert who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 died: RuntimeError")
+    taken = Exception()
+    taken.preemption_info = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1])  # type: ignore
+    assert who_died(taken) == "the node of trainers 0, 1 was taken away (abcdefgh)"
+
+
+def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n{"kind": "train", "step": 7}\n{"cut')
+    policy = OnlyDeathsPolicy(FailureConfig(max_failures=1), "run", tmp_path.as_uri())
+    assert policy.make_decision(WorkerGroupError("", {1: LOST})).name == "RETRY"
+    assert policy.make_decision(WorkerGroupError("", {1: LOST})).name == "RAISE"
+    found = read_records(tmp_path.as_uri())
+    text = "the trainers are started again: trainer 1 died: WorkerHealthCheckFailedError: actor died: OOM"
+    assert found and found.kept[2:] == [{"kind": "fault", "step": 7, "text": text}]

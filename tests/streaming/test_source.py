@@ -24,7 +24,7 @@ from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
-from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, block_of, reads_of
+from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, block_of, reader_seconds, reads_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.columns import SampleColumns
@@ -48,7 +48,11 @@ def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
     tables = list(task())
     schema = READ_SCHEMA if readers else PLACE_SCHEMA
     assert all(table.schema == task.schema == schema and table.num_rows == 1 for table in tables)
-    return [{**table.to_pylist()[0], "block": block_of(table)} for table in tables]
+    found = [{**table.to_pylist()[0], "block": block_of(table)} for table in tables]
+    for table, row in zip(tables, found, strict=True):  # its time is measured, and no matter of the plan
+        assert (row.pop("read_s", None) or 0.0) == reader_seconds(table)
+        assert (reader_seconds(table) > 0) == bool(row.get("encoded"))
+    return found
 
 
 @pytest.mark.parametrize("block", [1, 3])

@@ -7,7 +7,7 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.logs import table
-from raypipe.metrics.records import STATUS, read_records
+from raypipe.metrics.records import START, STATUS, read_records
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.storage.lease import holder
@@ -34,13 +34,15 @@ def status(folder: str) -> dict[str, Any]:
         check_run_folder(run_uri, resume=True)
         raise ConfigError(f"{folder} has no {STATUS}: {held_by or 'the run'} has not begun to train")
     records = read_records(run_uri)
+    kept = records.kept if records else []
+    starts = [each for each in kept if each["kind"] == START or "reason" in each]  # and the ends before them
     found = {
         "run_dir": folder,
-        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by)),
+        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), "reason" in starts[-1]),
         "held_by": held_by,
         "checkpoint": newest_name(run_uri) or None,
         "stop_requested": stop_requested(run_uri),
-        "faults": [each["text"] for each in (records.kept if records else []) if each.get("kind") == "fault"],
+        "faults": [each["text"] for each in kept if each["kind"] == "fault"],
     }
     waits = f"{found['waits_for']} for {found['since_s']:.0f} s: {found['whom']}"
     rows = {
@@ -54,11 +56,12 @@ def status(folder: str) -> dict[str, Any]:
     return found
 
 
-def standing(status: dict[str, Any], now: float, is_held: bool) -> dict[str, Any]:
+def standing(status: dict[str, Any], now: float, is_held: bool, have_died: bool = False) -> dict[str, Any]:
     """What a run's status.json says at a moment of time.time(), by this machine's clock. Pure.
 
     Args:
         is_held: whether a process has the run's folder.
+        have_died: whether its trainers have, and were not started again since.
 
     Returns:
         Its values, with ages in place of times, and `state`: "running"; "silent", where rank 0 has not written for
@@ -69,6 +72,6 @@ def standing(status: dict[str, Any], now: float, is_held: bool) -> dict[str, Any
     ages = {name: max(0.0, now - status[moment]) for moment, name in times.items()}
     every_s = status["every_s"]
     state = "running" if ages["age_s"] <= _LATE * every_s else "silent"
-    if not every_s:
+    if have_died or not every_s:
         state = "restarting" if is_held else "ended"
     return {"state": state, **{name: status[name] for name in status.keys() - {*times, "every_s"}}, **ages}

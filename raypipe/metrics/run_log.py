@@ -30,15 +30,19 @@ Folder = tuple[pyarrow.fs.FileSystem, str]
 """A folder by its file system and the path on it."""
 
 
-def append_fault(run_uri: str, text: str) -> None:
-    """Record a fault that happened between two starts of a run's trainers, at the step of the last record.
+def append_fault(run_uri: str, text: str, reason: str) -> None:
+    """Record a fault between two starts of a run's trainers, at the step of the last record.
 
     What cannot be written is a warning.
+
+    Args:
+        text: for people.
+        reason: why they are started again, see `prometheus.METRICS`.
     """
     try:
         content = read_whole(join(run_uri, METRICS)) or b""
         step = max((record["step"] for record in parse(content).kept), default=0)
-        line = json.dumps({"kind": "fault", "step": step, "text": text}).encode() + b"\n"
+        line = json.dumps({"kind": "fault", "step": step, "text": text, "reason": reason}).encode() + b"\n"
         if content and not content.endswith(b"\n"):  # a crash has cut it off
             line = b"\n" + line
         filesystem, path = open_filesystem(join(run_uri, METRICS))

@@ -33,7 +33,7 @@ from raypipe.metrics.timing import StageClock, StageTimes, has_drained, mark
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan, Segment
-from raypipe.rayext.notice import Notice
+from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of

@@ -310,6 +310,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         train_loop,
         per_step=run.plan.per_step,
         run_uri=run_uri,
+        log=run.log,
         timeout_s=run.pool.stall_timeout_s,
         take_signals=lambda: interrupts.hand_over(
             on_interrupt, lambda: stop_answered(run_uri), lambda: _num_starts(run_uri) > starts

@@ -31,6 +31,7 @@ def test_who_waits_for_what_and_for_how_long() -> None:
 def test_a_run_is_silent_restarting_or_ended() -> None:
     assert standing(WROTE, 119.0, True)["state"] == "running"
     assert standing(WROTE, 121.0, True)["state"] == "silent"
+    assert standing(WROTE, 101.0, True, have_died=True)["state"] == "restarting"
     left = WROTE | {"every_s": 0}
     assert standing(left, 1e6, True)["state"] == "restarting" and standing(left, 1e6, False)["state"] == "ended"
 

@@ -178,13 +178,20 @@ def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.Monk
     ]
 
 
-LOST = type("WorkerHealthCheckFailedError", (Exception,), {"__module__": "ray.train.v2.x"})("actor died: OOM")
+DEAD = """The actor died unexpectedly before finishing this task.
+\tclass_name: RayTrainWorker
+\tpid: 11115
+\tnamespace: ba92b562
+\tip: 192.0.2.2
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"""
+KILLED = WorkerHealthCheckFailedError("A worker health check failed. Worker info: …", RuntimeError(DEAD))
+WHO = "trainer 1 died: process 11115 on 192.0.2.2, worker process has died. Worker exit type: SYSTEM_ERROR"
 
 
 def test_who_died_is_told_and_not_who_survived() -> None:
     survivor = RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")
-    error = WorkerGroupError("", {0: survivor, 1: LOST, 2: survivor})
-    assert who_died(error) == "trainer 1 died: WorkerHealthCheckFailedError: actor died: OOM"
+    error = WorkerGroupError("", {0: survivor, 1: KILLED, 2: survivor})
+    assert who_died(error) == WHO
     assert who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 died: RuntimeError")
     taken = Exception()
     taken.preemption_info = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1])  # type: ignore
@@ -194,8 +201,8 @@ def test_who_died_is_told_and_not_who_survived() -> None:
 def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n{"kind": "train", "step": 7}\n{"cut')
     policy = OnlyDeathsPolicy(FailureConfig(max_failures=1), "run", tmp_path.as_uri())
-    assert policy.make_decision(WorkerGroupError("", {1: LOST})).name == "RETRY"
-    assert policy.make_decision(WorkerGroupError("", {1: LOST})).name == "RAISE"
+    assert policy.make_decision(WorkerGroupError("", {1: KILLED})).name == "RETRY"
+    assert policy.make_decision(WorkerGroupError("", {1: KILLED})).name == "RAISE"
     found = read_records(tmp_path.as_uri())
-    text = "the trainers are started again: trainer 1 died: WorkerHealthCheckFailedError: actor died: OOM"
-    assert found and found.kept[2:] == [{"kind": "fault", "step": 7, "text": text}]
+    text = f"the trainers are started again: {WHO}"
+    assert found and found.kept[2:] == [{"kind": "fault", "step": 7, "text": text, "reason": "died"}]

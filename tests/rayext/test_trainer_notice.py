@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.train.v2._internal.execution import context
 
-from raypipe.rayext.notice import Notice, noticed
+from raypipe.rayext.trainer_notice import Notice, noticed
 
 
 @pytest.fixture
@@ -52,7 +52,8 @@ def test_checkpoints_come_more_often_as_the_nodes_end_comes_near(
 ) -> None:
     given.preemption_info, notice, now = info("a", left_s=left_s), Notice(print), time.time()
     for later_s, due in ((0.0, True), (then_s - 0.1, False), (then_s + 0.1, True)):
-        monkeypatch.setattr("raypipe.rayext.notice.time", SimpleNamespace(time=lambda at=now + later_s: at))
+        clock = SimpleNamespace(time=lambda at=now + later_s: at)
+        monkeypatch.setattr("raypipe.rayext.trainer_notice.time", clock)
         assert notice.is_due() == due
 
 
@@ -61,7 +62,7 @@ def test_ranks_agree_once_a_second_by_the_steps_of_the_first(given: Any, monkeyp
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda data: sent.append(data) or data)
     clock = iter([100.0, 100.1, 101.1])
     own = SimpleNamespace(time=time.time, monotonic=lambda: next(clock))
-    monkeypatch.setattr("raypipe.rayext.notice.time", own)
+    monkeypatch.setattr("raypipe.rayext.trainer_notice.time", own)
     notice = Notice(print)
     assert not notice.agreed(0) and sent == [(False, 10)]  # a step took 0.1 s
     given.preemption_info = info("a")

@@ -7,7 +7,7 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.logs import table
-from raypipe.metrics.records import START, STATUS, read_records
+from raypipe.metrics.records import STATUS, read_records
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.storage.lease import holder
@@ -35,10 +35,10 @@ def status(folder: str) -> dict[str, Any]:
         raise ConfigError(f"{folder} has no {STATUS}: {held_by or 'the run'} has not begun to train")
     records = read_records(run_uri)
     kept = records.kept if records else []
-    starts = [each for each in kept if each["kind"] == START or "reason" in each]  # and the ends before them
+    died_at = max((each["time"] for each in kept if "reason" in each), default=0.0)
     found = {
         "run_dir": folder,
-        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), "reason" in starts[-1]),
+        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at),
         "held_by": held_by,
         "checkpoint": newest_name(run_uri) or None,
         "stop_requested": stop_requested(run_uri),
@@ -56,22 +56,22 @@ def status(folder: str) -> dict[str, Any]:
     return found
 
 
-def standing(status: dict[str, Any], now: float, is_held: bool, have_died: bool = False) -> dict[str, Any]:
+def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) -> dict[str, Any]:
     """What a run's status.json says at a moment of time.time(), by this machine's clock. Pure.
 
     Args:
         is_held: whether a process has the run's folder.
-        have_died: whether its trainers have, and were not started again since.
+        died_at: when its trainers have last died, of time.time().
 
     Returns:
         Its values, with ages in place of times, and `state`: "running"; "silent", where rank 0 has not written for
         four of its periods, so it is stopped, dead, or cut off from the folder; "restarting", where its trainers
         have ended and the run has not; or "ended".
     """
-    times = {"time": "age_s", "step_at": "step_age_s", "since": "since_s"}
+    times = {"time": "age_s", "step_at": "step_age_s", "since": "since_s", "begun": "begun_s"}
     ages = {name: max(0.0, now - status[moment]) for moment, name in times.items()}
     every_s = status["every_s"]
     state = "running" if ages["age_s"] <= _LATE * every_s else "silent"
-    if have_died or not every_s:
+    if died_at > status["begun"] or not every_s:
         state = "restarting" if is_held else "ended"
     return {"state": state, **{name: status[name] for name in status.keys() - {*times, "every_s"}}, **ages}

@@ -42,7 +42,8 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
     try:
         content = read_whole(join(run_uri, METRICS)) or b""
         step = max((record["step"] for record in parse(content).kept), default=0)
-        line = json.dumps({"kind": "fault", "step": step, "text": text, "reason": reason}).encode() + b"\n"
+        fault = {"kind": "fault", "step": step, "text": text, "reason": reason, "time": time.time()}
+        line = json.dumps(fault).encode() + b"\n"
         if content and not content.endswith(b"\n"):  # a crash has cut it off
             line = b"\n" + line
         filesystem, path = open_filesystem(join(run_uri, METRICS))

@@ -94,7 +94,7 @@ class Chronicle:
         """
         self.close()
         if self._folder:
-            self._shown = {"to_step": settings()["to_step"]}
+            self._shown = {"begun": time.time(), "to_step": settings()["to_step"]}
             self.log = RunLog(self._folder, self.step, self._world_size, validates, settings())
             self._stop_following = follow(supervisor, self._tell_event)
 

@@ -285,9 +285,11 @@ class Trainer:
             real = batch.weight > 0
             sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
             if batch.ends_step and batch.at.step + 1 < batches.segment.num_steps:
-                self._look()
+                is_due = self._look()
                 if self.stopping:  # the checkpoint is that of the training: the validation is made again
                     return
+                if is_due:
+                    self._report()
         loss, accuracy, count = self._summed(sums).tolist()
         loss, accuracy = loss / max(count, 1.0), accuracy / max(count, 1.0)
         values, epoch = {"accuracy": accuracy, "loss": loss, "samples": int(count)}, batches.segment.epoch

@@ -18,22 +18,24 @@ from raypipe.streaming.chronicle import Chronicle
 
 WROTE: dict[str, Any] = {
     **{"time": 100.0, "every_s": 5.0, "host": "a", "pid": 7, "workers": 2, "step": 40, "step_at": 60.0},
-    **{"to_step": 90, "waits_for": "the checkpoint", "whom": "storage", "since": 70.0},
+    **{"begun": 50.0, "to_step": 90, "waits_for": "the checkpoint", "whom": "storage", "since": 70.0},
 }
 
 
 def test_who_waits_for_what_and_for_how_long() -> None:
-    found = standing(WROTE, 103.0, True)
+    found = standing(WROTE, 103.0, True, 0.0)
     assert found["state"] == "running" and found["age_s"] == 3 and found["step_age_s"] == 43
     assert (found["waits_for"], found["whom"], found["since_s"]) == ("the checkpoint", "storage", 33)
 
 
 def test_a_run_is_silent_restarting_or_ended() -> None:
-    assert standing(WROTE, 119.0, True)["state"] == "running"
-    assert standing(WROTE, 121.0, True)["state"] == "silent"
-    assert standing(WROTE, 101.0, True, have_died=True)["state"] == "restarting"
+    assert standing(WROTE, 119.0, True, 0.0)["state"] == "running"
+    assert standing(WROTE, 121.0, True, 0.0)["state"] == "silent"
+    assert standing(WROTE, 101.0, True, died_at=51.0)["state"] == "restarting"
+    assert standing(WROTE, 101.0, True, died_at=49.0)["state"] == "running"
     left = WROTE | {"every_s": 0}
-    assert standing(left, 1e6, True)["state"] == "restarting" and standing(left, 1e6, False)["state"] == "ended"
+    assert standing(left, 1e6, True, 0.0)["state"] == "restarting"
+    assert standing(left, 1e6, False, 0.0)["state"] == "ended"
 
 
 def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Where a run stands, from what its folder holds: any machine that sees the folder can tell, without Ray."""
+"""`raypipe status`: where a run stands, by its folder. Any machine that sees the folder can tell, without Ray."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def status(folder: str) -> dict[str, Any]:
 
 
 def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) -> dict[str, Any]:
-    """What a run's status.json says at a moment of time.time(), by this machine's clock. Pure.
+    """Read a run's status.json at a moment of time.time(), by this machine's clock. Pure.
 
     Args:
         is_held: whether a process has the run's folder.

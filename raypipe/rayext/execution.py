@@ -169,7 +169,7 @@ class _Flow:
         return self.reader.metrics.num_task_outputs_generated - self.pool.metrics.num_tasks_submitted
 
     def told(self, actors: Any) -> str:
-        """What the blocks are at, by the numbers of the pool's actors, for people."""
+        """Describe what the blocks are at, by the numbers of the pool's actors."""
         at_work, queued, waiting = self.pool.num_active_tasks(), self.queued(), self.waiting()
         if not actors.running:
             return f"no transform actor runs ({actors.pending} have not started, {actors.restarting} restart)"

@@ -118,7 +118,7 @@ _DEAD_ACTOR = re.compile(r"\w+: The actor died .* pid: (\d+) .* ip: (\S+) The ac
 
 
 def who_died(error: BaseException) -> str:
-    """Why trainers are started again: which have died, and not those that failed because of these."""
+    """Tell why trainers are started again: which have died, and not those that failed because of these."""
     if info := getattr(error, "preemption_info", None):
         nodes = ", ".join(node[:8] for node in info.preempted_node_ids)
         return f"the node of {_trainers(info.preempted_ranks)} was taken away ({nodes})"
@@ -181,7 +181,7 @@ class FinalErrors(WorkerGroupCallback):
 
 
 class _Logs(ControllerCallback):
-    """Has the lines of Ray Train's controller in a run's format."""
+    """Sets the format of the lines of Ray Train's controller."""
 
     def __init__(self, log: LogFormat, run: str) -> None:
         self._log, self._run = log, run

@@ -12,7 +12,7 @@ _AGREE_S = 1.0  # between two agreements of the ranks of a train function
 
 
 def noticed() -> Any:
-    """Ray Train's PreemptionInfo of this worker's run, without a call; None = there was no notice.
+    """Return Ray Train's PreemptionInfo of this worker's run, without a call; None = there was no notice.
 
     Raises:
         LookupError: Ray Train gives none: before Ray 2.60, and outside of its workers.
@@ -42,7 +42,7 @@ class Notice:
         self._steps, self._steps_between, self._agreed_at = 0, 1, time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether to make a checkpoint now, which counts as made. Rank 0 alone asks."""
+        """Tell rank 0, which alone asks, whether to make a checkpoint now; it counts as made."""
         try:
             info = noticed()
         except LookupError:
@@ -63,8 +63,8 @@ class Notice:
         return True
 
     def agreed(self, rank: int) -> bool:
-        """`is_due` of rank 0, on all ranks of a train function, which ask after each step; they meet here once
-        a second.
+        """Tell all ranks of a train function what `is_due` tells rank 0. They ask after each step, and meet once a
+        second.
         """
         from ray.train.collective import broadcast_from_rank_zero
 

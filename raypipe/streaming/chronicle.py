@@ -45,7 +45,7 @@ _SHOWN = ("epoch", "images_per_s", "wait_fraction", "loss")  # there, of the las
 
 
 class _Wait(NamedTuple):
-    """The loop waits for a thing, and by that for whom, since a moment of time.time().
+    """A wait of the loop: for a thing, since a moment of time.time(), and what holds it up.
 
     Between two waits that it tells of, the thing is empty: in a step it computes, or waits for other ranks.
     """
@@ -55,7 +55,7 @@ class _Wait(NamedTuple):
     since: float
 
     def told(self, now: float) -> str:
-        """A line about it."""
+        """Write a line about it."""
         doing = f"waiting for {self.thing}" if self.thing else "training has asked for nothing"
         return f"{doing} for {now - self.since:.0f} s: {self.whom()}"
 
@@ -194,7 +194,7 @@ class Chronicle:
                 write_synced(filesystem, path, text.encode())
 
     def awaited(self, supervisor: Any) -> str:
-        """Whom a batch waits for, as the stream's Supervisor knows it, if there is one."""
+        """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""
         if supervisor is None:
             who = "to this process's device (pool.cache=device)"
             return f"the images go {who}" if self._pool.cache == "device" else "this process makes it"

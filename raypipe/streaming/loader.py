@@ -292,10 +292,10 @@ class Loader:
 
     @contextlib.contextmanager
     def saving(self, whom: Callable[[], str]) -> Iterator[None]:
-        """Within, the loop waits for a checkpoint: its time is no compute, and rank 0 tells of a long one.
+        """Count the time within as waiting for a checkpoint, not as compute; rank 0 tells of a long wait.
 
         Args:
-            whom: says for whom the checkpoint waits.
+            whom: names what holds it up.
         """
         begun = mark(self.device)
         if computing := self._computing:
@@ -308,7 +308,7 @@ class Loader:
             self._computing = computing[0], ended
 
     def should_checkpoint(self) -> bool:
-        """Whether to make a checkpoint now, since a node of the trainers is about to go; equal on all ranks.
+        """Tell all ranks alike whether to make a checkpoint now, since a node of the trainers is about to go.
 
         All ranks call it after each optimizer step. It is True within a second or so of a notice, and again every
         15 s or less until the node goes. Ray gives notices from version 2.60 on; before, it is False.

@@ -327,7 +327,7 @@ class Trainer:
             self._save()
 
     def _awaited(self) -> str:
-        """Whom a checkpoint waits for."""
+        """Name what holds up a checkpoint."""
         if self._writer.is_writing:
             return f"the one before is being written to {self.run_uri}"
         return "other ranks are not there yet"

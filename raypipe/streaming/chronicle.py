@@ -209,13 +209,9 @@ class Chronicle:
         self.record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
 
     def unfollow(self) -> None:
-        """Record the last events; there are no more."""
+        """Record the last events, and that the loop has been left; there are no more."""
         self._stop_following()
         self._stop_following = lambda: None
-
-    def close(self) -> None:
-        """Record the last events, and end the record."""
-        self.unfollow()
         if self._looks:
             thread, left = self._looks
             left.set()
@@ -224,5 +220,10 @@ class Chronicle:
             self._looks = None
         if self.log:
             self._write_status(time.time(), None, ended=True)
+
+    def close(self) -> None:
+        """Record the last events, and end the record."""
+        self.unfollow()
+        if self.log:
             self.log.close()
             self.log = None

@@ -123,11 +123,11 @@ def who_died(error: BaseException) -> str:
         nodes = ", ".join(node[:8] for node in info.preempted_node_ids)
         return f"the node of {_trainers(info.preempted_ranks)} was taken away ({nodes})"
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    lost = {rank: each for rank, each in failures.items() if is_lost(each)} or failures
-    if not lost:
-        return told(error)
-    why = _DEAD_ACTOR.sub(r"process \1 on \2, \3", told(lost[min(lost)]))
-    return f"{_trainers(sorted(lost))} died: {why}"
+    lost = {rank: each for rank, each in failures.items() if is_lost(each)}
+    if lost:
+        why = _DEAD_ACTOR.sub(r"process \1 on \2, \3", told(lost[min(lost)]))
+        return f"{_trainers(sorted(lost))} died: {why}"
+    return f"{_trainers(sorted(failures))} failed: {told(error)}" if failures else told(error)
 
 
 def _trainers(ranks: list[int]) -> str:

@@ -193,7 +193,7 @@ def test_who_died_is_told_and_not_who_survived() -> None:
     survivor = RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")
     error = WorkerGroupError("", {0: survivor, 1: KILLED, 2: survivor})
     assert who_died(error) == WHO
-    assert who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 died: RuntimeError")
+    assert who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 failed: RuntimeError")
     taken = Exception()
     taken.preemption_info = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1])  # type: ignore
     assert who_died(taken) == "the node of trainers 0, 1 was taken away (abcdefgh)"

@@ -512,6 +512,7 @@ class TrainConfig(Section, prefix="train."):
         ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
         numa_binding: "node" keeps each GPU's trainer on the CPUs of the GPU's NUMA node (docs/gpu.md).
         max_failures: restarts of the workers after something has died; -1 = no limit.
+        max_preemption_failures: restarts after a notice that a trainer's node will go, Ray 2.60; -1 = no limit.
         start_timeout_s: a start waits so long for the cluster to answer, for room that other jobs hold, and for
             another run that starts on the cluster.
         checkpoint_interval: steps between checkpoints within an epoch, or the time, as "90s", "10min" or "2h"; 0 =
@@ -541,6 +542,7 @@ class TrainConfig(Section, prefix="train."):
     ordered_sum: Literal["auto", "yes", "no"] = "auto"
     numa_binding: Literal["off", "node"] = "off"
     max_failures: AtLeastMinus1 = 2
+    max_preemption_failures: AtLeastMinus1 = -1
     start_timeout_s: Seconds = 900.0
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20

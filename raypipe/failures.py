@@ -26,7 +26,7 @@ _OF_PEERS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "
 
 def _wrapped(error: BaseException) -> list[BaseException]:
     """What a wrapper of Ray's holds: the error of a task, of Ray Train's workers, or of its controller."""
-    held = (getattr(error, name, None) for name in ("cause", "controller_failure"))
+    held = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
     workers = getattr(error, "worker_failures", {}).values()
     return [each for each in (*held, *workers) if isinstance(each, BaseException)]
 
@@ -53,9 +53,12 @@ def cause_of(error: BaseException) -> BaseException:
 
 def told(error: BaseException) -> str:
     """What has ended a run, in a line or two: the error beneath Ray's wrappers that explains the others. Pure."""
+    from ray.exceptions import RayError
+
     found = [each for each in _beneath(error) if not _wrapped(each)] or [error]
     own = [each for each in found if not _is_of_train(each)]
-    cause = [*(each for each in own if not _is_death(each)), *own, *found][0]
+    dead = [each for each in own if isinstance(each, RayError)]  # the others have failed because of these
+    cause = [*(each for each in own if not _is_death(each)), *dead, *own, *found][0]
     text = " ".join(_ADDED.sub("", str(cause)).split())
     return f"{type(cause).__name__}: {text if len(text) <= _MAX_TOLD else text[:_MAX_TOLD] + ' …'}"
 
@@ -98,7 +101,12 @@ def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
 
 
 def _has_lost(failures: list[BaseException]) -> bool:
-    return any(_is_of_train(error) and type(error).__name__ in _LOST for error in failures)
+    return any(map(is_lost, failures))
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a worker's process has died, by Ray Train's error for it."""
+    return _is_of_train(error) and type(error).__name__ in _LOST
 
 
 def _is_of_train(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 
-STAGES = ("wait", "transfer", "decode", "augment", "compute")
+STAGES = ("wait", "transfer", "decode", "augment", "compute", "checkpoint")
 """What a trainer's time goes by: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
 _ROOT = logging.getLogger("raypipe")
@@ -72,6 +72,11 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
     log_place(**place)
 
 
+def is_json() -> bool:
+    """Whether this process's lines are JSON."""
+    return _handler in _ROOT.handlers
+
+
 def log_place(**place: Any) -> None:
     """From now on this process is at split, epoch, step, …; what is not named stays."""
     _place.update(place)
@@ -85,7 +90,7 @@ def progress(logger: logging.Logger, text: str, **values: Any) -> None:
         text: for people.
         values: what it says, by names; for JSON, and for who shows what this process relays.
     """
-    if _handler in _ROOT.handlers:
+    if is_json():
         record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values})
         text = _handler.format(record)
     elif _relays:

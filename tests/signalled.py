@@ -14,13 +14,14 @@ JOB = Path(__file__).parent.parent / "jobs" / "train.py"
 
 
 def started(
-    settings: list[str], ray_folder: str, environment: Mapping[str, str] | None = None
+    settings: list[str], ray_folder: str, environment: Mapping[str, str] | None = None, stderr: int | None = None
 ) -> subprocess.Popen[str]:
     """A run in a process group of its own; `ray_folder` is where it finds no other cluster."""
     ours = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(
         [sys.executable, str(JOB), *settings],
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**ours, "RAY_TMPDIR": ray_folder, **(environment or {})},
         start_new_session=True,

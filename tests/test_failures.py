@@ -43,8 +43,9 @@ def test_what_ray_data_adds_to_an_error_of_ours_is_taken_away() -> None:
     ("failures", "said"),
     [
         ({0: GLOO, 1: ValueError("in the user's\n  code")}, "ValueError: in the user's code"),
-        ({0: GLOO, 1: LOST}, "RuntimeError: [/pytorch"),
-        ({1: LOST}, "WorkerHealthCheckFailedError: rank 1 is gone"),
+        ({0: GLOO}, "RuntimeError: [/pytorch"),
+        ({0: GLOO, 1: LOST}, "ActorDiedError: The actor died"),
+        ({1: LOST}, "ActorDiedError: The actor died"),
         ({0: of_a_task(KeyError("label"))}, "KeyError: 'label'"),
         ({0: ValueError("long " * 1000)}, "ValueError: long long"),
     ],

@@ -24,6 +24,8 @@ from local_head import LocalHead
 from signalled import assert_tells_how_to_go_on, ended_by, started
 
 from raypipe.commands.settings import parse_run
+from raypipe.commands.status import status
+from raypipe.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -159,6 +161,37 @@ def test_a_run_without_a_store_that_ctrl_c_ends_goes_on_as_a_job_to_the_weights_
         done = resumed_by_a_job(head, folder)
         submit_a_folder_of_ones_own(head, tmp_path / "mine")
     assert_as_unbroken(done, folder, digits_run)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_a_trainer_that_is_killed_is_named_by_record_and_status_and_all_lines_are_json(
+    ray_folder: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "digits"
+    command = [f"--storage_path={folder.parent}", *DIGITS, "--log=json", "--train.checkpoint_interval=5"]
+    command += ["--train.num_workers=2", "--train.cpus_per_worker=0.5"]
+    environment = {"RAYPIPE_CACHE": str(tmp_path)}
+    with started(command, ray_folder, environment, stderr=subprocess.STDOUT) as running:
+        assert running.stdout
+        lines = [*itertools.takewhile(lambda line: '"kind": "train"' not in line, running.stdout)]
+        found = {"step": 0}
+        while not found["step"]:
+            with contextlib.suppress(ConfigError):
+                found = status(str(folder))
+        assert found["state"] == "running" and found["workers"] == 2 and found["to_step"] == STEPS
+        children = psutil.Process(running.pid).children(recursive=True)
+        trainers = {child.pid for child in children if "RayTrainWorker" in " ".join(child.cmdline())}
+        (killed,) = trainers - {found["pid"]}
+        os.kill(killed, signal.SIGKILL)
+        rest, _ = running.communicate(timeout=300)
+    said = [json.loads(line) for line in (*lines, *rest.splitlines())]
+    assert said[-1]["steps"] == STEPS and not said[-1]["stopped"]
+    found = status(str(folder))
+    assert found["state"] == "ended" and found["step"] == STEPS and found["checkpoint"]
+    (fault,) = found["faults"]
+    assert fault.startswith(f"the trainers are started again: trainer 1 died: process {killed} on ")
+    assert any(line.get("message") == fault and line["run"] == "digits" for line in said)
 
 
 @pytest.mark.cluster

@@ -147,6 +147,19 @@ def stop(folder: str) -> dict[str, Any]:
     return {"run_dir": folder, "stop_requested": True}
 
 
+def show_status(folder: str) -> dict[str, Any]:
+    """Tell what a run is at: its step, how long ago that was, and who waits for what.
+
+    Example: raypipe status s3://my-bucket/runs/20261121-104600-3fa2
+
+    Args:
+        folder: of the run, its `run_dir`, a path or a URI.
+    """
+    from raypipe.commands import status as status_module
+
+    return status_module.status(folder)
+
+
 # None is called as a public name of raypipe is: jsonargparse would import that one too, to find out which it is.
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "train": train,
@@ -159,6 +172,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "preview": draw_preview,
     "report": audit.report,
     "doctor": doctor.doctor,
+    "status": show_status,
     "stop": stop,
 }
 

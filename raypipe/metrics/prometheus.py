@@ -55,6 +55,7 @@ _ALL = (
     Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, beside other work."),
     Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
     Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
+    Metric("raypipe_trainer_checkpoint_seconds_total", _RANK_SPLIT, "Waiting for checkpoints."),
     Metric("raypipe_trainer_micro_batches_total", _RANK_SPLIT, "Micro-batches that a rank asked for."),
     Metric("raypipe_trainer_drained_total", _RANK_SPLIT, "Those before which the GPU had finished its work."),
     Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
@@ -70,6 +71,7 @@ _ALL = (
         "When the last checkpoint was written, or the run began.",
     ),
     Metric("raypipe_trainer_restarts_total", (*_RUN, "reason"), "How often all trainers were started again."),
+    Metric("raypipe_run_info", (*_RUN, "version", "plan", "workers"), "1; what the run is, by its labels."),
     Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
     Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
     Metric("raypipe_trainer_augment_strength", _RUN, "Strength of the augmentation, in [0, 1]."),
@@ -83,7 +85,7 @@ _ALL = (
     Metric("raypipe_stream_actors", (*_RUN, "state"), "Transform actors: running, restarting, pending."),
     Metric("raypipe_stream_faults_total", (*_RUN, "kind"), "Faults that were recovered from."),
     Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, repeats included."),
-    Metric("raypipe_actor_read_seconds_total", _SPLIT, "Actors' time for reading the store."),
+    Metric("raypipe_actor_read_seconds_total", _SPLIT, "Reading the store, in actors or in readers."),
     Metric("raypipe_actor_work_seconds_total", _SPLIT, "Actors' time for reading, decoding, transforming."),
     Metric("raypipe_cache_hits_total", _SPLIT, "Samples that an actor found decoded in its node's cache."),
     Metric("raypipe_cache_misses_total", _SPLIT, "Samples that it did not find there, if there is a cache."),
@@ -148,13 +150,16 @@ class TrainerMetrics(Recorder):
     """Of one rank; rank 0 alone tells what is the same for all.
 
     From `begin` to `end` a thread sets the gauges once a second, so that they last while the rank waits.
+
+    Args:
+        info: labels of `raypipe_run_info`.
     """
 
-    def __init__(self, run: str, rank: int) -> None:
-        super().__init__(run, rank=str(rank))
+    def __init__(self, run: str, rank: int, **info: str) -> None:
+        super().__init__(run, rank=str(rank), **info)
         self._rank = rank
         self._shown: dict[str, float] = {}
-        self._learnt: dict[str, float] = {}
+        self._learnt: dict[str, float] = {"run_info": 1} if info else {}
         self._recorded_at = 0.0
         self._end = weakref.finalize(self, lambda: None)
 

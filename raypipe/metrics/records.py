@@ -13,7 +13,7 @@ from typing import Any
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import join
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, STATUS = "metrics.jsonl", "samples.jsonl", "status.json"
 START = "start"
 _HAPPENED = (START, "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""

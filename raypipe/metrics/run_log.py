@@ -17,17 +17,43 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.errors import ConfigError, OutageError
-from raypipe.metrics.records import METRICS, SAMPLES, START
+from raypipe.errors import ConfigError, OutageError, RaypipeError
+from raypipe.metrics.records import METRICS, SAMPLES, START, parse
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage.files import open_input
-from raypipe.storage.filesystem import explained, open_filesystem
+from raypipe.storage.files import open_input, read_whole, write_synced
+from raypipe.storage.filesystem import explained, join, open_filesystem
 from raypipe.storage.patience import impatient, upload
 
 logger = logging.getLogger(__name__)
 
 Folder = tuple[pyarrow.fs.FileSystem, str]
 """A folder by its file system and the path on it."""
+
+
+def append_fault(run_uri: str, text: str, reason: str) -> None:
+    """Record a fault between two starts of a run's trainers, at the step of the last record.
+
+    What cannot be written is a warning.
+
+    Args:
+        text: for people.
+        reason: why they are started again, see `prometheus.METRICS`.
+    """
+    try:
+        content = read_whole(join(run_uri, METRICS)) or b""
+        step = max((record["step"] for record in parse(content).kept), default=0)
+        fault = {"kind": "fault", "step": step, "text": text, "reason": reason, "time": time.time()}
+        line = json.dumps(fault).encode() + b"\n"
+        if content and not content.endswith(b"\n"):  # a crash has cut it off
+            line = b"\n" + line
+        filesystem, path = open_filesystem(join(run_uri, METRICS))
+        if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+            with Path(path).open("ab") as file:
+                file.write(line)
+        else:
+            write_synced(filesystem, path, content + line)
+    except (RaypipeError, pa.ArrowException, OSError) as error:
+        logger.warning("a fault cannot be written to %s of %s: %s", METRICS, run_uri, error)
 
 
 class RunLog:

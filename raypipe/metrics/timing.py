@@ -76,12 +76,13 @@ class StageTimes:
         transfer_s: copies from host to device; they run beside the other stages.
         augment_s: device augmentation.
         compute_s: forward, backward, optimizer.
-        read_s: in the actors, reading encoded samples.
-        work_s: in the actors, all of a micro-batch: reading, decoding, transforming.
+        read_s: in the actors, reading encoded samples, or in the readers before them.
+        work_s: in the actors, all of a micro-batch: reading, if they read, decoding, transforming.
         decode_s: decoding on the device, copies included; beside the other stages, as transfers are.
         micro_batches: delivered, but for the very first.
         drained: of these, on CUDA: the device had finished all its work when they were asked for.
         decoded: images that the device decoded.
+        checkpoint_s: the device had nothing to do because of a checkpoint.
     """
 
     images: int = 0
@@ -95,6 +96,7 @@ class StageTimes:
     micro_batches: int = 0
     drained: int = 0
     decoded: int = 0
+    checkpoint_s: float = 0.0
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -104,8 +106,8 @@ class StageTimes:
 
     @property
     def step_s(self) -> float:
-        """Time of the training process: wait, augment and compute follow each other."""
-        return self.wait_s + self.augment_s + self.compute_s
+        """Time of the training process: wait, augment, compute and checkpoint follow each other."""
+        return self.wait_s + self.augment_s + self.compute_s + self.checkpoint_s
 
     @property
     def wait_fraction(self) -> float:
@@ -122,11 +124,17 @@ class StageTimes:
 _WAIT_IS_NOTHING = 0.10
 # A host that is ahead finds the device at work nearly always; one that is behind, nearly never.
 _DRAINED_IS_BEHIND = 0.5
+# Below this share of the time checkpoints are not worth a sentence.
+_CHECKPOINTS_ARE_NOTHING = 0.05
+# A reader that reads for more of the time than this has no more to give.
+_READS_ALWAYS = 0.7
 # Actors to spare, so that a slow micro-batch does not show.
 _HEADROOM = 1.15
 
 
-def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "cpu") -> list[str]:
+def diagnose(
+    times: StageTimes, *, world_size: int, actors: int, device: str = "cpu", readers: int = 0
+) -> list[str]:
     """What limits the run, how many actors would be enough, and what to change, in sentences.
 
     Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare.
@@ -136,19 +144,30 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
         world_size: W.
         actors: transform actors that the pool has at most; 0 = the trainers make the stream themselves.
         device: type of the training device.
+        readers: that read the store at one time; 0 = the actors do.
     """
     if not times.images or not times.step_s:
         return ["Nothing was measured yet."]
     name = "GPU" if device == "cuda" else "trainer"
     busy_s = times.augment_s + times.compute_s
     needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan  # for each rank
-    shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in ("wait", "augment", "compute")}
+    stages = ("wait", "augment", "compute", *(["checkpoint"] if times.checkpoint_s else []))
+    shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
+    checkpoints = shares.get("checkpoint", 0.0)
     found = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
+    if checkpoints > _CHECKPOINTS_ARE_NOTHING:
+        found.append(
+            f"Checkpoints hold up the run for {checkpoints:.0%} of its time: choose a faster storage_path, or "
+            "make them less often (train.checkpoint_interval)."
+        )
     if times.wait_fraction > _WAIT_IS_NOTHING:
-        found.append(_about_input(times, needed * world_size, actors, name))
+        reading = times.read_s * world_size / times.step_s / readers if readers else 0.0
+        found.append(_about_input(times, needed * world_size, actors, name, reading))
     elif times.drained_fraction > _DRAINED_IS_BEHIND:
         found.append(_about_launches(times, name))
+    elif checkpoints > max(shares["augment"], shares["compute"]):
+        pass  # which has been said
     elif shares["augment"] > shares["compute"]:
         found.append(
             "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
@@ -210,7 +229,8 @@ def _about_launches(times: StageTimes, name: str) -> str:
     )
 
 
-def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> str:
+def _about_input(times: StageTimes, needed: float, actors: int, name: str, reading: float) -> str:
+    """`reading` is the share of the time for which each reader reads; 0 = the actors read."""
     busy_s = times.augment_s + times.compute_s
     if times.decode_s > busy_s:
         what = f"Decoding on the {name} limits the run"
@@ -227,10 +247,13 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
             "set pool.engine=ray, so that actors make them, or raise pool.threads; with pool.cache=device, set "
             "pool.cache=disk, or draw less on the CPU (flips and crops cost least)"
         )
+    elif reading > _READS_ALWAYS:
+        what = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
+        advice = "convert the store to LMDB, which the actors read, or keep it on a local disk"
     elif times.work_s and needed <= actors:
         what = "The stream brings micro-batches late although its actors could make them in time"
         advice = "raise pool.max_in_flight"
-    elif times.read_s > 0.5 * times.work_s:
+    elif not reading and times.read_s > 0.5 * times.work_s:
         what = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
         advice = "convert the store to LMDB or keep the store on a local disk, or raise pool.max_actors"
     else:

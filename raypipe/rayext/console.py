@@ -14,14 +14,16 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ray._private import ray_logging
+from ray._private import ray_logging, worker
 
-from raypipe.logs import relayed
+from raypipe.logs import is_json, progress, relayed
+
+logger = logging.getLogger(__name__)
 
 _RAYS_HANDLER = "ray_print_logs"
 _NOISE = re.compile(
     # Of an actor that Ray Data starts with arguments in the object store: they are held as long as it runs.
-    r"core_worker\.cc:\d+.*has constructor arguments in the object store"
+    r"has constructor arguments in the object store"
     # Of the actors of an execution that has ended.
     r"|submit failed\. There are infinite retries remaining.*killed by `ray\.kill`"
     # One for each process group of torch's.
@@ -53,6 +55,8 @@ def quiet_console() -> None:
             _rays = handler
             dispatcher.remove_handler(name)
             dispatcher.add_handler(name, _print)  # by Ray's name: Ray takes it away when it disconnects
+            of_ray: Any = worker  # what its own processes say comes past the handlers
+            of_ray.print_to_stdstream = lambda data, *_, **__: _print(data)
 
 
 @contextlib.contextmanager
@@ -104,7 +108,11 @@ def _print(data: dict[str, Any]) -> None:
                 _shown(text, values)
             elif text:
                 print(text, flush=True)
-        elif not _NOISE.search(line):
+        elif _NOISE.search(line):
+            continue
+        elif is_json() and not line.startswith("{"):  # a crash of Python's or C's, a print of a user's, Ray's own
+            progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
+        else:
             left.append(line)
     if left:
         _rays({**data, "lines": left})

@@ -168,6 +168,17 @@ class _Flow:
         """Blocks that the reader has named, and no actor has been given."""
         return self.reader.metrics.num_task_outputs_generated - self.pool.metrics.num_tasks_submitted
 
+    def told(self, actors: Any) -> str:
+        """Describe what the blocks are at, by the numbers of the pool's actors."""
+        at_work, queued, waiting = self.pool.num_active_tasks(), self.queued(), self.waiting()
+        if not actors.running:
+            return f"no transform actor runs ({actors.pending} have not started, {actors.restarting} restart)"
+        if at_work or queued:
+            return f"{actors.running} transform actors have {at_work} blocks in work, and {queued} are queued"
+        if waiting:
+            return f"{waiting} finished blocks are there, for other ranks"
+        return f"{actors.running} transform actors are idle: the reader is awaited"
+
     def waiting_of(self, ranks: int) -> float:
         """Share of the ranks for which no finished block is there."""
         queue = self._last_state.output_queue
@@ -252,16 +263,18 @@ class Turns:
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
             if flow.made - waiting != self._left:
                 self._left, self._left_at = flow.made - waiting, now
-            self._tell(now - self._left_at)
+            self._tell(now - self._left_at, flow.told(info) if flow.made else "")
 
-    def _tell(self, still_s: float) -> None:
-        """Tell the supervisor how long no rank has taken a block. If it was stopped, kill it: Ray restarts it."""
+    def _tell(self, still_s: float, at: str) -> None:
+        """Tell the supervisor how long no rank has taken a block, and what the blocks are at. If it was stopped,
+        kill it: Ray restarts it.
+        """
         if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._watcher = ray.get(self._answer)
             self._answer = None
         if self._answer is None:
-            self._answer = self._supervisor.moves.remote(self._name, still_s, self._process)
+            self._answer = self._supervisor.moves.remote(self._name, still_s, self._process, at)
         elif (watcher := self._watcher) and end_stopped([(watcher.pid, watcher.started)]):  # on this node
             self._supervisor.note.remote(
                 f"the supervisor was stopped (SIGSTOP), and killed ({watcher})", "stopped"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,23 +14,24 @@ from typing import Any
 import ray
 from ray.train.v2._internal.callbacks import datasets, placement_group_callback
 from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import ResourceError
-from raypipe.failures import is_final, own_error, told
+from raypipe.failures import is_final, is_lost, own_error, told
+from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
+from raypipe.metrics.run_log import append_fault
 from raypipe.rayext.cluster import largest_divisor, started_here
 
 logger = logging.getLogger(__name__)
 
-# In its controller, which has the policies below: on a busy machine this one warns, with a traceback, of requests
-# that it makes again. What the run waits for is told by the policies.
-logging.getLogger("ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client").setLevel(
-    logging.ERROR
-)
+# In its controller, which has the policies below: on a busy machine the first warns, with a traceback, of requests
+# that it makes again, and the second of each trainer that has died. What a run waits for is told by the policies.
+for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callbacks.backend_setup"):
+    logging.getLogger(f"ray.train.v2._internal.{_name}").setLevel(logging.ERROR)
 
 # Trainers that have room are there at once. Ray Train looks again for room after so long (cluster.py sets it).
 _TOLD_AFTER_S = 8.0
@@ -111,17 +113,39 @@ def _reason(error: TrainingFailedError) -> str:
     return "died" if isinstance(error, WorkerGroupError) else "no_start"
 
 
+# What Ray says of an actor that has died: its process, its node, and why.
+_DEAD_ACTOR = re.compile(r"\w+: The actor died .* pid: (\d+) .* ip: (\S+) The actor is dead because (?:its )?(.*)")
+
+
+def who_died(error: BaseException) -> str:
+    """Tell why trainers are started again: which have died, and not those that failed because of these."""
+    if info := getattr(error, "preemption_info", None):
+        nodes = ", ".join(node[:8] for node in info.preempted_node_ids)
+        return f"the node of {_trainers(info.preempted_ranks)} was taken away ({nodes})"
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    lost = {rank: each for rank, each in failures.items() if is_lost(each)}
+    if lost:
+        why = _DEAD_ACTOR.sub(r"process \1 on \2, \3", told(lost[min(lost)]))
+        return f"{_trainers(sorted(lost))} died: {why}"
+    return f"{_trainers(sorted(failures))} failed: {told(error)}" if failures else told(error)
+
+
+def _trainers(ranks: list[int]) -> str:
+    return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
-    """Ray Train's failure policy, which tries again what died, and nothing else; counts how often, and why.
+    """Ray Train's failure policy, which tries again what died, and nothing else; records and counts that.
 
     Args:
         failure_config: Ray Train's.
         run: the run's name, for the count.
+        run_uri: its folder; empty = it has none.
     """
 
-    def __init__(self, failure_config: Any, run: str) -> None:
+    def __init__(self, failure_config: Any, run: str, run_uri: str = "") -> None:
         super().__init__(failure_config)
-        self._run = run
+        self._run, self._run_uri = run, run_uri
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> failure_handling.FailureDecision:
         error = training_failed_error
@@ -129,8 +153,11 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
             return failure_handling.FailureDecision.RAISE
         decision = super().make_decision(error)
         if decision != failure_handling.FailureDecision.RAISE:  # else it is told once the run has ended
-            logger.warning("the trainers are started again: %s", told(error))
-            Recorder(self._run).add({"trainer_restarts_total": 1}, reason=_reason(error))
+            text, reason = f"the trainers are started again: {who_died(error)}", _reason(error)
+            logger.warning("%s", text, extra={"values": {"fault": reason}})
+            Recorder(self._run).add({"trainer_restarts_total": 1}, reason=reason)
+            if self._run_uri:
+                append_fault(self._run_uri, text, reason)
         return decision
 
 
@@ -153,21 +180,41 @@ class FinalErrors(WorkerGroupCallback):
         self._has_failed |= bool(failures)
 
 
+class _Logs(ControllerCallback):
+    """Sets the format of the lines of Ray Train's controller."""
+
+    def __init__(self, log: LogFormat, run: str) -> None:
+        self._log, self._run = log, run
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        configure_logs(self._log, run=self._run)
+
+
 class RunTrainer(TorchTrainer):
     """A TorchTrainer of one run.
 
     Args:
         per_step: M.
+        run_uri: its folder; empty = it has none.
+        log: format of its log lines.
         timeout_s: after which a run whose trainers have no room ends.
         take_signals: called once the run can be asked to end, in place of Ray Train taking Ctrl-C for itself.
         args, options: for TorchTrainer.
     """
 
     def __init__(
-        self, *args: Any, per_step: int, timeout_s: float, take_signals: Callable[[], None], **options: Any
+        self,
+        *args: Any,
+        per_step: int,
+        run_uri: str = "",
+        log: LogFormat = "text",
+        timeout_s: float,
+        take_signals: Callable[[], None],
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
+        self._run_uri, self._log, self._run = run_uri, log, self.run_config.name or ""
         self._controller: Any = None
 
     def fit(self) -> Any:
@@ -186,7 +233,7 @@ class RunTrainer(TorchTrainer):
             if _is_elastic(config)
             else FixedPolicy(config, self._timeout_s)
         )
-        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self.run_config.name or "")
+        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self._run, self._run_uri)
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -196,7 +243,8 @@ class RunTrainer(TorchTrainer):
         needless: tuple[Any, ...] = (datasets.DatasetsCallback,)
         if started_here():
             needless += (placement_group_callback.PlacementGroupCleanerCallback,)
-        return [each for each in super()._create_default_callbacks() if not isinstance(each, needless)]
+        callbacks = [each for each in super()._create_default_callbacks() if not isinstance(each, needless)]
+        return [*callbacks, _Logs(self._log, self._run)]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller

@@ -107,6 +107,18 @@ def is_held(run_uri: str, token: str) -> bool:
     return exists(join(run_uri, _FOLDER, f"{token}.json"))
 
 
+def holder(run_uri: str) -> str:
+    """The process that has a run's folder, for people; "" = none has renewed its claim for a minute, or lives."""
+    now = datetime.datetime.now(datetime.UTC)
+    with contextlib.suppress(FileNotFoundError):
+        for _, claim, renewed in _Claim(run_uri)._rivals():
+            is_here = claim["machine"] == _machine() != ""
+            is_silent = (now - renewed).total_seconds() > _EXPIRES_S
+            if _started(claim["pid"]) == claim["started"] if is_here else not is_silent:
+                return str(claim["who"])
+    return ""
+
+
 class _Claim:
     """This process's claim on a run's folder."""
 

@@ -1,6 +1,7 @@
 """What rank 0 tells of its stream while it runs, and records in the folder of the run.
 
-waiting for the first batch   a line after 10 s, 20 s, 40 s, …: what it waits for
+a wait of the loop            a line after 10 s, 20 s, 40 s, …: for what, and for whom
+where the loop stands         status.json, every few seconds, for `raypipe status`
 faults, sizes of the pool     a line and a record each
 the training                  a record every ten seconds or so; a training loop's own have its loss as well
 the end of an epoch           a record of where the time went; of the last one also a line
@@ -10,24 +11,53 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.fs
 import ray
 
 from raypipe.config import PoolConfig
+from raypipe.errors import RaypipeError
 from raypipe.logs import progress
+from raypipe.metrics.records import STATUS
 from raypipe.metrics.run_log import Folder, RunLog
 from raypipe.metrics.timing import StageTimes, diagnose
+from raypipe.storage.files import write_synced, write_text
+from raypipe.storage.patience import impatient
 from raypipe.streaming.supervisor import follow
 
 logger = logging.getLogger(__name__)
 
 _FIRST_TOLD_S = 10.0
+_LOOK_S = 1.0
 _ANSWER_S = 5.0
+# Between two files of where the loop stands: in object storage each is a request that is paid for.
+_STATUS_S, _STATUS_REMOTE_S = 5.0, 30.0
+_SHOWN = ("epoch", "images_per_s", "wait_fraction", "loss")  # there, of the last record of the training
+
+
+class _Wait(NamedTuple):
+    """A wait of the loop: for a thing, since a moment of time.time(), and what holds it up.
+
+    Between two waits that it tells of, the thing is empty: in a step it computes, or waits for other ranks.
+    """
+
+    thing: str
+    whom: Callable[[], str]
+    since: float
+
+    def told(self, now: float) -> str:
+        """Write a line about it."""
+        doing = f"waiting for {self.thing}" if self.thing else "training has asked for nothing"
+        return f"{doing} for {now - self.since:.0f} s: {self.whom()}"
 
 
 class Chronicle:
@@ -37,18 +67,22 @@ class Chronicle:
         pool: the stream's.
         world_size: W.
         rank: of this process.
-        folder: of the run; None = nothing is recorded, and nothing but the wait for the first batch is told.
+        folder: of the run; None = nothing is recorded, and nothing but the waits is told.
 
     Attributes:
-        step: the global step, for records.
         log: the record; None where there is none, or it has not begun.
     """
 
     def __init__(self, pool: PoolConfig, world_size: int, rank: int, folder: Folder | None) -> None:
         self._pool, self._world_size, self._is_first = pool, world_size, rank == 0
         self._folder = folder if rank == 0 else None
-        self.step = 0
         self.log: RunLog | None = None
+        self._step, self._step_at = 0, time.time()
+        self._wait: _Wait | None = None
+        self._shown: dict[str, Any] = {}
+        self._looks: tuple[threading.Thread, threading.Event] | None = None
+        self._told: _Wait | None = None  # of which lines were printed
+        self._due_s = self._status_at = 0.0
         self._stop_following: Callable[[], None] = lambda: None
 
     def begin(self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any) -> None:
@@ -60,50 +94,112 @@ class Chronicle:
         """
         self.close()
         if self._folder:
+            self._shown = {"begun": time.time(), "to_step": settings()["to_step"]}
             self.log = RunLog(self._folder, self.step, self._world_size, validates, settings())
             self._stop_following = follow(supervisor, self._tell_event)
+
+    @property
+    def step(self) -> int:
+        """The global step, for records."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step, self._step_at = step, time.time()
 
     def record(self, kind: str, line: str = "", **values: Any) -> None:
         """Record values at `step`, and print a line of progress unless it is empty."""
         if self.log:
             self.log.write(kind, self.step, **values)
+            if kind == "train":
+                self._shown |= {name: values[name] for name in _SHOWN if name in values}
             values.pop("text", None)
             if line:
                 progress(logger, line, step=self.step, kind=kind, **values)
 
-    def diagnose(self, times: StageTimes, actors: int, device: str, last: bool) -> None:
+    def diagnose(self, times: StageTimes, last: bool, **circumstances: Any) -> None:
         """Record where the time of the run went; of its last epoch, say it as well.
 
         Args:
             times: of this rank, or sums over all.
-            actors: transform actors that the pool has at most.
-            device: type of the training device.
+            circumstances: arguments of `timing.diagnose`.
         """
-        text = " ".join(diagnose(times, world_size=self._world_size, actors=actors, device=device))
+        text = " ".join(diagnose(times, world_size=self._world_size, **circumstances))
         self.record("diagnosis", text if last else "", **dataclasses.asdict(times), text=text)
 
     @contextlib.contextmanager
-    def waiting(self, supervisor: Any) -> Iterator[None]:
-        """Within, a line now and then says what the first batch waits for."""
-        came = threading.Event()
-
-        def tell() -> None:
-            since, due = time.monotonic(), _FIRST_TOLD_S
-            while not came.wait(due):
-                due = time.monotonic() - since
-                progress(logger, f"waiting for the first batch for {due:.0f} s: {self._awaited(supervisor)}")
-
-        if self._is_first:
-            threading.Thread(target=tell, name="raypipe-waiting", daemon=True).start()
+    def waiting(self, thing: str, whom: Callable[[], str]) -> Iterator[None]:
+        """Within, the loop waits for a thing. A line now and then says so, and for whom."""
+        if self._is_first and self._looks is None:
+            left = threading.Event()
+            thread = threading.Thread(target=self._look_until, args=(left,), name="raypipe-waiting", daemon=True)
+            self._looks = thread, left
+            thread.start()
+        self._wait = _Wait(thing, whom, time.time())
         try:
             yield
         finally:
-            came.set()
+            self._wait = _Wait("", lambda: "the loop computes, or waits for other ranks", time.time())
 
-    def _awaited(self, supervisor: Any) -> str:
+    def _look_until(self, left: threading.Event) -> None:
+        while not left.wait(min(_LOOK_S, _FIRST_TOLD_S)):
+            try:
+                self._look(time.time())
+            except Exception:  # a run does not end because nobody can say where it is
+                logger.debug("the waits of a stream cannot be told", exc_info=True)
+
+    def _look(self, now: float) -> None:
+        """Tell of a long wait, and write where the loop stands, if due."""
+        wait = self._wait
+        if wait is not self._told:
+            self._told, self._due_s = wait, _FIRST_TOLD_S
+        # What a loop does between two batches is its own affair, unless it is recorded as a run.
+        if wait and (wait.thing or self.log) and now - wait.since >= self._due_s:
+            self._due_s = 2 * (now - wait.since)
+            progress(logger, wait.told(now))
+        if self.log and now - self._status_at >= self._status_every_s:
+            self._status_at = now
+            self._write_status(now, wait)
+
+    @property
+    def _status_every_s(self) -> float:
+        return _STATUS_S if self._is_local else _STATUS_REMOTE_S
+
+    @property
+    def _is_local(self) -> bool:
+        return self._folder is not None and isinstance(self._folder[0], pyarrow.fs.LocalFileSystem)
+
+    def _write_status(self, now: float, wait: _Wait | None, ended: bool = False) -> None:
+        """Say where the loop stands, for `commands.status`; what cannot be written is seen by its age."""
+        assert self._folder
+        status = {
+            "time": now,
+            "every_s": 0 if ended else self._status_every_s,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "workers": self._world_size,
+            "step": self._step,
+            "step_at": self._step_at,
+            **self._shown,
+            "waits_for": wait.thing if wait else "",
+            "whom": wait.whom() if wait and wait.thing else "",
+            "since": wait.since if wait else now,
+        }
+        filesystem, folder = self._folder
+        path, text = f"{folder}/{STATUS}", json.dumps(status)
+        with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+            if self._is_local:
+                write_text(path, text)
+            else:
+                write_synced(filesystem, path, text.encode())
+
+    def awaited(self, supervisor: Any) -> str:
+        """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""
         if supervisor is None:
             who = "to this process's device (pool.cache=device)"
             return f"the images go {who}" if self._pool.cache == "device" else "this process makes it"
+        if not ray.is_initialized():  # a call would start it anew
+            return "Ray has been shut down"
         try:
             return ray.get(supervisor.awaited.remote(), timeout=_ANSWER_S)
         except ray.exceptions.RayError as error:
@@ -113,9 +209,17 @@ class Chronicle:
         self.record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
 
     def unfollow(self) -> None:
-        """Record the last events; there are no more."""
+        """Record the last events, and that the loop has been left; there are no more."""
         self._stop_following()
         self._stop_following = lambda: None
+        if self._looks:
+            thread, left = self._looks
+            left.set()
+            if thread is not threading.current_thread():  # which may have dropped the loader
+                thread.join(_ANSWER_S)
+            self._looks = None
+        if self.log:
+            self._write_status(time.time(), None, ended=True)
 
     def close(self) -> None:
         """Record the last events, and end the record."""

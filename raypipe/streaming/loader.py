@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raypipe import __version__
 from raypipe.config import AugmentConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
@@ -32,6 +33,7 @@ from raypipe.metrics.timing import StageClock, StageTimes, has_drained, mark
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan, Segment
+from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of
@@ -109,6 +111,7 @@ class Loader:
         jpeg_decoder: the library that decodes on the device, with its version; empty where actors decode all.
         exported: what this rank exports as metrics; a training loop may add its loss and the like.
         chronicle: what rank 0 tells and records.
+        notice: when nodes of the trainers are about to go.
         interval_s: seconds between two records of the training; infinity = the loop makes them, by `interval`
             and `diagnose`.
     """
@@ -136,7 +139,8 @@ class Loader:
             device, augment, dtype, depth, keep: see `raypipe.loader`.
         """
         configure_logs(spec.log, run=spec.run, rank=rank)
-        self.exported = TrainerMetrics(spec.run, rank)
+        info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
+        self.exported = TrainerMetrics(spec.run, rank, **info)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
         targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
@@ -157,6 +161,8 @@ class Loader:
         self._running.close_with(self)
         self.interval_s, self._actors, self._skips = _INTERVAL_S, 0, False
         self._supervisor: Any = None
+        self._awaited: Callable[[], str] = str
+        self.notice = Notice(functools.partial(_tell_notice, self.chronicle, self.exported))
         self._begin_interval()
         self._go_to(cursor or self.plan.start())
         if cursor:
@@ -188,6 +194,7 @@ class Loader:
         self.exported.begin()
         source = self._open_at(self._start)
         self._supervisor, self._actors = source.supervisor, source.actors
+        self._awaited = functools.partial(self.chronicle.awaited, self._supervisor)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
         copied = functools.partial(self._clocks["train"].add, "transfer")
         if transform.device_share:
@@ -282,11 +289,37 @@ class Loader:
         Raises:
             ConfigError: a part is sharded.
         """
-        report(metrics, parts, self.rank, self.save)
+        with self.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
+            report(metrics, parts, self.rank, self.save)
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         self.chronicle.record("report", values=numbers)
         if self.chronicle.log:
             self.chronicle.log.sync()
+
+    @contextlib.contextmanager
+    def saving(self, whom: Callable[[], str]) -> Iterator[None]:
+        """Count the time within as waiting for a checkpoint, not as compute; rank 0 tells of a long wait.
+
+        Args:
+            whom: names what holds it up.
+        """
+        begun = mark(self.device)
+        if computing := self._computing:
+            self._clocks[computing[0]].add("compute", computing[1], begun)
+        with self.chronicle.waiting("the checkpoint", whom):
+            yield
+        ended = mark(self.device)
+        self._clocks["train"].add("checkpoint", begun, ended)
+        if computing:
+            self._computing = computing[0], ended
+
+    def should_checkpoint(self) -> bool:
+        """Tell all ranks alike whether to make a checkpoint now, since a node of the trainers is about to go.
+
+        All ranks call it after each optimizer step. It is True within a second or so of a notice, and again every
+        15 s or less until the node goes. Ray gives notices from version 2.60 on; before, it is False.
+        """
+        return self.notice.agreed(self.rank)
 
     def restore(self, **parts: Stateful) -> None:
         """Load the states of the latest checkpoint that `report` made into the parts; nothing where there is none.
@@ -392,7 +425,10 @@ class Loader:
             times: sums over all ranks; None = this rank's.
         """
         last = epoch + 1 == self.num_epochs
-        self.chronicle.diagnose(times or self.times(), self._actors, self.device.type, last)
+        spec = self._spec
+        readers = spec.pool.executions if self._supervisor is not None and "train" in spec.readers() else 0
+        times, device = times or self.times(), self.device.type
+        self.chronicle.diagnose(times, last, actors=self._actors, device=device, readers=readers)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -436,7 +472,7 @@ class Loader:
             self._clocks[split].add("compute", since, asked)
             self._computing = None
         is_first = self.first_batch_s == 0.0
-        with self.chronicle.waiting(self._supervisor) if is_first else contextlib.nullcontext():
+        with self.chronicle.waiting("the first batch" if is_first else str(expected), self._awaited):
             batch = next(self._batches, None)
         if batch is None:
             self._check_running()
@@ -508,6 +544,11 @@ class Loader:
             strength=self.strength(batch.at.epoch, batch.at.step),
         )
         return replace(batch, image=image, mixed=mixed)
+
+
+def _tell_notice(chronicle: Chronicle, exported: TrainerMetrics, text: str) -> None:
+    chronicle.record("fault", f"fault: {text}", text=text)
+    exported.add({"stream_faults_total": 1}, kind="notice")
 
 
 def _close(batches: Any) -> None:

@@ -3,7 +3,8 @@
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, which is all that an actor
                   needs that reads
 from a reader     the same; encoded, mask, boxes, label, and of streams that have them keypoints, and columns (of
-                  each sample in one value), lists of k·B; null in a split left to the actors
+                  each sample in one value), lists of k·B; read_s float64, seconds that the reader spent on
+                  the block; null in a split left to the actors
 from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
                   decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end,
                   and of streams that leave a share of n samples to it, both, image of the other B - n;
@@ -13,9 +14,9 @@ from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H
                   (1, n, …), all end to end, and columns.NAME.offsets int64 (1, k, B + 1), see `PackedColumn`;
                   with transform.decode_as "array", image and views (…, H, W, C) of any dtype;
                   label int64 (1, k, B), or as the target is; index int64 (1, k, B), weight float32 (1, k, B);
-                  num_bad int64 (1, k); read_s, work_s float64 (1, k): seconds that the actor spent on each
-                  micro-batch, reading, and in all. What has other shapes in other micro-batches, such as images of
-                  buckets, is flat.NAME (1, n), all end to end, and shape.NAME int64 (1, k, …)
+                  num_bad int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each micro-batch, reading,
+                  by the actor or a reader, and in all by the actor. What has other shapes in other micro-batches,
+                  such as images of buckets, is flat.NAME (1, n), all end to end, and shape.NAME int64 (1, k, …)
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _COLUMNS, _FLAT, _SHAPE = "columns.", "flat.", "shape."
 _BINARIES = pa.list_(pa.large_binary())
 _NUMBERS = pa.list_(pa.int64())
 PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", _NUMBERS), ("micro", _NUMBERS)])
-_READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": _NUMBERS}
+_READ = {"encoded": _BINARIES, "mask": _BINARIES, "boxes": _BINARIES, "label": _NUMBERS, "read_s": pa.float64()}
 READ_SCHEMA = pa.schema([*PLACE_SCHEMA, *_READ.items()])
 
 _RAY_DATA_THREAD = "iter_threaded"
@@ -65,7 +66,7 @@ class Made:
     Attributes:
         at: its place.
         result: what the transform made.
-        read_s, work_s: seconds spent reading, and in all.
+        read_s, work_s: seconds spent reading, by the actor or a reader, and in all by the actor.
         num_kept: samples that were in the cache.
     """
 
@@ -97,8 +98,8 @@ def read_schema(keypoints: bool, columns: bool) -> pa.Schema:
     return pa.schema([*READ_SCHEMA, *((name, _BINARIES) for name, there in more.items() if there)])
 
 
-def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) -> pa.Table:
-    """A row of the source, or, with what was read of each micro-batch, of a reader."""
+def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema, read_s: float = 0.0) -> pa.Table:
+    """A row of the source, or, with what was read of each micro-batch, and the seconds for all, of a reader."""
     row: list[Any] = [_SPLITS.index(block[0].split), block[0].epoch]
     row += [[at.step for at in block], [at.micro for at in block]]
     if reads is None:
@@ -108,7 +109,7 @@ def source_row(block: Block, reads: Sequence[Read] | None, schema: pa.Schema) ->
             *chain.from_iterable(samples for samples, _ in reads), strict=True
         )
         row += [images, *([as_bytes(value) for value in column] for column in (masks, boxes))]
-        row.append(np.concatenate([labels for _, labels in reads]))
+        row += [np.concatenate([labels for _, labels in reads]), read_s]
         if "keypoints" in schema.names:
             row.append([as_bytes(value) for value in keypoints])
         if "columns" in schema.names:
@@ -130,6 +131,11 @@ def reads_of(table: pa.Table) -> list[Read] | None:
     labels = np.split(np.asarray(table["label"][0].values), len(table["step"][0]))
     size = len(labels[0])
     return [(samples[size * number :][:size], each) for number, each in enumerate(labels)]
+
+
+def reader_seconds(table: pa.Table) -> float:
+    """The seconds that a reader has spent on a row; 0 if the actor reads."""
+    return table["read_s"][0].as_py() or 0.0 if "read_s" in table.column_names else 0.0
 
 
 def made_row(all_made: Sequence[Made], room: Room) -> dict[str, np.ndarray]:

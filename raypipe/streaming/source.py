@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -124,11 +125,11 @@ class MicroBatchSource(Datasource):
             careful = bool(self._readers) and ray.get(begun)
         metrics = Recorder(self._run)
         for block in cut(itertools.chain([at], places), self._ranks, sizes):
-            reads = None
+            reads, begun_s = None, time.perf_counter()
             if block[0].split in self._readers:
                 reads = [self._read(at, task if careful else "") for at in block]
                 metrics.add_storage("reader")
-            yield source_row(block, reads, self._schema)
+            yield source_row(block, reads, self._schema, time.perf_counter() - begun_s)
         if task:
             self._supervisor.has_read.remote(task)
 

@@ -96,6 +96,7 @@ class Supervisor:
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
+        self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
         self._process = this_process("supervisor") if watches else None
         self._watch = Watch(self.note, self._work_of, self._process.node if self._process else "")
         if watches:
@@ -105,8 +106,13 @@ class Supervisor:
         """A process of the stream is there, which is known by this key."""
         self._watch.add(key, process)
 
-    def moves(self, execution: str, still_s: float, process: Process | None = None) -> Process | None:
+    def moves(
+        self, execution: str, still_s: float, process: Process | None = None, at: str = ""
+    ) -> Process | None:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
+
+        Args:
+            at: what its blocks are at; empty = it has brought none yet.
 
         Returns:
             This process, which the execution watches in turn.
@@ -114,10 +120,13 @@ class Supervisor:
         if process:
             self._watch.add(execution, process)
         self._watch.moves(execution, still_s)
+        if at:
+            self._stands[execution] = at
         return self._process
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""
+        self._stands.pop(key, None)
         self._watch.remove(key)
 
     def _work_of(self, actor: str) -> str:
@@ -250,7 +259,9 @@ class Supervisor:
             self._events.append((kind, event))
 
     def awaited(self) -> str:
-        """What a stream that has brought nothing yet is at."""
+        """What the stream is at, as its executions say, or, if it has brought nothing yet, as its processes do."""
+        if self._stands:
+            return "; ".join(self._stands.values())
         started = f"{len(self._homes)} transform actor{'s have' if len(self._homes) > 1 else ' has'} started"
         if self._doing:
             return f"{started}, and {len(self._doing)} of them make{'s' * (len(self._doing) == 1)} blocks"

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import cv2
@@ -25,7 +26,7 @@ from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.row import Made, block_of, made_row, reads_of
+from raypipe.streaming.row import Made, block_of, made_row, reader_seconds, reads_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt, Read
@@ -57,13 +58,14 @@ class TransformWorker:
         self._supervisor, self._num_blocks = supervisor, 0
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
-        return self.run(block_of(table), reads_of(table))
+        return self.run(block_of(table), reads_of(table), reader_seconds(table))
 
-    def run(self, block: Block, reads: list[Read] | None = None) -> dict[str, np.ndarray]:
+    def run(self, block: Block, reads: list[Read] | None = None, read_s: float = 0.0) -> dict[str, np.ndarray]:
         """The finished row of a block.
 
         Args:
             reads: for each micro-batch, what a reader has read; None = this actor reads.
+            read_s: seconds that the reader took for all.
         """
         room, all_made = self._maker.room(block), list[Made]()
         with self._guard.block(block) as orders:
@@ -76,6 +78,8 @@ class TransformWorker:
         # Unguarded: where records go may be slow, which is no fault of the samples.
         for made in all_made:
             self._maker.settle(made)
+        if reads:
+            all_made = [replace(made, read_s=read_s / len(block)) for made in all_made]
         self._count(all_made)
         row = made_row(all_made, room)
         if self._num_blocks in _MEASURED:

@@ -109,6 +109,11 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(self, state: Any, write: Callable[[memoryview], None]) -> None:
         """Take a state as it is now, and let the thread write it; waits for the one before.
 

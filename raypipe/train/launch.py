@@ -302,10 +302,15 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     of_logs: dict[str, Any] = {}
     if hasattr(ray_config, "LoggingConfig"):  # what Ray Train's controller does is told by the phases, and by ours
         of_logs["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
+    failures = {"max_failures": run.train.max_failures}
+    if hasattr(ray_config.FailureConfig, "max_preemption_failures"):
+        failures["max_preemption_failures"] = run.train.max_preemption_failures
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,
         per_step=run.plan.per_step,
+        run_uri=run_uri,
+        log=run.log,
         timeout_s=run.pool.stall_timeout_s,
         take_signals=lambda: interrupts.hand_over(
             on_interrupt, lambda: stop_answered(run_uri), lambda: _num_starts(run_uri) > starts
@@ -320,7 +325,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
             name=run.name,
             storage_path=f"{path}/ray",  # of its own: which checkpoints a run has, its folder says
             storage_filesystem=filesystem,
-            failure_config=ray_config.FailureConfig(max_failures=run.train.max_failures),
+            failure_config=ray_config.FailureConfig(**failures),
             **of_logs,
         ),
     )

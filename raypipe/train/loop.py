@@ -20,7 +20,7 @@ from ray.train.collective import broadcast_from_rank_zero
 from raypipe.config import RunConfig
 from raypipe.device.numa import bind_to_numa_node
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.logs import begin_phases, phase, progress, relay_progress
+from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import write_json
@@ -52,9 +52,11 @@ def train_loop(config: dict[str, Any]) -> None:
         if name.startswith("ray.train") or "/ray/train/" in name:  # some are named by their files
             # Its traceback of what ends a train function is kept with the error, see `launch`.
             logging.getLogger(name).setLevel(logging.CRITICAL if "util" in name else logging.WARNING)
-    options, is_first = dict(config), ray.train.get_context().get_world_rank() == 0
+    options, rank = dict(config), ray.train.get_context().get_world_rank()
+    is_first = rank == 0
     relays = options.pop("relays")
     relay_progress(relays)
+    configure_logs(options["run"].log, run=options["spec"].run, rank=rank)
     begin_phases(options.pop("begun"))
     if is_first:
         phase(logger, "starting the stream and the model")
@@ -170,6 +172,7 @@ class Trainer:
             if self._poll:
                 ends.callback(self._poll.close)
             ends.callback(self.loader.close)
+            ends.enter_context(self.loader.saving(self._awaited))
             ends.callback(self._writer.wait)  # which brings the record to the run's address as well
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
@@ -241,20 +244,21 @@ class Trainer:
     def _look(self, at_once: bool = False) -> bool:
         """At a step's end: whether the run was asked to stop, or the checkpoint's writer has failed.
 
-        The ranks agree on a stop, and on a checkpoint by the clock, every second or so; all meet there. So often
-        by the steps of the first rank's clock, which all of them count: their own clocks differ.
+        The ranks agree on a stop, and on a checkpoint by the clock or at a notice, every second or so; all meet
+        there. So often by the steps of the first rank's clock, which all of them count: their own clocks differ.
 
         Returns:
-            Whether a checkpoint is due by the first rank's clock.
+            Whether a checkpoint is due by the first rank's clock, or since a node of the trainers is about to go.
         """
         self._writer.check()
         asked, steps, due = float(self._poll is not None and self._poll.asked), 0.0, 0.0
+        self._steps_since += 1
+        if self.world_size > 1 and not at_once and self._steps_since < self._steps_between:
+            return False
         if self.loader.rank == 0:
-            due = float(time.perf_counter() - self._saved_at >= self.run.train.checkpoint_s)
+            is_old = time.perf_counter() - self._saved_at >= self.run.train.checkpoint_s
+            due = float(self.loader.notice.is_due() or is_old)
         if self.world_size > 1:
-            self._steps_since += 1
-            if not at_once and self._steps_since < self._steps_between:
-                return False
             if self.loader.rank == 0:
                 steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
             found = torch.tensor([asked, steps, due], dtype=torch.float64, device=self.device)
@@ -281,9 +285,11 @@ class Trainer:
             real = batch.weight > 0
             sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
             if batch.ends_step and batch.at.step + 1 < batches.segment.num_steps:
-                self._look()
+                is_due = self._look()
                 if self.stopping:  # the checkpoint is that of the training: the validation is made again
                     return
+                if is_due:
+                    self._report()
         loss, accuracy, count = self._summed(sums).tolist()
         loss, accuracy = loss / max(count, 1.0), accuracy / max(count, 1.0)
         values, epoch = {"accuracy": accuracy, "loss": loss, "samples": int(count)}, batches.segment.epoch
@@ -317,6 +323,16 @@ class Trainer:
         The state is taken now and written by a thread. It counts once it is whole: until then a resume finds the
         checkpoint before.
         """
+        with self.loader.saving(self._awaited):
+            self._save()
+
+    def _awaited(self) -> str:
+        """Name what holds up a checkpoint."""
+        if self._writer.is_writing:
+            return f"the one before is being written to {self.run_uri}"
+        return "other ranks are not there yet"
+
+    def _save(self) -> None:
         metrics, self._saved_at = self.figures(), time.perf_counter()
         if log := self.loader.chronicle.log:
             at = self.loader.cursor

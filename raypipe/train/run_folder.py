@@ -4,6 +4,7 @@ RUN/config.yaml        the effective configuration, below a first line by which 
 RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
                        ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale");
                        see `raypipe.metrics.records`, and `raypipe.streaming.chronicle`, which writes them
+RUN/status.json        where its loop stands, and whom it waits for, written every few seconds
 RUN/samples.jsonl      with train.log_samples: which samples each micro-batch had
 RUN/tensorboard/       the same as events
 RUN/stop               is made to end the run within seconds, with a checkpoint; the run removes it

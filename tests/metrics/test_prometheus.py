@@ -228,6 +228,7 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_validation_accuracy",
         "raypipe_trainer_transfer_seconds_total",
         "raypipe_trainer_decode_seconds_total",
+        "raypipe_trainer_checkpoint_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
         *(name for name in METRICS if name.startswith("raypipe_storage_")),  # its stores are on a disk
         "raypipe_trainer_last_checkpoint_timestamp_seconds",
@@ -237,9 +238,7 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         if name.startswith("ray_raypipe_"):
             for labels, _ in samples:
                 ours = {
-                    k
-                    for k in labels
-                    if k in {"run", "rank", "split", "state", "kind", "reason", "role", "operation"}
+                    k for k in labels if k in {label for metric in METRICS.values() for label in metric.labels}
                 }
                 assert ours == set(METRICS[name.removeprefix("ray_")].labels), name
 
@@ -331,6 +330,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are_and_leaves_few_out() -> N
     ours = {name.removeprefix("ray_") for name in asked() if name.startswith("ray_raypipe_")}
     assert ours <= METRICS.keys()
     left_out = {"trainer_steps_total", "trainer_first_batch_seconds", "stream_blocks_total"}
+    left_out |= {"trainer_checkpoint_seconds_total", "run_info"}
     left_out |= {f"storage_{name}_total" for name in ("requests", "seconds", "bytes", "retries", "errors")}
     assert METRICS.keys() - ours == {f"raypipe_{name}" for name in left_out}
 

@@ -13,8 +13,8 @@ from raypipe.metrics.timing import StageClock, StageTimes, balanced_share, diagn
 CPU = torch.device("cpu")
 
 
-def text(times: StageTimes, world_size: int = 1, actors: int = 4) -> str:
-    return " ".join(diagnose(times, world_size=world_size, actors=actors))
+def text(times: StageTimes, world_size: int = 1, actors: int = 4, readers: int = 0) -> str:
+    return " ".join(diagnose(times, world_size=world_size, actors=actors, readers=readers))
 
 
 def test_the_clock_sums_by_stage() -> None:
@@ -90,6 +90,29 @@ def test_each_limit_has_advice_of_its_own() -> None:
     decoding = StageTimes(**starving, work_s=90.0, decode_s=20.0)
     assert "Decoding on the GPU limits" in " ".join(diagnose(decoding, world_size=1, actors=4, device="cuda"))
     assert "device augmentation limits" in text(StageTimes(images=100, augment_s=6.0, compute_s=4.0))
+
+
+def test_a_slow_reader_is_told_as_such_and_not_as_too_few_blocks_in_flight() -> None:
+    # 15 s in which one reader read for 14; actors are idle.
+    starving = StageTimes(images=1000, wait_s=10.0, compute_s=5.0, work_s=3.0, read_s=14.0)
+    found = text(starving, readers=1)
+    assert "its reader reads for 93% of the time" in found and "convert the store to LMDB" in found
+    assert "pool.max_in_flight" not in found and "max_actors" not in found
+    assert "its reader reads for 93% of the time" in text(starving + starving, world_size=2, readers=2)
+    fast = StageTimes(images=1000, wait_s=10.0, compute_s=5.0, work_s=3.0, read_s=4.0)
+    assert "pool.max_in_flight" in text(fast, readers=1)
+    slow_actors = StageTimes(images=1000, wait_s=10.0, compute_s=5.0, work_s=60.0, read_s=4.0)
+    assert "Decoding and transforming on CPUs limits" in text(slow_actors, readers=1)
+
+
+def test_checkpoints_that_hold_up_a_run_are_told_as_such_and_not_as_the_model() -> None:
+    found = text(StageTimes(images=1000, compute_s=5.0, checkpoint_s=10.0, work_s=1.0))
+    assert "0% wait, 0% augment, 33% compute, 67% checkpoint" in found
+    assert "Checkpoints hold up the run for 67% of its time" in found and "The model limits" not in found
+    assert "67 images/s" in found
+    less = text(StageTimes(images=1000, compute_s=9.0, checkpoint_s=1.0, work_s=1.0))
+    assert "for 10% of its time" in less and "The model limits the run" in less
+    assert "Checkpoints" not in text(StageTimes(images=1000, compute_s=99.0, checkpoint_s=1.0, work_s=1.0))
 
 
 # Of two ranks, with 40 ms of an actor to read and 160 ms to make one, and 50 ms of a device to decode one.

@@ -4,7 +4,9 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,14 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.failures import cause_of
-from raypipe.rayext.trainer import BoundedScalingPolicy, DivisorScalingPolicy, FixedPolicy, OnlyDeathsPolicy
+from raypipe.metrics.records import read_records
+from raypipe.rayext.trainer import (
+    BoundedScalingPolicy,
+    DivisorScalingPolicy,
+    FixedPolicy,
+    OnlyDeathsPolicy,
+    who_died,
+)
 
 
 def decided(
@@ -181,3 +190,36 @@ def test_ray_trains_controller_asks_its_workers_how_they_are_twice_a_second_unle
         environment = others | ({HEALTH_CHECK_INTERVAL_S_ENV_VAR: told} if told else {})
         shown = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, check=True)
         assert f"'{HEALTH_CHECK_INTERVAL_S_ENV_VAR}': '{expected}'" in shown.stdout.decode()
+
+
+DEAD = """The actor died unexpectedly before finishing this task.
+\tclass_name: RayTrainWorker
+\tpid: 11115
+\tnamespace: ba92b562
+\tip: 192.0.2.2
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"""
+KILLED = WorkerHealthCheckFailedError("A worker health check failed. Worker info: …", RuntimeError(DEAD))
+WHO = "trainer 1 died: process 11115 on 192.0.2.2, worker process has died. Worker exit type: SYSTEM_ERROR"
+
+
+def test_who_died_is_told_and_not_who_survived() -> None:
+    survivor = RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")
+    error = WorkerGroupError("", {0: survivor, 1: KILLED, 2: survivor})
+    assert who_died(error) == WHO
+    assert who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 failed: RuntimeError")
+    taken = Exception()
+    taken.preemption_info = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1])  # type: ignore
+    assert who_died(taken) == "the node of trainers 0, 1 was taken away (abcdefgh)"
+
+
+def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n{"kind": "train", "step": 7}\n{"cut')
+    policy = OnlyDeathsPolicy(FailureConfig(max_failures=1), "run", tmp_path.as_uri())
+    assert policy.make_decision(WorkerGroupError("", {1: KILLED})).name == "RETRY"
+    assert policy.make_decision(WorkerGroupError("", {1: KILLED})).name == "RAISE"
+    found = read_records(tmp_path.as_uri())
+    text = f"the trainers are started again: {WHO}"
+    assert found is not None
+    (fault,) = found.kept[2:]
+    assert abs(fault.pop("time") - time.time()) < 60
+    assert fault == {"kind": "fault", "step": 7, "text": text, "reason": "died"}

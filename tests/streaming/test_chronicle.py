@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.metrics.records import read_records
 from raypipe.pages.report import write_report
+from raypipe.storage.files import read_json
+from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import chronicle
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
@@ -104,6 +107,47 @@ def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
     assert all(line.startswith("waiting for the first batch for 0 s: this process makes it") for line in said)
 
 
+def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
+    monkeypatch.setattr(chronicle, "_STATUS_S", 0.001)
+    said: list[str] = []
+
+    def until_told(of: str) -> None:
+        while not any(of in line for line in said):
+            time.sleep(0.01)
+            said.extend(capsys.readouterr().out.splitlines())
+
+    def stalled() -> Iterator[HostBatch]:
+        batches = inline_batches(spec, spec.plan.start(), 0, 1)
+        yield from islice(batches, 6)
+        until_told("waiting for train-")
+        yield from batches
+
+    folder = open_filesystem(tmp_path.as_uri())
+    loader = Loader(spec, lambda _: Source(stalled()), cursor=spec.plan.start(), folder=folder)
+    batches = next(loader.epochs()).train
+    for _ in range(8):
+        asked, before = time.perf_counter(), loader.times()
+        next(batches)
+    assert any("s: this process makes it" in line for line in said)
+    begun = time.perf_counter()
+    with loader.saving(lambda: "the one before is being written"):
+        until_told("s: the one before is being written")
+        while (found := read_json(tmp_path / "status.json"))["waits_for"] != "the checkpoint":
+            time.sleep(0.01)
+    stalled_s = time.perf_counter() - begun
+    assert found["whom"] == "the one before is being written" and found["step"] == 2 and found["to_step"] == 6
+    until_told("training has asked for nothing for 0 s: the loop computes, or waits for other ranks")
+    next(batches)
+    after = loader.times() - before
+    assert 0.5 * stalled_s < after.checkpoint_s <= stalled_s
+    assert after.compute_s <= time.perf_counter() - asked - after.checkpoint_s
+    loader.close()
+    assert read_json(tmp_path / "status.json")["every_s"] == 0
+
+
 def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
     supervisor = Supervisor(3)
     assert supervisor.awaited() == "no transform actor has started yet, nor has the reader"
@@ -114,3 +158,7 @@ def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
     supervisor.arrived("b", "process 2")
     supervisor.begins("a", ["train-0-0-0"])
     assert supervisor.awaited() == "2 transform actors have started, and 1 of them makes blocks"
+    supervisor.moves("execution", 1.0, at="2 transform actors are idle: the reader is awaited")
+    assert supervisor.awaited() == "2 transform actors are idle: the reader is awaited"
+    supervisor.left("execution")
+    assert supervisor.awaited().startswith("2 transform actors have started")

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +20,17 @@ from ray import cloudpickle
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ResourceError, StoreError
+from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.metrics.records import read_records
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import PADDING, Split
 from raypipe.plan.schedule import Plan
+from raypipe.storage.files import read_json
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
-from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, block_of, reads_of
+from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, block_of, reader_seconds, reads_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.columns import SampleColumns
@@ -48,7 +54,11 @@ def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
     tables = list(task())
     schema = READ_SCHEMA if readers else PLACE_SCHEMA
     assert all(table.schema == task.schema == schema and table.num_rows == 1 for table in tables)
-    return [{**table.to_pylist()[0], "block": block_of(table)} for table in tables]
+    found = [{**table.to_pylist()[0], "block": block_of(table)} for table in tables]
+    for table, row in zip(tables, found, strict=True):  # its time is measured, and no matter of the plan
+        assert (row.pop("read_s", None) or 0.0) == reader_seconds(table)
+        assert (reader_seconds(table) > 0) == bool(row.get("encoded"))
+    return found
 
 
 @pytest.mark.parametrize("block", [1, 3])
@@ -130,6 +140,50 @@ def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(stores: dict
     with pytest.raises(ResourceError, match=message):
         for batch in without_ray.every_batch(stream):
             assert len(batch.index) == 5
+
+
+class ReadsSlowly(ParquetStore):
+    """A file whose fourth row group is read once another file is there."""
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        while (indices // 10 == 3).any() and not Path(f"{self.address}.go").exists():
+            time.sleep(0.05)
+        return super().read(indices, columns)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(120)
+def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr("raypipe.streaming.chronicle._STATUS_S", 0.1)
+    monkeypatch.setattr("raypipe.streaming.chronicle._LOOK_S", 0.1)
+    store, run = Path(shutil.copy(stores["parquet"], tmp_path)), tmp_path / "run"
+    spec = StreamSpec(
+        ReadsSlowly(store),
+        plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
+        transform=TransformConfig(train="small", size=16),
+    )
+    whom: list[str] = []
+
+    def look() -> None:
+        while not any("the reader is awaited" in each for each in whom):
+            time.sleep(0.1)
+            with contextlib.suppress(ConfigError):
+                whom.append(read_json(run / "status.json")["whom"])
+        time.sleep(2.0)  # longer than all the other waits
+        Path(f"{store}.go").touch()
+
+    looks = threading.Thread(target=look, daemon=True)
+    looks.start()
+    assert len(list(without_ray.every_batch(loader(spec, max_actors=1, run_dir=str(run))))) == 20
+    records = read_records(run.as_uri())
+    assert records is not None
+    (diagnosis,) = (record for record in records.kept if record["kind"] == "diagnosis")
+    assert "Reading the store limits the run: its reader reads for" in diagnosis["text"]
+    assert diagnosis["read_s"] > 2.0 > diagnosis["work_s"]
 
 
 def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None:

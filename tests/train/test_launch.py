@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from full_disk import fill, make_room
 from small_runs import small_run
 
+from raypipe import logs
 from raypipe.commands.cli import _finish
 from raypipe.commands.settings import parse_run
 from raypipe.config import (
@@ -23,6 +26,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError
+from raypipe.metrics.records import read_records
 from raypipe.plan.cursor import Cursor
 from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
@@ -331,6 +335,45 @@ def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(stores: dict[s
     with pytest.raises(ConfigError, match="'RandomErasinggg' is no 2D operation"):
         train(run)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stalled_checkpoint_is_told_at_the_end_and_not_as_the_model(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stalls(*args: Any, **options: Any) -> str:
+        time.sleep(0.5)
+        return write_checkpoint(*args, **options)
+
+    monkeypatch.setattr("raypipe.train.loop.write_checkpoint", stalls)
+    without_ray.train(small_run(tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1))
+    said = capsys.readouterr().out
+    assert "Checkpoints hold up the run for" in said and "% checkpoint" in said and "The model limits" not in said
+
+
+@pytest.mark.parametrize(
+    ("split", "steps"),
+    [("train", [1, 16, 32]), ("val", [16, 16, 32])],  # and at the ends of the epochs
+)
+def test_a_checkpoint_is_made_at_the_step_after_a_notice_which_is_a_fault_of_the_run(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, steps: list[int]
+) -> None:
+    written: list[int] = []
+
+    def write(run_uri: str, at: Cursor, *args: Any, **options: Any) -> str:
+        written.append(at.epoch * 16 + at.step)
+        return write_checkpoint(run_uri, at, *args, **options)
+
+    notice = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0], deadline_ms=None)
+    noticed = lambda: notice if logs._place.get("split") == split else None  # noqa: E731
+    monkeypatch.setattr("raypipe.rayext.trainer_notice.noticed", noticed)
+    monkeypatch.setattr("raypipe.train.loop.write_checkpoint", write)
+    run = small_run(tmp_path, stores["train"], stores["val"], 2, 1, checkpoint_interval=0)
+    result = without_ray.train(run)
+    assert written == steps
+    records = read_records(Path(result["run_dir"]).as_uri())
+    assert records is not None
+    faults = [(each["step"], each["text"]) for each in records.kept if each["kind"] == "fault"]
+    assert faults == [(steps[0], "the node of trainers 0 is about to go (abcdefgh): a checkpoint is made")]
 
 
 def test_a_run_that_has_ended_says_so_and_has_its_result_again_without_ray(

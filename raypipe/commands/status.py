@@ -1,0 +1,77 @@
+"""`raypipe status`: where a run stands, by its folder. Any machine that sees the folder can tell, without Ray."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from raypipe.errors import ConfigError
+from raypipe.logs import table
+from raypipe.metrics.records import STATUS, read_records
+from raypipe.storage.files import read_json
+from raypipe.storage.filesystem import as_uri, exists, join
+from raypipe.storage.lease import holder
+from raypipe.train.checkpoints import newest_name
+from raypipe.train.run_folder import check_run_folder, stop_requested
+
+# Rank 0 has fallen silent once it has left out so many of its writings.
+_LATE = 4
+
+
+def status(folder: str) -> dict[str, Any]:
+    """Print and return where a run stands.
+
+    Returns:
+        What `standing` gives, and `run_dir`; `held_by`, the process that has the folder; `checkpoint`, the newest;
+        `stop_requested`; and `faults`, the texts of all.
+
+    Raises:
+        ConfigError: there is no run, or it has not begun to train.
+    """
+    run_uri = as_uri(folder.rstrip("/"))
+    held_by = holder(run_uri)
+    if not exists(join(run_uri, STATUS)):
+        check_run_folder(run_uri, resume=True)
+        raise ConfigError(f"{folder} has no {STATUS}: {held_by or 'the run'} has not begun to train")
+    records = read_records(run_uri)
+    kept = records.kept if records else []
+    died_at = max((each["time"] for each in kept if "reason" in each), default=0.0)
+    found = {
+        "run_dir": folder,
+        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at),
+        "held_by": held_by,
+        "checkpoint": newest_name(run_uri) or None,
+        "stop_requested": stop_requested(run_uri),
+        "faults": [each["text"] for each in kept if each["kind"] == "fault"],
+    }
+    waits = f"{found['waits_for']} for {found['since_s']:.0f} s: {found['whom']}"
+    rows = {
+        "state": found["state"],
+        "step": f"{found['step']:,} of {found['to_step']:,}, {found['step_age_s']:.0f} s ago",
+        "waits for": waits if found["waits_for"] else "nothing",
+        "last checkpoint": found["checkpoint"] or "none",
+        "last fault": found["faults"][-1] if found["faults"] else "none",
+    }
+    table(folder, list(rows.items()))
+    return found
+
+
+def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) -> dict[str, Any]:
+    """Read a run's status.json at a moment of time.time(), by this machine's clock. Pure.
+
+    Args:
+        is_held: whether a process has the run's folder.
+        died_at: when its trainers have last died, of time.time().
+
+    Returns:
+        Its values, with ages in place of times, and `state`: "running"; "silent", where rank 0 has not written for
+        four of its periods, so it is stopped, dead, or cut off from the folder; "restarting", where its trainers
+        have ended and the run has not; or "ended".
+    """
+    times = {"time": "age_s", "step_at": "step_age_s", "since": "since_s", "begun": "begun_s"}
+    ages = {name: max(0.0, now - status[moment]) for moment, name in times.items()}
+    every_s = status["every_s"]
+    state = "running" if ages["age_s"] <= _LATE * every_s else "silent"
+    if died_at > status["begun"] or not every_s:
+        state = "restarting" if is_held else "ended"
+    return {"state": state, **{name: status[name] for name in status.keys() - {*times, "every_s"}}, **ages}

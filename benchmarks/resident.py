@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from raypipe.streaming.resident import ResidentStream
 
 import raypipe
 from raypipe import PlanConfig, PoolConfig, StreamSpec, TransformConfig
 from raypipe.stores import digits_stores
-from raypipe.streaming.resident import ResidentStream
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, cast
 
 from raypipe.errors import ConfigError
@@ -325,8 +325,8 @@ class TransformConfig(Section, prefix="transform."):
     @property
     def target_columns(self) -> dict[str, str]:
         """Store columns of the image's targets, by "mask", "boxes" and "keypoints"; mostly empty."""
-        named = {"mask": self.mask_column, "boxes": self.boxes_column, "keypoints": self.keypoints_column}
-        return {name: column for name, column in named.items() if column}
+        named = [each.name for each in fields(self) if each.name.endswith("_column")]
+        return {name.removesuffix("_column"): column for name in named if (column := getattr(self, name))}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.inline import first_maker, inline_batches
 from raypipe.streaming.loader import Loader, Source
-from raypipe.streaming.resident import ResidentStream
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
@@ -100,13 +99,7 @@ def loader(
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
-    resident: ResidentStream | None = None
-
     def open_at(start: Cursor) -> Source:
-        nonlocal resident
-        if spec.pool.cache == "device":
-            resident = resident or ResidentStream(spec, device, rank, world_size)
-            return Source(resident.batches(start), gather=resident.gather, draws_globally=resident.draws_globally)
         if spec.pool.engine == "inline":
             maker = first_maker(spec)
             batches = inline_batches(spec, start, rank, world_size, maker)

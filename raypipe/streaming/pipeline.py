@@ -176,8 +176,7 @@ def dataset(
         spec.readers(),
         supervisor,
         share,
-        spec.transform.target_columns,
-        spec.columns,
+        spec.wanted,
         ranks=ranks,
         block=pool.block,
         largest=largest,
@@ -299,9 +298,8 @@ def stream(
             "raypipe.loader, and raypipe.streaming.pipeline.splits, have one iterator per rank"
         )
     if spec.pool.in_process:
-        setting = "pool.cache is 'device'" if spec.pool.cache == "device" else "pool.engine is 'inline'"
         raise ConfigError(
-            f"raypipe.stream is a Dataset, which Ray makes, and {setting}: raypipe.loader makes the "
+            "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.loader makes the "
             "stream in this process"
         )
     connect()

@@ -89,15 +89,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     check_augment(run.augment)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
-        sizes = try_samples(
-            *(spec.plan, spec.stores, spec.transforms, spec.transform, num_classes),
-            columns=spec.columns,
-            channels=len(run.augment.mean),
-        )
-        if spec.pool.cache == "device":
-            from raypipe.streaming.resident import check_resident
-
-            check_resident(spec)
+        sizes = try_samples(spec, num_classes, channels=len(run.augment.mean))
         if words := differing(spec.transform, spec.transforms, sizes):
             progress(logger, words)
 

@@ -22,41 +22,20 @@ import inspect
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.transform.direct import DecodeBox, DirectPipeline, Operation, Undecoded, direct_pipeline
+from raypipe.transform.fields import VIEW
 from raypipe.transform.process_state import seed_process
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
 
 Kind = Literal["none", "albumentations", "torchvision", "plain"]
-
-VIEW = "view."
-"""With a view's name, what its array is called until it is in a batch's `views`."""
-DRAWN = "drawn."
-"""Likewise of what was drawn for images that a device holds."""
-
-
-class EncodedSample(NamedTuple):
-    """What a store holds of one sample; a target that is not asked for is None, and so are columns empty."""
-
-    image: bytes | None
-    mask: Any = None
-    boxes: Any = None
-    keypoints: Any = None
-    columns: tuple[Any, ...] = ()
-
-
-class Decoded(NamedTuple):
-    """A sample that needs no decoding: uint8 RGB (H, W, 3), maybe read-only, and its label."""
-
-    pixels: np.ndarray
-    label: int
 
 
 class KeyedGenerator:
@@ -266,7 +245,7 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
                 f"the transform returned {came} for view {name!r}: expected is {expected}, or"
                 " a list of n of one size, by a name"
             )
-        views[VIEW + name] = array
+        views[f"{VIEW}.{name}"] = array
     if not views:
         raise ConfigError("the transform returned a mapping without views")
     return views

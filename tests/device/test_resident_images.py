@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from budgets import Counted
-
 from raypipe.device.resident import ResidentImages, free_bytes
+from raypipe.transform.resident import ResidentContent, ResidentTransform
+
 from raypipe.errors import ConfigError
 from raypipe.transform.presets import build_transform
-from raypipe.transform.resident import ResidentContent, ResidentTransform
 from raypipe.transform.sample_transform import EncodedSample, SampleTransform
 
 CPU = torch.device("cpu")

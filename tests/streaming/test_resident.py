@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import without_ray
+from raypipe.streaming.resident import ResidentStream, check_resident
 from small_runs import small_run
 from without_ray import every_batch
 
@@ -23,7 +24,6 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.record import write_bad_list
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.pipeline import stream
-from raypipe.streaming.resident import ResidentStream, check_resident
 from raypipe.streaming.spec import StreamSpec
 
 from conftest import picture  # isort: skip

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import CLASSES, picture, samples
 from PIL import Image
+from raypipe.transform.device_share import num_for_device
 from without_ray import digests, host_batches
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -26,7 +27,6 @@ from raypipe.streaming.row import READ_SCHEMA, batches_of, made_row, reads_of, s
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch, read_samples
 from raypipe.transform.decode import decode
-from raypipe.transform.device_share import num_for_device
 from raypipe.transform.encoded import is_made
 
 B, SIZE = 6, 16

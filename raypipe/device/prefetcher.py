@@ -56,7 +56,6 @@ class Batch:
         work_s: seconds that an actor spent on it in all.
         mixed: the other half of the targets, if MixUp or CutMix was applied.
         num_fallback: samples that the device should have decoded, but the host had to.
-        num_decoded: samples that the device decoded.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
         source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
             `plan.layout.sources`; -1 for padding; None if the plan is no mixture.
@@ -84,7 +83,6 @@ class Batch:
     work_s: float = 0.0
     mixed: Mixed | None = None
     num_fallback: int = 0
-    num_decoded: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     mask: torch.Tensor | None = None
     boxes: torch.Tensor | None = None
@@ -221,13 +219,8 @@ def decoded_on_device(
     depth: int = 2,
     on_decoded: Callable[[MicroBatchId, Any, Any], None] | None = None,
     size_of: Callable[[MicroBatchId], Size | None] = lambda _: None,
-    share: float = 1.0,
-    on_copied: OnCopied | None = None,
 ) -> Iterator[Batch]:
     """Micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
-
-    With a share below 1 actors have made the other images. These come through a ring, and stand behind the decoded
-    ones, as the plan has them.
 
     All that is on the device is made on the decoder's stream, and handed to the stream that is current where the
     batch is asked for: ask for batches under the stream that works on them.
@@ -235,30 +228,26 @@ def decoded_on_device(
     Closing the iterator ends the thread and closes the source's iterator, if that can be closed.
 
     Args:
-        batches: micro-batches in host memory, encoded to the share.
+        batches: micro-batches in host memory, encoded.
         decoder: of the training device.
         seed_of: the seed of the micro-batch at a place.
         depth: micro-batches decoded or being decoded, beside the one in use.
         on_decoded: called in the thread for each, with its place, and with `metrics.mark`s of the decoder's stream
             around its work.
         size_of: the size of the images of the micro-batch at a place; None = the decoder's.
-        share: of each micro-batch that is encoded, above 0.
-        on_copied: of the ring, see `Ring`.
     """
     device = decoder.device
-    pairs, close = _with_others(batches, device, share, on_copied)
+    source = iter(batches)
 
     def decode_next() -> tuple[Batch, Any] | None:
         """The next batch, and the event behind the work on it."""
         ready = new_event(device)
         with torch.get_device_module(device).stream(decoder.stream):
-            # Asked for under this stream, which from here on waits for their transfer.
-            host, others = next(pairs, (None, None))
-            if host is None:
+            if (host := next(source, None)) is None:
                 return None
             assert host.encoded is not None
             started = mark(device)
-            found = decoder.decode(**host.encoded, size=size_of(host.at), others=others)
+            found = decoder.decode(**host.encoded, size=size_of(host.at))
             target, weight = (torch.from_numpy(array.copy()) for array in (host.label, host.weight))
             weight[list(found.failed)] = 0
             target, weight = (tensor.to(device, non_blocking=True) for tensor in (target, weight))
@@ -270,7 +259,7 @@ def decoded_on_device(
                 on_decoded(host.at, started, mark(device))
             ready.record(decoder.stream)
         there: dict[str, Any] = {"image": found.image, "target": target, "weight": weight}
-        there |= {name: getattr(found, name) for name in ("num_fallback", "num_decoded", "failed")}
+        there |= {name: getattr(found, name) for name in ("num_fallback", "failed")}
         return _batch(host, seed_of, columns, **there), ready
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
@@ -286,38 +275,9 @@ def decoded_on_device(
         for future in ahead:
             future.cancel()
         # There, since a generator cannot be closed while the thread is in it.
-        ended = thread.submit(close)
+        ended = thread.submit(getattr(source, "close", lambda: None))
         thread.shutdown(wait=False)
         wait([ended], CLOSE_S)
-
-
-def _with_others(
-    batches: Iterable[HostBatch], device: torch.device, share: float, on_copied: OnCopied | None
-) -> tuple[Iterator[tuple[HostBatch, torch.Tensor | None]], Callable[[], None]]:
-    """Micro-batches with those of their images that are not encoded, and what closes their source.
-
-    On CUDA these images are on the device, and valid until the next ones are asked for.
-    """
-    if share < 1 and device.type == "cuda":
-        ring = Ring(batches, lambda host: [host.image], device, 1, on_copied=on_copied, staged=_without_image)
-        each = _each(ring, lambda host, tensors: (host, tensors[0]))
-        return each, each.close
-
-    def with_others(host: HostBatch) -> tuple[HostBatch, torch.Tensor | None]:
-        return host, None if share == 1 else view(host.image)
-
-    source = iter(batches)
-    # A generator would hold on to its last micro-batch.
-    return map(with_others, source), getattr(source, "close", lambda: None)
-
-
-def _without_image(host: HostBatch) -> HostBatch:
-    """What else there is of a micro-batch of which a share is encoded: no view of the block that it came in."""
-    assert host.encoded is not None
-    of_host: dict[str, Any] = {name: getattr(host, name).copy() for name in ("label", "weight", "index")}
-    of_host["encoded"] = {name: array.copy() for name, array in host.encoded.items()}
-    of_host["columns"] = {name: column.copied() for name, column in host.columns.items()}
-    return replace(host, image=_ELSEWHERE, **of_host)
 
 
 def _tensors_of(host: HostBatch) -> dict[str, np.ndarray]:

@@ -183,8 +183,8 @@ class Loader:
         source = self._open_at(self._start)
         self._supervisor, self._actors = source.supervisor, source.actors
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
-        copied = functools.partial(self._clocks["train"].add, "transfer")
-        if transform.device_share:
+        on_gpu = transform.decode == "gpu"
+        if on_gpu:
             decoder = DeviceDecoder(transform.final_size, self.device, transform.apply_exif)
             self.jpeg_decoder = decoder.library
             move = functools.partial(
@@ -194,8 +194,6 @@ class Loader:
                 depth=self._depth,
                 on_decoded=functools.partial(_add_decode, self._clocks),
                 size_of=functools.partial(_size_at, transform, self.plan),
-                share=transform.device_share,
-                on_copied=copied,
             )
         else:
             move = functools.partial(
@@ -204,10 +202,10 @@ class Loader:
                 seed_of=seed_of,
                 depth=self._depth,
                 keep=self.keep,
-                on_copied=copied,
+                on_copied=functools.partial(self._clocks["train"].add, "transfer"),
                 gather=source.gather,
             )
-        in_thread = transform.device_share or self.device.type == "cuda"
+        in_thread = on_gpu or self.device.type == "cuda"
         if source.draws_globally and in_thread:
             self._batches = asked_for_here(source.batches, move, self._depth)
         else:
@@ -457,9 +455,7 @@ class Loader:
         if self.plan.layout.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         num_images = int((batch.index >= 0).sum())
-        self._counts[split] += StageTimes(
-            images=num_images, read_s=batch.read_s, work_s=batch.work_s, decoded=batch.num_decoded
-        )
+        self._counts[split] += StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         if self.augment is not None:
             batch = self._augmented(batch, self.augment)
         augmented = mark(self.device)

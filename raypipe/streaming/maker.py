@@ -47,7 +47,6 @@ from raypipe.transform.batch import (
 )
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.contents import Images
-from raypipe.transform.device_share import DeviceShare
 from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
@@ -272,12 +271,9 @@ def content_of(
     Raises:
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
     """
-    if config.device_share == 1:
+    if config.decode == "gpu":
         return EncodedTransform(transform, config, size)
-    images = Images(build_transform(transform, size or config.final_size), config, probe, store_address, sides)
-    if not config.device_share:
-        return images
-    return DeviceShare(EncodedTransform(transform, config, size), images, config)
+    return Images(build_transform(transform, size or config.final_size), config, probe, store_address, sides)
 
 
 def differing(

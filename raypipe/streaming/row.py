@@ -6,7 +6,6 @@ from a reader     the same; encoded, mask, boxes, label, and of streams that hav
                   each sample in one value), lists of k·B; null in a split left to the actors
 from an actor     split, epoch (1,); step, micro (1, k); image uint8 (1, k, B, H, W, 3), or, for the device to
                   decode, the arrays of an EncodedMicroBatch, each (1, k, …), but `data` (1, n), all end to end,
-                  and of streams that leave a share of n samples to it, both, image of the other B - n;
                   or, of each view, view.NAME uint8 (1, k, B, H, W, 3), of n crops (1, k, B, n, H, W, 3); of
                   streams that have them, mask uint8 (1, k, B, H, W), boxes float32 (1, k, B, K, 5), keypoints
                   float32 (1, k, B, K, 3), and columns as columns.NAME.array (1, k, B, …), or columns.NAME.KIND

@@ -141,11 +141,6 @@ class StreamSpec:
             exclude=select(train_store, exclude, filter),
             val_exclude=select(val_store, val_exclude, val_filter, "store.val_"),
         )
-        if 0 < transform.device_share < 1 and plan_config.micro_batch_size < 2:
-            raise ConfigError(
-                f"transform.gpu_share is {transform.gpu_share}, and plan.micro_batch_size 1, which has no share: "
-                "raise it, or set transform.gpu_share=1"
-            )
         for split in stores:
             check_sizes(transform, split, transforms[split], plan_config)
             if not plan_config.sides_in(split):  # which images belong to a bucket is not known here
@@ -358,7 +353,7 @@ def check_transforms(
     """Raise ConfigError where `content_of` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
-        if config.device_share:
+        if config.decode == "gpu":
             EncodedTransform(transform, config)
         check_transform(transform, config.final_size, config.decode_as == "array")
         if makes_views(transform):

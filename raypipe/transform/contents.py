@@ -8,7 +8,6 @@
                                                                    uint8 (B, H, W, 3) or (B, n, H, W, 3)
     EncodedTransform   its bytes and what is to be cut from them   an EncodedMicroBatch, see
                                                                    `raypipe.transform.encoded`
-    DeviceShare        the one or the other, by its place          both, see `raypipe.transform.device_share`
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
 them, all alike: (B, H, W, C).

@@ -38,8 +38,7 @@ EncodedMicroBatch = dict[str, np.ndarray]
 
     data      uint8 (n,), the bytes of all samples end to end
     offsets   int64 (B + 1,); sample b is data[offsets[b] : offsets[b + 1]], nothing for padding
-    crop      int32 (B, 4), the boxes; 0 for padding, and for samples whose bytes are pixels (H, W, 3) as they
-              are to be, which are there only with a transform.gpu_share below 1
+    crop      int32 (B, 4), the boxes; 0 for padding
     flip      bool (B,)
     ok        bool (B,); False for padding and for bad samples
 """
@@ -49,7 +48,6 @@ _SCALE = (0.08, 1.0)  # of the image's area; Szegedy et al. 2014, as torchvision
 _RATIO = (3 / 4, 4 / 3)  # width to height, likewise
 _LOG_RATIO = (math.log(_RATIO[0]), math.log(_RATIO[1]))
 _NUM_DRAWS = 10  # likewise
-_MADE: Box = (0, 0, 0, 0)  # of pixels, from which nothing is to be cut
 
 
 class EncodedTransform:
@@ -107,16 +105,6 @@ def pack(cuts: Iterable[Cut | None]) -> EncodedMicroBatch:
         "flip": np.array(flips, bool),
         "ok": np.array(ok, bool),
     }
-
-
-def made(pixels: np.ndarray) -> Cut:
-    """Pixels, uint8 (H, W, 3), that stand in for an encoded image: nothing is left to do for them."""
-    return pixels.tobytes(), _MADE, False
-
-
-def is_made(crop: np.ndarray, ok: np.ndarray) -> np.ndarray:
-    """Which rows of an EncodedMicroBatch are pixels with nothing left to do for them; bool (B,)."""
-    return ok & ~crop.any(axis=1)
 
 
 def random_resized_crop(height: int, width: int, rng: np.random.Generator, aspect: float = 1.0) -> Box:

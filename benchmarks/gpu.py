@@ -10,7 +10,6 @@
     stream          the training loop fed by the whole pipe, against resident and against what the CPUs can decode
     decode          JPEGs decoded on the device, alone
     decode_stream   the stream with `transform.decode: gpu`
-    share_stream    the same with `transform.gpu_share: 0.5`
     small_…         resident and streams with --small-model, which takes more than the CPUs can decode
     cache_…         --small-model on images of 32 px that pool.cache=device keeps on the device, with flip-crop
                     (model), against one batch of them (bound); and without a model, as the host draws (alone)
@@ -132,13 +131,12 @@ def streamed(
     device: torch.device,
     store: str,
     decode: Any = "cpu",
-    share: float = 1.0,
     engine: Any = "ray",
 ) -> Iterator[Fed]:
     spec = raypipe.StreamSpec(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
-        transform=TransformConfig(train=args.transform, size=args.size, decode=decode, gpu_share=share),
+        transform=TransformConfig(train=args.transform, size=args.size, decode=decode),
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors)
         if engine == "ray"
         else raypipe.PoolConfig(engine="inline", threads=args.actors),
@@ -250,7 +248,6 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
         for prefix, each in (("", loop), ("small_", Loop(args.small_model, device))):
             seen = each.images_per_s(streamed(args, device, store), args.steps, warmup)
             decoded = each.images_per_s(streamed(args, device, store, "gpu"), args.steps, warmup)
-            half = each.images_per_s(streamed(args, device, store, "gpu", 0.5), args.steps, warmup)
             augment = DeviceAugment(STANDARD, device, dtype)
             bound = each.images_per_s(resident(args, augment, device), args.steps, warmup=10)
             yield {
@@ -259,7 +256,6 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
                 f"{prefix}stream_over_limit": seen / min(cpus, bound),
                 f"{prefix}limit": "cpu" if cpus < bound else "device",
                 f"{prefix}decode_stream_images_per_s": decoded,
-                f"{prefix}share_stream_images_per_s": half,
             }
         inline = loop.images_per_s(streamed(args, device, store, engine="inline"), args.steps, warmup)
         yield {"stream_inline_images_per_s": inline}

@@ -236,8 +236,6 @@ class TransformConfig(Section, prefix="transform."):
         size: side of the images that the presets make, pixels; or from epoch → side, {0: 128, 10: 160, 20: 224}
             (docs/plans.md).
         decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
-        gpu_share: with decode "gpu": the share of each micro-batch that is left to the device; actors decode the
-            rest (docs/decode.md). 1 = all of it, 0 = as decode "cpu".
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and their channels
             (docs/arrays.md).
         decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
@@ -260,7 +258,6 @@ class TransformConfig(Section, prefix="transform."):
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
     decode: Literal["cpu", "gpu"] = "cpu"
-    gpu_share: Share = 1.0
     decode_as: Literal["rgb", "array"] = "rgb"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
@@ -281,8 +278,6 @@ class TransformConfig(Section, prefix="transform."):
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
-        if self.decode == "cpu":
-            self._only({"gpu_share": 1.0}, "transform.decode='cpu'")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
         if self.decode_as == "array":  # of which nothing is a JPEG that could be decoded in part
@@ -297,11 +292,6 @@ class TransformConfig(Section, prefix="transform."):
         for name, value in values.items():
             found = getattr(self, name)
             self._require(found == value, name, found, f"{value!r} with {with_what}")
-
-    @property
-    def device_share(self) -> float:
-        """The share of each micro-batch that the training device decodes, in [0, 1]."""
-        return self.gpu_share if self.decode == "gpu" else 0.0
 
     @property
     def size_by_epoch(self) -> dict[int, int]:

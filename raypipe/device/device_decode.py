@@ -48,13 +48,11 @@ class DecodedMicroBatch:
             was current when it was made waits for it; it can be handed to another by `ring.hand_over`.
         failed: the reason, by row, of each sample that was ok and could not be decoded; its weight must become 0.
         num_fallback: samples that came to the host's decoder, those that failed there as well included.
-        num_decoded: samples that the device decoded.
     """
 
     image: torch.Tensor
     failed: dict[int, str]
     num_fallback: int
-    num_decoded: int
 
 
 class DeviceDecoder:
@@ -140,7 +138,7 @@ class DeviceDecoder:
             images = self._finish(placed, flip)
             ready.record(self.stream)
         hand_over(ready, [images], self.device)
-        return DecodedMicroBatch(images, failed, len(by_host), len(encoded) - len(by_host))
+        return DecodedMicroBatch(images, failed, len(by_host))
 
     def _decoded(self, samples: list[torch.Tensor]) -> list[torch.Tensor | str]:
         """Their images, or why the device's decoder refuses one. Each sample is uint8 (n,)."""

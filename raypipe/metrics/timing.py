@@ -81,7 +81,6 @@ class StageTimes:
         decode_s: decoding on the device, copies included; beside the other stages, as transfers are.
         micro_batches: delivered, but for the very first.
         drained: of these, on CUDA: the device had finished all its work when they were asked for.
-        decoded: images that the device decoded.
     """
 
     images: int = 0
@@ -94,7 +93,6 @@ class StageTimes:
     decode_s: float = 0.0
     micro_batches: int = 0
     drained: int = 0
-    decoded: int = 0
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -156,12 +154,6 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
         )
     else:
         found.append("The model limits the run: the stream keeps up.")
-    share = balanced_share(times, world_size, actors)
-    if times.wait_fraction > _WAIT_IS_NOTHING and share is not None:
-        found.append(
-            f"The {name} decodes {times.decoded / times.images:.0%} of the images; with "
-            f"transform.gpu_share={share:.2f} it would decode as fast as the actors do the rest."
-        )
     if math.isfinite(needed):
         each = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
         enough = max(1, math.ceil(needed * world_size))
@@ -174,28 +166,6 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
         )
         found.append(f"{enough} {what} would be enough, {each}; {pool}.")
     return found
-
-
-def balanced_share(times: StageTimes, world_size: int, actors: int) -> float | None:
-    """The share of the images that the devices must decode to bring as many a second as the actors do, in [0, 1].
-
-    With r seconds to read an image, c for an actor to decode and transform it, and g for a device to decode it, A
-    actors and W devices are equally fast where (r + (1 - share) c) / A = share g / W. What an actor does for an
-    image that it leaves to the device is taken for nothing, and so is what decoding takes from the training.
-
-    Args:
-        times: summed over the ranks.
-
-    Returns:
-        None where it was not measured: unless both decoded, and actors made the stream.
-    """
-    by_actors = times.images - times.decoded
-    if by_actors <= 0 or not times.decoded or not actors or not times.decode_s:
-        return None
-    read = times.read_s / times.images / actors
-    make = (times.work_s - times.read_s) / by_actors / actors
-    decode = times.decode_s / times.decoded / world_size
-    return min(1.0, (read + make) / (make + decode))
 
 
 def _about_launches(times: StageTimes, name: str) -> str:
@@ -216,7 +186,7 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
         what = f"Decoding on the {name} limits the run"
         advice = (
             "convert the store with --short-side, so that there is less to decode, or if the cluster has CPUs to "
-            "spare, lower transform.gpu_share, so that actors decode a part of it"
+            "spare, set transform.decode=cpu in a new run"
         )
     elif times.transfer_s > busy_s:
         what = "The copy to the device limits the run"

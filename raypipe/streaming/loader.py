@@ -180,8 +180,8 @@ class Loader:
         source = self._open_at(self._start)
         self._supervisor, self._actors = source.supervisor, source.actors
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
-        copied = functools.partial(self._clocks["train"].add, "transfer")
-        if transform.decode == "gpu":
+        on_gpu = transform.decode == "gpu"
+        if on_gpu:
             decoder = DeviceDecoder(transform.final_size, self.device, transform.apply_exif)
             self.jpeg_decoder = decoder.library
             move = functools.partial(
@@ -199,9 +199,9 @@ class Loader:
                 seed_of=seed_of,
                 depth=self._depth,
                 keep=self.keep,
-                on_copied=copied,
+                on_copied=functools.partial(self._clocks["train"].add, "transfer"),
             )
-        in_thread = transform.decode == "gpu" or self.device.type == "cuda"
+        in_thread = on_gpu or self.device.type == "cuda"
         if source.draws_globally and in_thread:
             self._batches = asked_for_here(source.batches, move, self._depth)
         else:
@@ -451,9 +451,7 @@ class Loader:
         if self.plan.layout.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         num_images = int((batch.index >= 0).sum())
-        self._counts[split] += StageTimes(
-            images=num_images, read_s=batch.read_s, work_s=batch.work_s, decoded=batch.num_decoded
-        )
+        self._counts[split] += StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         if self.augment is not None:
             batch = self._augmented(batch, self.augment)
         augmented = mark(self.device)

@@ -307,7 +307,7 @@ class Trainer:
         times = StageTimes(*self._summed(sums).tolist())
         times = dataclasses.replace(
             times,
-            **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained", "decoded")},
+            **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained")},
         )
         self.loader.diagnose(epoch, times)
 

@@ -203,25 +203,6 @@ def test_closing_early_closes_the_source_though_the_decoding_thread_waits_for_it
     assert closed.is_set() and next(given, None) is None
 
 
-def test_images_that_actors_made_stand_behind_those_that_the_device_decodes() -> None:
-    keys = np.zeros((2, 2), np.uint64)
-    transform = EncodedTransform("light", TransformConfig(size=8))
-    encoded = pack([transform.one(EncodedSample(picture(row)), key) for row, key in enumerate(keys)])
-    others = np.random.default_rng(0).integers(0, 256, (3, 3, 8, 8, 3), np.uint8)
-    given = [replace(host_batch(number, 5), image=images, encoded=encoded) for number, images in enumerate(others)]
-    marks: list[MicroBatchId] = []
-    batches = decoded_on_device(
-        given, DeviceDecoder(8, CPU), lambda at: 0, on_decoded=lambda at, *_: marks.append(at), share=0.4
-    )
-    alone = DeviceDecoder(8, CPU).decode(**encoded).image
-    for host, batch in zip(given, batches, strict=True):
-        assert batch.image.shape == (5, 3, 8, 8) and batch.num_decoded == 2
-        assert torch.equal(batch.image[:2], alone)
-        assert np.array_equal(batch.image[2:].permute(0, 2, 3, 1).numpy(), host.image)
-        assert batch.target.tolist() == host.label.tolist()
-    assert marks == [host.at for host in given]
-
-
 @pytest.mark.parametrize("make", [on_cpu, lambda batches, depth: prefetch(batches, "cpu", depth)])
 def test_a_wrong_depth_is_refused_on_every_device(make: Any) -> None:
     with pytest.raises(ConfigError, match="depth is 0"):

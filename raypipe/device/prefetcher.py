@@ -29,7 +29,6 @@ from raypipe.device.ring import CLOSE_S, Item, OnCopied, Ring, hand_over, new_ev
 from raypipe.metrics.timing import mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
-from raypipe.transform.resident import Gather
 from raypipe.transform.sizes import Size
 
 Used = TypeVar("Used")
@@ -106,7 +105,6 @@ def on_device(
     keep: int = 0,
     ring: bool | None = None,
     on_copied: OnCopied | None = None,
-    gather: Gather | None = None,
 ) -> Iterator[Batch]:
     """Micro-batches on the device: on CUDA `depth` transfers ahead, see `Ring`; on CPU as views of host memory.
 
@@ -116,7 +114,6 @@ def on_device(
         seed_of: the seed of the micro-batch at a place.
         depth, keep, on_copied: see `Ring`.
         ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
-        gather: makes the images of those that the device holds, where a micro-batch is asked for.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
@@ -126,14 +123,12 @@ def on_device(
         return [*_leaves(host).values()]
 
     def batch(host: HostBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        there: dict[str, Any] = {"views": {}, "columns": {}, "drawn": {}}
+        there: dict[str, Any] = {"views": {}, "columns": {}}
         for (kind, name), tensor in zip(_leaves(host), tensors, strict=True):
             if name:
                 there[kind][name] = tensor
             else:
                 there[kind] = tensor
-        if (drawn := there.pop("drawn")) and gather:
-            there["image"] = gather(host.at.split, drawn)
         # NHWC in memory is channels_last as it stands.
         views = there["views"] = {name: each.movedim(-1, -3) for name, each in there["views"].items()}
         there["image"] = first_image(views) if views else there["image"].permute(0, 3, 1, 2)
@@ -186,10 +181,9 @@ def asked_for_here(
 
 def _leaves(host: HostBatch) -> dict[tuple[str, str], np.ndarray]:
     """The arrays of a micro-batch that are to be on the device, by its fields, and by their names within these."""
-    fields = ("label", "weight", "mask", "boxes", "keypoints", *(() if host.views or host.drawn else ("image",)))
+    fields = ("label", "weight", "mask", "boxes", "keypoints", *(() if host.views else ("image",)))
     found = {(field, ""): array for field in fields if (array := getattr(host, field)) is not None}
     found |= {("views", name): array for name, array in host.views.items()}
-    found |= {("drawn", name): array for name, array in host.drawn.items()}
     return found | {("columns", name): array for name, array in _tensors_of(host).items()}
 
 

@@ -102,8 +102,7 @@ class Chronicle:
 
     def _awaited(self, supervisor: Any) -> str:
         if supervisor is None:
-            who = "to this process's device (pool.cache=device)"
-            return f"the images go {who}" if self._pool.cache == "device" else "this process makes it"
+            return "this process makes it"
         try:
             return ray.get(supervisor.awaited.remote(), timeout=_ANSWER_S)
         except ray.exceptions.RayError as error:

@@ -43,7 +43,6 @@ from raypipe.streaming.running import EXHAUSTED, Running
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import HostBatch
 from raypipe.transform.columns import SampleColumns
-from raypipe.transform.resident import Gather
 from raypipe.transform.sizes import Size, size_in
 from raypipe.transform.views import makes_views
 
@@ -56,7 +55,6 @@ class Source(NamedTuple):
     Attributes:
         batches: micro-batches in host memory.
         supervisor: handle of who supervises the stream, if anybody does.
-        gather: makes the images where the device holds them.
         actors: transform actors that the pool has at most, where this rank knows it.
         draws_globally: who asks for a batch makes it, and draws from the generators of the process: that thread
             must be the consumer's.
@@ -65,7 +63,6 @@ class Source(NamedTuple):
 
     batches: Iterator[HostBatch]
     supervisor: Any = None
-    gather: Gather | None = None
     draws_globally: bool = False
     actors: int = 0
     end: Callable[[], None] = lambda: None
@@ -203,7 +200,6 @@ class Loader:
                 depth=self._depth,
                 keep=self.keep,
                 on_copied=functools.partial(self._clocks["train"].add, "transfer"),
-                gather=source.gather,
             )
         in_thread = on_gpu or self.device.type == "cuda"
         if source.draws_globally and in_thread:

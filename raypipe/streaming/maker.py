@@ -71,8 +71,7 @@ _without_records: set[str] = set()
 class MicroBatchMaker:
     """Reads, decodes and transforms micro-batches. Holds no state that a result could depend on.
 
-    Args: as the attributes of a StreamSpec; and `contents`, what the samples of a split become, where that is not
-        what its transform says.
+    Args: as the attributes of a StreamSpec.
     """
 
     def __init__(
@@ -84,11 +83,10 @@ class MicroBatchMaker:
         pool: PoolConfig,
         quarantine: str = "",
         columns: SampleColumns = NO_COLUMNS,
-        contents: Mapping[Split, Content] | None = None,
     ) -> None:
         self.plan, self._stores, self._quarantine = plan, stores, quarantine
         self._targets, self._columns = config.target_columns, columns
-        self._config, self._given, self._contents = config, transforms, contents or {}
+        self._config, self._given = config, transforms
         self._budget = BadSampleBudget(config.max_bad_fraction, config.bad_grace)
         self.caches = open_caches(pool, stores, config, columns.reads_class)
         self._attempt = FIRST_ATTEMPT
@@ -112,7 +110,6 @@ class MicroBatchMaker:
                 sample_name=functools.partial(name_of, store),
                 decoded=self.caches[split].decoded if split in self.caches else None,
                 columns=ColumnMaker(self._columns) if self._columns else None,
-                content=self._contents.get(split),
             )
         return self._transforms[split, size]
 
@@ -128,10 +125,10 @@ class MicroBatchMaker:
         found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
         return next(found, None)
 
-    def batch(self, at: MicroBatchId, drawn: Drawn | None = None) -> HostBatch:
+    def batch(self, at: MicroBatchId) -> HostBatch:
         """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
         with process_kept(self.draws_globally() is not None):  # the first compares with the validation
-            made = self.make(at, drawn=drawn)
+            made = self.make(at)
         self.settle(made)
         return made.host_batch()
 
@@ -196,7 +193,7 @@ class MicroBatchMaker:
     def _compare_with_val(self, sides: Sides) -> None:
         """Compare the size of training images with that of a validation's first sample, before the first step."""
         buckets, of_size = self.plan.config.bucket_sides, all(map(is_preset, self._given.values()))
-        if "val" not in self._stores or of_size or self._contents or has_sizes(self._config, "train", buckets):
+        if "val" not in self._stores or of_size or has_sizes(self._config, "train", buckets):
             return
         content = self._transform(MicroBatchId("val", 0, 0, 0)).content
         for sample in self._first_samples("val"):
@@ -240,18 +237,14 @@ def micro_batch_transform(
     sides: Sides | None = None,
     probe: Callable[[], Iterable[EncodedSample]] = tuple,
     store_address: str = "",
-    content: Content | None = None,
     **options: Any,
 ) -> MicroBatchTransform:
     """The transform of a split's micro-batches: of `content_of`, and with the options of `MicroBatchTransform`.
 
-    Args:
-        content: used instead of what the transform would make.
-
     Raises:
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
     """
-    content = content or content_of(transform, config, size, sides, probe, store_address)
+    content = content_of(transform, config, size, sides, probe, store_address)
     return MicroBatchTransform(content, on_bad_sample=config.on_bad_sample, store_address=store_address, **options)
 
 

@@ -36,7 +36,7 @@ from raypipe.streaming.blocks import Block
 from raypipe.streaming.values import pack_values, unpack_values
 from raypipe.transform.batch import HostBatch, MicroBatchResult, Read, Room
 from raypipe.transform.columns import PackedColumn
-from raypipe.transform.sample_transform import DRAWN, VIEW, EncodedSample
+from raypipe.transform.sample_transform import VIEW, EncodedSample
 from raypipe.transform.targets import as_bytes
 
 if TYPE_CHECKING:
@@ -249,7 +249,6 @@ def _host_batch(at: MicroBatchId, arrays: Mapping[str, Any], num_bad: int) -> Ho
         keypoints=arrays.get("keypoints"),
         columns=arrays["columns"],
         views={name.removeprefix(VIEW): each for name, each in arrays.items() if name.startswith(VIEW)},
-        drawn={name.removeprefix(DRAWN): each for name, each in arrays.items() if name.startswith(DRAWN)},
     )
 
 

@@ -26,7 +26,6 @@ from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColu
 from raypipe.transform.crop_room import check_crops
 from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
-from raypipe.transform.resident import resident_transforms
 from raypipe.transform.sample_cache import check_cache
 from raypipe.transform.sizes import has_sizes
 from raypipe.transform.targets import check_columns, target_pipeline
@@ -145,8 +144,6 @@ class StreamSpec:
             check_sizes(transform, split, transforms[split], plan_config)
             if not plan_config.sides_in(split):  # which images belong to a bucket is not known here
                 check_crops(transform, split, transforms[split], stores[split], laid_out.kept[split])
-        if pool.cache == "device":
-            laid_out = _bound_to_device(laid_out, transforms, transform)
         make = make_columns or transform.make_columns or None
         found = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
         sizes = list(transform.size_by_epoch.items())
@@ -204,20 +201,6 @@ def _columns_of(
             "pool.cache='off', or leave store.columns out"
         )
     return found
-
-
-def _bound_to_device(plan: Plan, transforms: Mapping[Split, Any], config: TransformConfig) -> Plan:
-    """The plan of a stream whose images a device holds: with another fingerprint where that makes other pixels.
-
-    Raises:
-        ConfigError: a setting, or a transform, does not go with it.
-    """
-    if plan.config.buckets:
-        raise ConfigError(
-            "pool.cache='device' holds images of one size, and plan.buckets are of several: set pool.cache='disk'"
-        )
-    resamples = any(each.resamples for each in resident_transforms(transforms, config).values())
-    return plan.bound_to({"cache": "device"}) if resamples else plan
 
 
 def open_stores(train: Train, options: Mapping[str, str]) -> Store:

@@ -83,10 +83,9 @@ class HostBatch:
 
     Attributes:
         image: uint8 (B, H, W, 3), or with `transform.decode_as: array` (B, H, W, C) of any dtype; empty where the
-            device is to decode, or holds the images, or there are views.
+            device is to decode, or there are views.
         label: see `MicroBatchResult`.
         encoded: what the device is to decode.
-        drawn: what the device is to do with images that it holds, see `raypipe.transform.resident`.
         columns: by name.
         views: by name, likewise, or (B, n, H, W, 3) of n crops.
     """
@@ -105,7 +104,6 @@ class HostBatch:
     keypoints: np.ndarray | None = None
     columns: dict[str, PackedColumn] = field(default_factory=dict)
     views: dict[str, np.ndarray] = field(default_factory=dict)
-    drawn: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def read_samples(

@@ -49,7 +49,6 @@ from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.jpeg_decoders import find_decoder
-from raypipe.device.jpeg_engine import jpeg_engine
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
@@ -199,7 +198,6 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
         cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
         yield {
             "decode_library": find_decoder(device).name,
-            "decode_engine": jpeg_engine()[1],
             "decode_images_per_s": measure_decode(args, device, store),
             "cpu_ceiling_images_per_s": cpus,
         }

@@ -492,7 +492,6 @@ class TrainConfig(Section, prefix="train."):
         max_grad_norm: clip the gradient's norm, over all parameters, to this; 0 = no clipping.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
         ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
-        numa_binding: "node" keeps each GPU's trainer on the CPUs of the GPU's NUMA node (docs/gpu.md).
         max_failures: restarts of the workers after something has died; -1 = no limit.
         start_timeout_s: a start waits so long for the cluster to answer, for room that other jobs hold, and for
             another run that starts on the cluster.
@@ -521,7 +520,6 @@ class TrainConfig(Section, prefix="train."):
     max_grad_norm: float = 0.0
     ema_decay: BelowOne = 0.0
     ordered_sum: Literal["auto", "yes", "no"] = "auto"
-    numa_binding: Literal["off", "node"] = "off"
     max_failures: AtLeastMinus1 = 2
     start_timeout_s: Seconds = 900.0
     checkpoint_interval: int | str = "10min"

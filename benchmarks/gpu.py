@@ -11,8 +11,6 @@
     decode          JPEGs decoded on the device, alone
     decode_stream   the stream with `transform.decode: gpu`
     small_…         resident and streams with --small-model, which takes more than the CPUs can decode
-    cache_…         --small-model on images of 32 px that pool.cache=device keeps on the device, with flip-crop
-                    (model), against one batch of them (bound); and without a model, as the host draws (alone)
     host_ms         of a micro-batch: what the calls take of the training thread, which never waits for the device,
                     for each preset without mixing, and for StepBatchNorm at one micro-batch to a step
     launches        kernels, copies and fills that they give to the device
@@ -51,7 +49,6 @@ from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.jpeg_decoders import find_decoder
-from raypipe.device.jpeg_engine import jpeg_engine
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
@@ -149,44 +146,6 @@ def streamed(
                 yield batch.image, batch.target, batch.mixed
 
 
-def cached(args: Any, device: torch.device) -> Iterator[Fed]:
-    """Images of 32 px that the device holds, padded, cropped and flipped there, then normalised."""
-    from raypipe.stores import MemoryStore
-    from raypipe.transform.decode import encode_jpeg
-
-    rng, count = np.random.default_rng(0), 16 * args.micro_batch_size
-    images = [encode_jpeg(rng.integers(0, 256, (32, 32, 3), np.uint8)) for _ in range(count)]
-    spec = raypipe.StreamSpec(
-        MemoryStore(images, np.arange(count) % 1000),
-        plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
-        transform=TransformConfig(train="flip-crop", size=32),
-        pool=raypipe.PoolConfig(cache="device"),
-    )
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with contextlib.closing(raypipe.loader(spec, device=device, augment=AugmentConfig(), dtype=dtype)) as loader:
-        for epoch in loader.epochs():
-            for batch in epoch.train:
-                yield batch.image, batch.target, batch.mixed
-
-
-def measure_cached(args: Any, device: torch.device) -> dict[str, float]:
-    loop = Loop(args.small_model, device)
-    image, target, _ = next(cached(args, device))
-    found: dict[str, list[float]] = {"bound": [], "model": [], "alone": []}
-    for _ in range(args.repeats):
-        found["bound"].append(loop.images_per_s(itertools.repeat((image, target, None)), args.steps, warmup=10))
-        found["model"].append(loop.images_per_s(cached(args, device), args.steps, warmup=10))
-        batches = cached(args, device)
-        next(batches)
-        loop.wait()
-        started = time.perf_counter()
-        for _ in itertools.islice(batches, args.steps):
-            pass
-        loop.wait()
-        found["alone"].append(args.steps * args.micro_batch_size / (time.perf_counter() - started))
-    return {f"cache_{name}_images_per_s": statistics.median(values) for name, values in found.items()}
-
-
 def make_store(folder: Path, count: int) -> str:
     """An LMDB of smooth random photographs of about ImageNet's size, 400 x 350."""
     import cv2
@@ -224,7 +183,6 @@ def measure(args: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     medians["augment_cost"] = statistics.median(plain / augmented - 1 for plain, _, augmented in pairs)
     yield medians
     yield measure_host(args, loop, device)
-    yield measure_cached(args, device)
     yield from measure_streams(args, loop, device)
 
 
@@ -240,7 +198,6 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
         cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
         yield {
             "decode_library": find_decoder(device).name,
-            "decode_engine": jpeg_engine()[1],
             "decode_images_per_s": measure_decode(args, device, store),
             "cpu_ceiling_images_per_s": cpus,
         }

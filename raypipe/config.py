@@ -14,7 +14,7 @@ from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_o
 Mixture = dict[str, float] | dict[int, dict[str, float]]
 """The weight of each source by its name, or, from an epoch on, those weights."""
 Shuffle = Literal["auto", "global", "window", "off"]
-Cache = Literal["off", "disk", "device"]
+Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
 
 _MAX_PIXELS = (1 << 30) // 6  # of an image, as of one that is decoded
@@ -325,8 +325,7 @@ class PoolConfig(Section, prefix="pool."):
 
     Attributes:
         engine: "ray": actors make the stream; "inline": this process does, for debugging (docs/tuning.md).
-        threads: of engine "inline", 0 = the thread that asks for a micro-batch makes it; or of cache "device", to
-            decode the store at the start, 0 = one for each CPU.
+        threads: of engine "inline"; 0 = the thread that asks for a micro-batch makes it.
         executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/scale.md).
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.
@@ -337,10 +336,8 @@ class PoolConfig(Section, prefix="pool."):
         block: micro-batches that Ray moves at a time; 0 = chosen by their size and time (docs/tuning.md).
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         read: "actor": actors read the store; "stage": one reader does; "auto": stage for stores in groups.
-        cache: keep decoded samples across epochs: "disk", on each node, in RAYPIPE_CACHE; or "device", in each
-            trainer's device memory, without actors (docs/cache.md).
-        cache_bytes: limit of that cache, on a node or device; 0 = a quarter of the disk that is free at the start,
-            or half of the memory.
+        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE (docs/cache.md).
+        cache_bytes: limit of that cache, on a node; 0 = a quarter of the disk that is free at the start.
         max_attempts: actors that may die at one block, or readers at one row group, before the run ends.
         stall_timeout_s: the run ends after this many seconds without a finished micro-batch or room for trainers.
     """
@@ -389,14 +386,9 @@ class PoolConfig(Section, prefix="pool."):
         return max(self.max_in_flight // largest, 2 * ranks + 1), 0, largest
 
     @property
-    def in_process(self) -> bool:
-        """Whether trainers make their micro-batches themselves, without actors and Ray Data."""
-        return self.engine == "inline" or self.cache == "device"
-
-    @property
     def least_actors(self) -> int:
         """Actors that all executions need to start."""
-        return 0 if self.in_process else self.executions * self.min_actors
+        return 0 if self.engine == "inline" else self.executions * self.min_actors
 
 
 @dataclass(frozen=True)
@@ -500,7 +492,6 @@ class TrainConfig(Section, prefix="train."):
         max_grad_norm: clip the gradient's norm, over all parameters, to this; 0 = no clipping.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
         ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
-        numa_binding: "node" keeps each GPU's trainer on the CPUs of the GPU's NUMA node (docs/gpu.md).
         max_failures: restarts of the workers after something has died; -1 = no limit.
         start_timeout_s: a start waits so long for the cluster to answer, for room that other jobs hold, and for
             another run that starts on the cluster.
@@ -529,7 +520,6 @@ class TrainConfig(Section, prefix="train."):
     max_grad_norm: float = 0.0
     ema_decay: BelowOne = 0.0
     ordered_sum: Literal["auto", "yes", "no"] = "auto"
-    numa_binding: Literal["off", "node"] = "off"
     max_failures: AtLeastMinus1 = 2
     start_timeout_s: Seconds = 900.0
     checkpoint_interval: int | str = "10min"

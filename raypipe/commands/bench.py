@@ -61,10 +61,6 @@ def bench(
     """
     from raypipe.streaming.spec import open_train
 
-    if run.pool.cache == "device":
-        raise ConfigError(
-            "pool.cache=device has no stream to measure: use benchmarks/resident.py, or another pool.cache"
-        )
     if output:
         check_place(output)
     opened = open_train(run)

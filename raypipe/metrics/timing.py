@@ -159,11 +159,7 @@ def diagnose(times: StageTimes, *, world_size: int, actors: int, device: str = "
         enough = max(1, math.ceil(needed * world_size))
         spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
         what = "CPU actor" if enough == 1 else "CPU actors"
-        pool = (
-            f"the pool has up to {actors}{spare}"
-            if actors
-            else "there are none (pool.engine=inline, or pool.cache=device)"
-        )
+        pool = f"the pool has up to {actors}{spare}" if actors else "there are none (pool.engine=inline)"
         found.append(f"{enough} {what} would be enough, {each}; {pool}.")
     return found
 
@@ -193,10 +189,7 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str) -> st
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
     elif not actors:
         what = f"The {name} makes its micro-batches itself, which limits the run"
-        advice = (
-            "set pool.engine=ray, so that actors make them, or raise pool.threads; with pool.cache=device, set "
-            "pool.cache=disk, or draw less on the CPU (flips and crops cost least)"
-        )
+        advice = "set pool.engine=ray, so that actors make them, or raise pool.threads"
     elif times.work_s and needed <= actors:
         what = "The stream brings micro-batches late although its actors could make them in time"
         advice = "raise pool.max_in_flight"

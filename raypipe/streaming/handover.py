@@ -56,7 +56,7 @@ def loader(
     starts while the model is built.
 
     Outside of Ray Train one process gets the whole stream. If torch.distributed has several processes, as with
-    torchrun, each gets its share, and needs pool.engine "inline", or pool.cache "device", to make it.
+    torchrun, each gets its share, and needs pool.engine "inline" to make it.
 
     Args:
         spec: the stream.
@@ -91,7 +91,7 @@ def loader(
         rank, world_size = context.get_world_rank(), context.get_world_size()
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if world_size > 1 and not spec.pool.in_process:
+        if world_size > 1 and spec.pool.engine != "inline":
             raise ConfigError(
                 f"{world_size} processes outside of Ray Train do not share a stream that Ray makes: start them by "
                 "a TorchTrainer, or let each make its own share (pool.engine=inline)"

@@ -85,7 +85,7 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
         num_streams: number of such streams that run at the same time.
     """
     batch_bytes = _micro_batch_bytes(spec)
-    if spec.pool.in_process or not batch_bytes:
+    if spec.pool.engine == "inline" or not batch_bytes:
         return
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
     block_bytes = block * batch_bytes
@@ -297,7 +297,7 @@ def stream(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "
             "raypipe.loader, and raypipe.streaming.pipeline.splits, have one iterator per rank"
         )
-    if spec.pool.in_process:
+    if spec.pool.engine == "inline":
         raise ConfigError(
             "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.loader makes the "
             "stream in this process"

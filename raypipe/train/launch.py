@@ -255,9 +255,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
     if run.pool.executions > 1:
         actors += f" in {run.pool.executions} executions"
-    if run.pool.cache == "device":
-        actors = "of images that the trainers' devices hold (pool.cache=device), without actors"
-    elif run.pool.engine == "inline":
+    if run.pool.engine == "inline":
         actors = "in the trainers themselves (pool.engine=inline)"
     settings = _changed(as_plain(run), as_plain(RunConfig())) | {"name": run.name}
     lines = [yaml.safe_dump({name: settings[name]}, **_IN_A_LINE).strip()[1:-1] for name in settings]

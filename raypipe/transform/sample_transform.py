@@ -28,7 +28,7 @@ import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.transform.direct import DecodeBox, DirectPipeline, Operation, Undecoded, direct_pipeline
+from raypipe.transform.direct import DecodeBox, Undecoded, direct_pipeline
 from raypipe.transform.fields import VIEW
 from raypipe.transform.process_state import seed_process
 
@@ -151,17 +151,6 @@ class SampleTransform:
             return {"image": _checked(made, self.kind, self._arrays)}
         image = _checked(made["image"], self.kind, self._arrays)
         return made if image is made["image"] else {**made, "image": image}
-
-    @property
-    def direct(self) -> DirectPipeline | None:
-        """An Albumentations pipeline without Compose, if that can be."""
-        return self._direct
-
-    def drawn(self, size: tuple[int, int], key: Key) -> list[Operation | None]:
-        """What the steps of `direct` that draw do to an image of this size, see `DirectPipeline.drawn`."""
-        assert self._direct is not None
-        self._random.seed(int(key[0]) << 64 | int(key[1]))
-        return self._direct.drawn(size)
 
     def _seed(self, k0: int, k1: int) -> None:
         """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""

@@ -12,8 +12,6 @@ from PIL import Image
 from raypipe.config import TransformConfig
 from raypipe.device import jpeg_decoders
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
-from raypipe.device.jpeg_decoders import find_decoder
-from raypipe.device.jpeg_engine import _has_library, jpeg_engine
 from raypipe.device.prefetcher import decoded_on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.batch import HostBatch
@@ -142,14 +140,6 @@ def test_the_libraries_give_the_same_images_to_a_rounding(monkeypatch: pytest.Mo
         monkeypatch.setattr(jpeg_decoders, "LIBRARIES", {name: by})
         found.append(DeviceDecoder(SIZE, "cuda").decode(**batch).image)
     assert_close(found[0], found[1].cpu())
-
-
-def test_the_engine_is_reached_where_the_chip_has_one() -> None:
-    find_decoder(torch.device("cuda", torch.cuda.current_device()))
-    is_well, found = jpeg_engine()
-    if any(chip in torch.cuda.get_device_name() for chip in ("A100", "A30", "H100", "H200")):
-        assert is_well == _has_library("libnvcuvid.so.1"), found
-        assert found == "with the GPU's JPEG engine" or "NVIDIA_DRIVER_CAPABILITIES" in found
 
 
 def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None:

@@ -89,14 +89,13 @@ DRAWING: dict[str, dict[str, Any]] = {
     "views": {"train_transform": {"a": (noisy, 2)}, "val_transform": {"a": (CROP, 2)}},
     "columns": {**COLUMNS, "transform": TransformConfig(train="light", val="resize", size=8)},
     "decoded": {**COLUMNS, "transform": TransformConfig(train="light", val="resize", size=8, decode="gpu")},
-    "resident": {**COLUMNS, "transform": TransformConfig(train="small", val="resize", size=8)},
 }
 
 
 def drawing(stores: dict[str, Path], name: str, **pool: Any) -> StreamSpec:
     """A stream that draws from the generators of the process."""
-    pool = {"engine": "inline", "cache": "device" if name == "resident" else "off", **pool}
-    return StreamSpec(stores["train"], stores["val"], plan=PLAN, pool=PoolConfig(**pool), **DRAWING[name])
+    config = PoolConfig(engine="inline", **pool)
+    return StreamSpec(stores["train"], stores["val"], plan=PLAN, pool=config, **DRAWING[name])
 
 
 @pytest.mark.parametrize("threads", [0, 1])

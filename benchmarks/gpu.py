@@ -54,9 +54,9 @@ from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
-from raypipe.transform.batch import HostBatch
 from raypipe.transform.encoded import EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import EncodedSample
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
 Fed = tuple[torch.Tensor, torch.Tensor, Mixed | None]
@@ -97,7 +97,7 @@ class Loop:
             torch.cuda.synchronize()
 
 
-def host_batches(size: int, micro_batch: int, count: int) -> Iterator[HostBatch]:
+def host_batches(size: int, micro_batch: int, count: int) -> Iterator[MicroBatch]:
     """Four micro-batches of noise in pageable memory, in turns."""
     rng = np.random.default_rng(0)
     shape = (micro_batch, size, size, 3)
@@ -105,7 +105,7 @@ def host_batches(size: int, micro_batch: int, count: int) -> Iterator[HostBatch]
     label = rng.integers(0, 1000, micro_batch)
     weight, index = np.ones(micro_batch, np.float32), np.arange(micro_batch)
     for number in range(count):
-        yield HostBatch(MicroBatchId("train", 0, number, 0), images[number % 4], label, weight, index, 0)
+        yield MicroBatch(MicroBatchId("train", 0, number, 0), images[number % 4], label, weight, index, 0)
 
 
 def resident(args: Any, augment: DeviceAugment, device: torch.device) -> Iterator[Fed]:

@@ -23,7 +23,7 @@ from raypipe import PoolConfig, TransformConfig, open_store
 from raypipe.streaming.maker import micro_batch_transform
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import SampleCache, open_caches
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample
 
 MODES = ("off", "disk")
 MICRO_BATCH = 50

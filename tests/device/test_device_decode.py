@@ -17,7 +17,7 @@ from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.transform.decode import decode
 from raypipe.transform.encoded import EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample
 
 SIZE = 32
 LIBRARIES = dict(jpeg_decoders.LIBRARIES)

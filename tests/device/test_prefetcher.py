@@ -19,12 +19,12 @@ from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch, decoded_on_device, on_device, prefetch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
 from raypipe.transform.encoded import EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import EncodedSample
 
 
-def host_batch(step: int, size: int = 4) -> HostBatch:
+def host_batch(step: int, size: int = 4) -> MicroBatch:
     rng = np.random.default_rng(step)
     arrays = {
         "image": rng.integers(0, 256, (size, 6, 5, 3), dtype=np.uint8),
@@ -34,17 +34,17 @@ def host_batch(step: int, size: int = 4) -> HostBatch:
     }
     for array in arrays.values():
         array.flags.writeable = False  # as Arrow's shared memory is
-    return HostBatch(at=MicroBatchId("train", 0, step, 0), num_bad=step, **arrays)
+    return MicroBatch(at=MicroBatchId("train", 0, step, 0), num_bad=step, **arrays)
 
 
 CPU = torch.device("cpu")
 
 
-def on_cpu(batches: list[HostBatch], **more: Any) -> Iterator[Batch]:
+def on_cpu(batches: list[MicroBatch], **more: Any) -> Iterator[Batch]:
     return on_device(iter(batches), CPU, lambda at: 100 + at.step, **more)
 
 
-def assert_same(batch: Batch, host: HostBatch) -> None:
+def assert_same(batch: Batch, host: MicroBatch) -> None:
     assert batch.at == host.at and batch.num_bad == host.num_bad and batch.seed == 100 + host.at.step
     assert batch.image.is_contiguous(memory_format=torch.channels_last)
     assert (batch.image.numpy() == host.image.transpose(0, 3, 1, 2)).all() and batch.image.dtype == torch.uint8
@@ -105,7 +105,7 @@ def test_read_only_input_gives_no_warning() -> None:
 def test_on_cpu_nothing_is_taken_before_it_is_asked_for() -> None:
     taken = []
 
-    def batches() -> Iterator[HostBatch]:
+    def batches() -> Iterator[MicroBatch]:
         for step in range(3):
             taken.append(step)
             yield host_batch(step)
@@ -138,7 +138,7 @@ class Block(np.ndarray):
 def test_a_block_is_let_go_while_its_micro_batches_are_in_use() -> None:
     blocks = []
 
-    def batches() -> Iterator[HostBatch]:
+    def batches() -> Iterator[MicroBatch]:
         for step in range(3):
             host = host_batch(step)
             names = ("image", "label", "weight", "index")
@@ -186,7 +186,7 @@ def test_closing_early_closes_the_source_though_the_decoding_thread_waits_for_it
     transform = EncodedTransform("light", TransformConfig(size=8))
     encoded = pack([transform.one(EncodedSample(picture(row)), key) for row, key in enumerate(keys)])
 
-    def source() -> Iterator[HostBatch]:
+    def source() -> Iterator[MicroBatch]:
         try:
             yield replace(host_batch(0, 2), encoded=encoded)
             waiting.set()

@@ -30,9 +30,9 @@ from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
 from raypipe.transform.encoded import EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import EncodedSample
 
 SIZE, ROWS = 8, 2
 NAMES = ("ring", "device_decode", "prefetcher")
@@ -84,7 +84,7 @@ def changed(module: str, old: str, new: str) -> Code:
 
 
 @functools.cache
-def host_batch(number: int, size: int = 3, targets: bool = False) -> HostBatch:
+def host_batch(number: int, size: int = 3, targets: bool = False) -> MicroBatch:
     rng = np.random.default_rng([number, size])
     arrays = {
         "image": rng.integers(0, 256, (size, 4, 5, 3), dtype=np.uint8),
@@ -97,11 +97,11 @@ def host_batch(number: int, size: int = 3, targets: bool = False) -> HostBatch:
         arrays |= {"boxes": rng.random((size, 2, 5), np.float32)}
     for array in arrays.values():
         array.flags.writeable = False
-    return HostBatch(at=MicroBatchId("train", 0, number, 0), num_bad=0, **arrays)
+    return MicroBatch(at=MicroBatchId("train", 0, number, 0), num_bad=0, **arrays)
 
 
 @functools.cache
-def encoded_batch(number: int) -> HostBatch:
+def encoded_batch(number: int) -> MicroBatch:
     keys = np.random.default_rng(number).integers(0, 2**64, (ROWS, 2), np.uint64)
     transform = EncodedTransform("light", TransformConfig(size=SIZE))
     samples = [EncodedSample(picture(ROWS * number + row)) for row in range(ROWS)]
@@ -110,7 +110,7 @@ def encoded_batch(number: int) -> HostBatch:
 
 
 @functools.cache
-def with_others(number: int) -> HostBatch:
+def with_others(number: int) -> MicroBatch:
     others = np.random.default_rng(number).integers(0, 256, (ROWS, SIZE, SIZE, 3), np.uint8)
     others.flags.writeable = False
     return replace(host_batch(number, 2 * ROWS), encoded=encoded_batch(number).encoded, image=others)
@@ -183,7 +183,7 @@ class Consumer:
                 np.testing.assert_array_equal(found.memory.numpy(), expected)  # says where
 
 
-def use_batch(consumer: Consumer, batch: Any, host: HostBatch) -> None:
+def use_batch(consumer: Consumer, batch: Any, host: MicroBatch) -> None:
     assert batch.at == host.at and batch.index.tolist() == host.index.tolist()
     consumer.use(batch.image, host.image.transpose(0, 3, 1, 2))
     for name, field_name in {"target": "label", "weight": "weight", "mask": "mask", "boxes": "boxes"}.items():
@@ -202,15 +202,15 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
     sizes = rng.choice([(3,), (3, 2), (3, 1, 2, 4, 5, 6)])
     targets = rng.random() < 0.3
 
-    def ring(first: int) -> tuple[Iterator[Any], list[HostBatch], int]:
+    def ring(first: int) -> tuple[Iterator[Any], list[MicroBatch], int]:
         given = [host_batch(first + n, rng.choice(sizes), targets) for n in range(rng.randrange(1, 8))]
         depth, keep = rng.randrange(1, 4), rng.choice([0, 0, 1, 2])
         on_copied = lambda start, end: marks.append((start, end))  # noqa: E731
         batches = code.prefetcher.on_device(given, CUDA, lambda at: at.step, depth, keep, on_copied=on_copied)
         return iter(batches), given, keep
 
-    def through(batches: Iterator[Any], given: list[HostBatch], keep: int) -> Iterator[None]:
-        held: list[tuple[Any, HostBatch, Any]] = []
+    def through(batches: Iterator[Any], given: list[MicroBatch], keep: int) -> Iterator[None]:
+        held: list[tuple[Any, MicroBatch, Any]] = []
         num = rng.choice([len(given), len(given), rng.randrange(len(given) + 1)])
         for host in given[:num]:
             with consumer.turn():
@@ -279,7 +279,7 @@ def decoding(code: Code, cuda: Cuda) -> None:
 def decoding_a_share(code: Code, cuda: Cuda) -> None:
     """The same beside images that come through a ring."""
 
-    def images(number: int, host: HostBatch) -> np.ndarray:
+    def images(number: int, host: MicroBatch) -> np.ndarray:
         return np.concatenate([decoded(number), host.image.transpose(0, 3, 1, 2)])
 
     decode_ahead(code, cuda, with_others, images, share=0.5)
@@ -288,8 +288,8 @@ def decoding_a_share(code: Code, cuda: Cuda) -> None:
 def decode_ahead(
     code: Code,
     cuda: Cuda,
-    made: Callable[[int], HostBatch],
-    images: Callable[[int, HostBatch], np.ndarray],
+    made: Callable[[int], MicroBatch],
+    images: Callable[[int, MicroBatch], np.ndarray],
     **options: Any,
 ) -> None:
     rng, consumer = cuda.rng, Consumer(cuda)

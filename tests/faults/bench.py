@@ -40,7 +40,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 NUM_SAMPLES, SIDE = 320, 16
 STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other
@@ -109,7 +109,7 @@ def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
 
 
 def digest_of(batch: Batch) -> bytes:
-    host = HostBatch(
+    host = MicroBatch(
         at=batch.at,
         image=batch.image.permute(0, 2, 3, 1).numpy(),
         encoded=None,
@@ -125,7 +125,7 @@ def digest_of(batch: Batch) -> bytes:
 
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
     """Places and digests of a stream, made in this process."""
-    maker, places = MicroBatchMaker(*spec.recipe), spec.plan.micro_batches(spec.plan.start())
+    maker, places = MicroBatchMaker(spec), spec.plan.micro_batches(spec.plan.start())
     return [(str(at), batch_digest(maker.batch(at))) for at in places]
 
 

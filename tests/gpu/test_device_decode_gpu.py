@@ -14,9 +14,9 @@ from raypipe.device import jpeg_decoders
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.device.prefetcher import decoded_on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
 from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import EncodedSample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
@@ -161,11 +161,11 @@ def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None
 def test_a_consumer_on_a_stream_of_its_own_gets_every_micro_batch_whole_and_the_same_each_time() -> None:
     images = [encoded([saved(10 * b + i) for i in range(10)]) for b in range(4)]
 
-    def host_batches() -> Iterator[HostBatch]:
+    def host_batches() -> Iterator[MicroBatch]:
         for step in range(16):
             at, host = MicroBatchId("train", 0, step, 0), np.full(10, step)
             weight, nothing = np.ones(10, np.float32), np.zeros((10, 0, 0, 3), np.uint8)
-            yield HostBatch(at, nothing, host, weight, host, 0, encoded=images[step % 4])
+            yield MicroBatch(at, nothing, host, weight, host, 0, encoded=images[step % 4])
 
     def consumed(stream: torch.cuda.Stream) -> list[tuple[torch.Tensor, ...]]:
         kept = []

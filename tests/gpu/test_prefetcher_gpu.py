@@ -19,7 +19,7 @@ from raypipe.device.ring import Ring, shares
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import has_drained, mark
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
@@ -28,10 +28,10 @@ CUDA = torch.device("cuda")
 BUSY = 10_000_000
 
 
-def host_batch(step: int, size: int = 16) -> HostBatch:
+def host_batch(step: int, size: int = 16) -> MicroBatch:
     image = np.full((size, 64, 64, 3), step % 251, np.uint8)
     image.flags.writeable = False
-    return HostBatch(
+    return MicroBatch(
         at=MicroBatchId("train", 0, step, 0),
         image=image,
         label=np.full(size, step),
@@ -41,11 +41,11 @@ def host_batch(step: int, size: int = 16) -> HostBatch:
     )
 
 
-def host_batches(num: int) -> Iterator[HostBatch]:
+def host_batches(num: int) -> Iterator[MicroBatch]:
     return (host_batch(step) for step in range(num))
 
 
-def with_targets(step: int) -> HostBatch:
+def with_targets(step: int) -> MicroBatch:
     """Also of masks and boxes, which say the step as well."""
     mask = np.full((16, 64, 64), step % 251, np.uint8)
     return dataclasses.replace(host_batch(step), mask=mask, boxes=np.full((16, 4, 5), step, np.float32))
@@ -287,7 +287,7 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
         target, loss = torch.zeros(16, dtype=torch.int64, device=CUDA), torch.zeros((), device=CUDA)
         capturing, filled = threading.Event(), threading.Event()
 
-        def source() -> Iterator[HostBatch]:
+        def source() -> Iterator[MicroBatch]:
             yield host_batch(0)
             capturing.wait(30)
             yield host_batch(1, size=15)  # for which there are no slots as yet

@@ -21,7 +21,7 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.background import HostCopy
 from raypipe.train.learning import Learner, build_optimizer, small_model
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
@@ -128,12 +128,12 @@ def test_a_run_that_is_repeated_and_one_that_is_resumed_end_with_the_same_bits(
 def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
     """Ring, augmentation and learner, once on the default stream and once on one of the consumer's own."""
 
-    def host_batches() -> Iterator[HostBatch]:
+    def host_batches() -> Iterator[MicroBatch]:
         for number in range(6 * PER_STEP):
             image = np.random.default_rng(number).integers(0, 256, (ROWS, SIDE, SIDE, 3), np.uint8)
             at = MicroBatchId("train", 0, number // PER_STEP, number % PER_STEP)
             label, host = np.arange(ROWS) % 5, np.arange(ROWS)
-            yield HostBatch(at, image, label, np.ones(ROWS, np.float32), host, 0)
+            yield MicroBatch(at, image, label, np.ones(ROWS, np.float32), host, 0)
 
     def trained(stream: torch.cuda.Stream) -> dict[str, Any]:
         config = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)

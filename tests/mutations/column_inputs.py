@@ -24,7 +24,8 @@ from raypipe.stores import open_source, open_store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import read_schema, reads_of, source_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch, read_samples
+from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import read_samples
 
 AT = MicroBatchId("train", 0, 0, 0)
 
@@ -103,7 +104,7 @@ def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[i
         schema = read_schema("keypoints" in targets, bool(spec.columns))
         ((*given,),) = (reads_of(source_row([AT], [read], schema)) or (),)
         (given,) = given
-    made = MicroBatchMaker(*spec.recipe).make(AT, given)
+    made = MicroBatchMaker(spec).make(AT, given)
     batch, bad = made.host_batch(), made.result.bad
     store.close()
     assert [record["index"] for record in bad] in ([], [damaged])
@@ -116,7 +117,7 @@ def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[i
     return rows
 
 
-def row_of(case: Case, batch: HostBatch, row: int) -> Any:
+def row_of(case: Case, batch: MicroBatch, row: int) -> Any:
     columns = {name: packed.unpacked()[row] for name, packed in batch.columns.items()}
     if not case.column:
         return {"label": batch.label[row], **columns}

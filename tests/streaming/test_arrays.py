@@ -28,9 +28,10 @@ from raypipe.stores import MemoryStore, open_store
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import _micro_batch_bytes
-from raypipe.streaming.row import batches_of, made_row
+from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import Room, reused_arrays
+from raypipe.transform.fields import BlockMemory
+from raypipe.transform.memory import reused_arrays
 
 from conftest import picture  # isort: skip
 
@@ -100,9 +101,9 @@ def test_uint8_rgb_as_an_array_has_the_pixels_and_the_digests_that_it_has_as_rgb
 
 def test_a_row_of_the_stream_keeps_dtype_and_channels() -> None:
     spec = spec_of(store_of("float32", 5), train="light")
-    maker, room = MicroBatchMaker(*spec.recipe), Room(3)
+    maker, room = MicroBatchMaker(spec), BlockMemory(3)
     places = list(spec.plan.micro_batches(spec.plan.start()))
-    row = made_row([maker.make(at, room=room) for at in places], room)
+    row = block_row([maker.make(at, room=room) for at in places], room)
     assert row["image"].shape == (1, 3, 4, 16, 16, 5) and row["image"].dtype == np.float32
     assert list(map(batch_digest, batches_of(row))) == without_ray.digests(spec)
 

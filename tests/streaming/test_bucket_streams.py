@@ -20,9 +20,9 @@ from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import _micro_batch_bytes
-from raypipe.streaming.row import batches_of, made_row
+from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 from conftest import picture  # isort: skip
 
@@ -50,7 +50,7 @@ def spec_of(
     )
 
 
-def shapes(batches: list[HostBatch], split: str = "train") -> set[tuple[int, ...]]:
+def shapes(batches: list[MicroBatch], split: str = "train") -> set[tuple[int, ...]]:
     return {batch.image.shape[1:3] for batch in batches if batch.at.split == split}
 
 
@@ -70,12 +70,12 @@ def test_each_micro_batch_has_the_shape_of_its_bucket_and_validations_that_of_th
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(decode: str, size: int) -> None:
     spec = spec_of(decode=decode)
-    maker = MicroBatchMaker(*spec.recipe)
+    maker = MicroBatchMaker(spec)
     places = spec.plan.micro_batches(spec.plan.start())
-    found, flat = list[HostBatch](), 0
+    found, flat = list[MicroBatch](), 0
     for block in cut(places, 1, {"train": size, "val": size}):
         room = maker.room(block)
-        row = made_row([maker.make(at, room=room) for at in block], room)
+        row = block_row([maker.make(at, room=room) for at in block], room)
         flat += "flat.image" in row
         assert all(column.shape[0] == 1 for column in row.values())
         found += batches_of(row)
@@ -96,9 +96,9 @@ def test_masks_go_with_images_of_each_shape() -> None:
     transform = TransformConfig(train="light", size=8, mask_column="seg")
     plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
     spec = StreamSpec(train, plan=plan, transform=transform)
-    maker = MicroBatchMaker(*spec.recipe)
+    maker = MicroBatchMaker(spec)
     block = list(spec.plan.micro_batches(spec.plan.start()))
-    row = made_row([maker.make(at, room=maker.room(block)) for at in block], maker.room(block))
+    row = block_row([maker.make(at, room=maker.room(block)) for at in block], maker.room(block))
     found = list(batches_of(row))
     assert shapes(found) == SIDES and list(map(batch_digest, found)) == digests(spec)
     for batch in found:

@@ -17,7 +17,7 @@ from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Supervisor
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
     monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
     said = []
 
-    def slow() -> Iterator[HostBatch]:
+    def slow() -> Iterator[MicroBatch]:
         while len(said) < 2:  # lines before there is a batch
             time.sleep(0.01)
             said.extend(capsys.readouterr().out.splitlines())

@@ -21,11 +21,11 @@ from raypipe.streaming.digest import DigestFile, batch_digest, combine, compare,
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.run_folder import store_config
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 from conftest import CLASSES, samples  # isort: skip
 
-BATCH = HostBatch(
+BATCH = MicroBatch(
     at=MicroBatchId("train", 0, 1, 2),
     image=np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3),
     label=np.array([3, 4]),

@@ -23,7 +23,7 @@ from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 from conftest import CLASSES, picture  # isort: skip
 
@@ -107,8 +107,8 @@ def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStor
     )
 
 
-def row_of(batch: Batch | HostBatch) -> tuple[Any, ...]:
-    image = batch.image if isinstance(batch, HostBatch) else batch.image.permute(0, 2, 3, 1).numpy()
+def row_of(batch: Batch | MicroBatch) -> tuple[Any, ...]:
+    image = batch.image if isinstance(batch, MicroBatch) else batch.image.permute(0, 2, 3, 1).numpy()
     return str(batch.at), batch.index.tolist(), batch.label.tolist(), image.tobytes(), batch.num_bad
 
 

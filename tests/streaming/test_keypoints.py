@@ -21,14 +21,14 @@ from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.row import batches_of, made_row, read_schema, reads_of, source_row
+from raypipe.streaming.row import batches_of, block_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import Room, read_samples
 from raypipe.transform.contents import Images
 from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.fields import BlockMemory
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample, read_samples
 
 SIZE = (192, 256)
 KEYS = np.random.SeedSequence(3).generate_state(24, np.uint64).reshape(12, 2).tolist()
@@ -119,14 +119,14 @@ def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -
     fed = list(without_ray.every_batch(loader(spec)))
     for host, one, other in zip(hosts, ring, fed, strict=True):
         assert np.array_equal(one.keypoints, host.keypoints) and np.array_equal(other.keypoints, host.keypoints)
-    maker, room = MicroBatchMaker(*spec.recipe), Room(2)
+    maker, room = MicroBatchMaker(spec), BlockMemory(2)
     block = [batch.at for batch in hosts[:2]]
     reads = [
         read_samples(spec.stores["train"], spec.plan.indices(at), spec.transform.target_columns) for at in block
     ]
     unpacked = reads_of(source_row(block, reads, read_schema(keypoints=True, columns=False)))
     assert unpacked is not None
-    row = made_row([maker.make(at, read, room=room) for at, read in zip(block, unpacked, strict=True)], room)
+    row = block_row([maker.make(at, read, room=room) for at, read in zip(block, unpacked, strict=True)], room)
     assert [batch_digest(batch) for batch in batches_of(row)] == [batch_digest(batch) for batch in hosts[:2]]
     moved = dataclasses.replace(hosts[0], keypoints=hosts[0].keypoints + 1)
     assert batch_digest(moved) != batch_digest(hosts[0])

@@ -34,11 +34,11 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Epoch, Loader, Source
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.row import host_batches, made_row
+from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import Room
 from raypipe.transform.decode import decode
+from raypipe.transform.fields import BlockMemory
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(
@@ -57,14 +57,14 @@ class InProcess:
         self.spec, self.rank, self.world_size = spec, rank, world_size
 
     def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
-        maker, places = MicroBatchMaker(*self.spec.recipe), self.spec.plan.micro_batches(self.spec.plan.start())
+        maker, places = MicroBatchMaker(self.spec), self.spec.plan.micro_batches(self.spec.plan.start())
         for number, block in enumerate(cut(places, self.world_size, {"train": 2, "val": 2})):
             if number % self.world_size == self.rank:
-                room = Room(len(block))
+                room = BlockMemory(len(block))
                 all_made = [maker.make(at, room=room) for at in block]
                 for made in all_made:
                     maker.settle(made)
-                yield made_row(all_made, room)
+                yield block_row(all_made, room)
 
 
 def loader_of(source: InProcess, **options: Any) -> Loader:
@@ -194,7 +194,7 @@ def test_decoding_on_the_device_is_a_stage_of_its_own(encoded_spec: StreamSpec) 
 
 def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
     plain = delivered(encoded_spec, None)
-    maker, decoder = MicroBatchMaker(*encoded_spec.recipe), DeviceDecoder(16, CPU)
+    maker, decoder = MicroBatchMaker(encoded_spec), DeviceDecoder(16, CPU)
     for batch in plain.values():
         alone = maker.batch(batch.at)
         assert alone.encoded is not None

@@ -34,7 +34,7 @@ def noted() -> Noted:
 def batches(store: Noted, micro_batch: int, attempt: Attempt = FIRST_ATTEMPT) -> list[MicroBatchResult]:
     plan = PlanConfig(epochs=1, micro_batch_size=micro_batch)
     config = TransformConfig(train="small", size=16, val="center")
-    maker = MicroBatchMaker(*StreamSpec(store, store, plan=plan, transform=config).recipe)
+    maker = MicroBatchMaker(StreamSpec(store, store, plan=plan, transform=config))
     return [maker.make(at, attempt=attempt).result for at in maker.plan.micro_batches(maker.plan.start())]
 
 

@@ -28,7 +28,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.pipeline import dataset, splits, stream
 from raypipe.streaming.row import batches_of, host_batches
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 from conftest import CLASSES, picture, samples  # isort: skip
 
@@ -142,9 +142,9 @@ def test_the_digest_depends_on_the_seed_and_not_on_who_reads(stores: dict[str, P
     assert not set(without_ray.digests(other)[:12]) & set(read_apart[:12])
 
 
-def in_host_memory(batch: Batch) -> HostBatch:
+def in_host_memory(batch: Batch) -> MicroBatch:
     assert batch.mask is not None and batch.boxes is not None
-    return HostBatch(
+    return MicroBatch(
         at=batch.at,
         image=batch.image.permute(0, 2, 3, 1).numpy(),
         label=batch.label,
@@ -265,7 +265,7 @@ def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(t
         quarantine=(tmp_path / "one").as_uri(),
     )
 
-    def rows_of(batches: Iterable[HostBatch]) -> list[Any]:
+    def rows_of(batches: Iterable[MicroBatch]) -> list[Any]:
         return [(b.at, b.index.tolist(), b.label.tolist(), b.weight.tolist(), b.num_bad) for b in batches]
 
     rows = rows_of(host_batches(splits(spec, spec.plan.start(), max_actors=2)[0]))

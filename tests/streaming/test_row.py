@@ -20,15 +20,16 @@ from raypipe.streaming.row import (
     Made,
     batches_of,
     block_of,
+    block_row,
     host_batches,
-    made_row,
     reads_of,
     source_row,
 )
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch, MicroBatchResult, Room, read_samples
+from raypipe.transform.batch import MicroBatchResult
 from raypipe.transform.encoded import pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import BlockMemory, MicroBatch
+from raypipe.transform.samples import EncodedSample, read_samples
 
 BLOCK = [MicroBatchId("val", 3, 2, 0), MicroBatchId("val", 3, 2, 1)]
 
@@ -76,7 +77,7 @@ def made(at: MicroBatchId, arrays: dict[str, np.ndarray]) -> Made:
     return Made(at, MicroBatchResult(arrays, label, index, weight, [{}] * at.micro), 0.25, 0.5)
 
 
-def contents(batch: HostBatch) -> dict[str, object]:
+def contents(batch: MicroBatch) -> dict[str, object]:
     found = {**vars(batch), **(batch.encoded or {})}
     found.pop("encoded")
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
@@ -84,14 +85,14 @@ def contents(batch: HostBatch) -> dict[str, object]:
 
 @pytest.mark.parametrize("names", [("image",), ("image", "mask", "boxes")])
 def test_a_finished_row_has_its_micro_batches_and_no_copy_of_what_is_in_the_room(names: tuple[str, ...]) -> None:
-    room = Room(2)
+    room = BlockMemory(2)
     all_made = []
     for number, at in enumerate(BLOCK):
         arrays = room.take(lambda count: {name: np.zeros((count, 2, 3), np.uint8) for name in names})
         for place, array in enumerate(arrays.values()):
             array[:] = 10 * number + place
         all_made.append(made(at, arrays))
-    row = made_row(all_made, room)
+    row = block_row(all_made, room)
     found = list(batches_of(row))
     assert [contents(batch) for batch in found] == [contents(one.host_batch()) for one in all_made]
     assert [(batch.at, batch.num_bad, batch.work_s) for batch in found] == [(at, at.micro, 0.5) for at in BLOCK]
@@ -104,7 +105,7 @@ def test_encoded_micro_batches_of_unlike_lengths_come_out_of_a_block_as_they_wen
     for at, images in zip(BLOCK, [(b"abc", b""), (b"d", b"efghi")], strict=True):
         cuts = [(image, (0, 0, 1, 1), at.micro == 0) if image else None for image in images]
         all_made.append(made(at, pack(cuts)))
-    found = list(batches_of(made_row(all_made, Room(2))))
+    found = list(batches_of(block_row(all_made, BlockMemory(2))))
     assert [contents(batch) for batch in found] == [contents(one.host_batch()) for one in all_made]
     assert found[1].encoded is not None and list(found[1].encoded) == ["data", "offsets", "crop", "flip", "ok"]
     assert bytes(found[1].encoded["data"]) == b"defghi" and found[1].encoded["offsets"].tolist() == [0, 1, 6]
@@ -118,7 +119,7 @@ def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
 
     def row() -> dict[str, np.ndarray]:
         all_made = [made(at, pack([(b"abc", (0, 0, 1, 1), True), None])) for at in BLOCK]
-        found = {name: column.view(Array) for name, column in made_row(all_made, Room(2)).items()}
+        found = {name: column.view(Array) for name, column in block_row(all_made, BlockMemory(2)).items()}
         blocks.append(weakref.ref(found["data"]))
         return found
 

@@ -15,7 +15,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.pipeline import _micro_batch_bytes
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 SIZES = {0: 8, 1: 12, 2: 16}
 
@@ -27,7 +27,7 @@ def spec_of(stores: dict[str, Path], plan: dict[str, Any] | None = None, **optio
     return StreamSpec(stores["train"], stores["val"], plan=PlanConfig(**given), transform=transform, pool=pool)
 
 
-def sides(batches: list[HostBatch]) -> set[tuple[str, int, tuple[int, ...]]]:
+def sides(batches: list[MicroBatch]) -> set[tuple[str, int, tuple[int, ...]]]:
     return {(batch.at.split, batch.at.epoch, batch.image.shape[1:3]) for batch in batches}
 
 

@@ -23,11 +23,11 @@ from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.row import READ_SCHEMA, batches_of, made_row, read_schema, reads_of, source_row
+from raypipe.streaming.row import READ_SCHEMA, batches_of, block_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, renamed, spec_of
-from raypipe.transform.batch import HostBatch, Room
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import BlockMemory, MicroBatch
+from raypipe.transform.samples import EncodedSample
 
 from conftest import picture  # isort: skip
 
@@ -57,7 +57,7 @@ def spec(train: Any = None, **options: Any) -> StreamSpec:
     return StreamSpec(train or store(np.arange(NUM)), **{**given, **options})
 
 
-def check(batch: HostBatch) -> None:
+def check(batch: MicroBatch) -> None:
     """What is in a batch is what the store holds of its samples."""
     found = {name: column.unpacked() for name, column in batch.columns.items()}
     assert [*found] == ["caption", "embedding", "tags", "tags_length", "raw", "meta", "meta.number"]
@@ -108,7 +108,7 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
     table = pa.table({"image": IMAGES, "label": np.arange(NUM) / 2, **columns}, schema=schema)
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
     made = spec(str(tmp_path / "a.parquet"), val=str(tmp_path / "a.parquet"))
-    maker, plan = MicroBatchMaker(*made.recipe), made.plan
+    maker, plan = MicroBatchMaker(made), made.plan
     source = MicroBatchSource(plan, plan.start(), made.readers(), columns=made.columns, block=2)
     expected = {str(batch.at): batch for batch in host_batches(made)}
     seen = 0
@@ -118,11 +118,11 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
             assert reads and row.schema.names[-1] == "columns"
             places = list(zip(row["step"][0].as_py(), row["micro"][0].as_py(), strict=True))
             split: Any = "val" if row["split"][0].as_py() else "train"
-            room, of_block = Room(len(reads)), []
+            room, of_block = BlockMemory(len(reads)), []
             for (step, micro), read in zip(places, reads, strict=True):
                 at = MicroBatchId(split, row["epoch"][0].as_py(), step, micro)
                 of_block.append(maker.make(at, read, room=room))
-            for batch in batches_of(through_arrow(made_row(of_block, room))):
+            for batch in batches_of(through_arrow(block_row(of_block, room))):
                 check(batch)
                 assert batch_digest(batch) == batch_digest(expected[str(batch.at)])
                 assert batch.label.tolist() == np.where(batch.index < 0, 0, batch.index / 2).tolist()
@@ -138,8 +138,8 @@ def through_arrow(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def test_a_block_of_padding_alone_travels() -> None:
     made = spec(val=store(np.arange(NUM)))
-    maker, at = MicroBatchMaker(*made.recipe), MicroBatchId("val", 0, 2, 1)
-    (batch,) = batches_of(through_arrow(made_row([maker.make(at)], Room())))
+    maker, at = MicroBatchMaker(made), MicroBatchId("val", 0, 2, 1)
+    (batch,) = batches_of(through_arrow(block_row([maker.make(at)], BlockMemory())))
     assert (batch.index == PADDING).all()
     check(batch)
 
@@ -186,7 +186,7 @@ def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> No
     images = [b"damaged" if number == 5 else image for number, image in enumerate(IMAGES)]
     config = dataclasses.replace(TRANSFORM, max_bad_fraction=1)
     train = store(np.arange(NUM), images=images, values={"caption": captions})
-    maker = MicroBatchMaker(*spec(train, val=train, transform=config).recipe)
+    maker = MicroBatchMaker(spec(train, val=train, transform=config))
     bad: dict[int, str] = {}
     for at in maker.plan.micro_batches(maker.plan.start()):
         made = maker.make(at)

@@ -21,10 +21,11 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.plain import plain_loaders
-from raypipe.streaming.row import batches_of, made_row
+from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.learning import num_classes_of
-from raypipe.transform.batch import Room, read_samples
+from raypipe.transform.fields import BlockMemory
+from raypipe.transform.samples import read_samples
 from raypipe.transform.views import view_key
 
 VIEWS = {"global": {"transform": "light", "count": 2, "size": 16}, "local": ("light", 3), "whole": "resize"}
@@ -67,10 +68,10 @@ def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
 def test_a_block_is_its_micro_batches_whether_the_actor_or_a_reader_reads(
     spec: StreamSpec, expected: list[bytes]
 ) -> None:
-    maker, room = MicroBatchMaker(*spec.recipe), Room(3)
+    maker, room = MicroBatchMaker(spec), BlockMemory(3)
     block = [at for at in spec.plan.micro_batches(spec.plan.start()) if at.micro == 0][:3]
     reads = [read_samples(spec.stores["train"], spec.plan.indices(at)) for at in block]
-    row = made_row([maker.make(at, read, room=room) for at, read in zip(block, reads, strict=True)], room)
+    row = block_row([maker.make(at, read, room=room) for at, read in zip(block, reads, strict=True)], room)
     assert row["view.global"].shape == (1, 3, 6, 2, 16, 16, 3) and row["view.whole"].shape == (1, 3, 6, 12, 12, 3)
     assert [batch_digest(batch) for batch in batches_of(row)] == expected[:6:2]
     assert [*next(batches_of(row)).views] == [*VIEWS]

@@ -26,7 +26,8 @@ from raypipe.streaming.maker import micro_batch_transform
 from raypipe.transform.batch import NUM_SUBSTITUTES, Attempt, MicroBatchTransform
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import EncodedSample
 
 RNG = np.random.default_rng(0)
 IMAGES = [

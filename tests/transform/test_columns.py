@@ -11,7 +11,8 @@ from raypipe.config import ColumnOptions, column_options
 from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.stores.base import MemoryStore
 from raypipe.transform.column_types import find_columns, type_of
-from raypipe.transform.columns import ColumnMaker, ColumnType, PackedColumn, SampleColumns
+from raypipe.transform.columns import ColumnMaker, ColumnType, SampleColumns
+from raypipe.transform.fields import Ragged
 
 KEY = (3, 4)
 
@@ -301,6 +302,6 @@ def test_a_target_is_numbers_of_one_shape() -> None:
 
 def test_packed_values_are_views_of_what_was_sent() -> None:
     sent = np.arange(4)
-    parts = PackedColumn("ragged", sent, np.array([0, 1, 1, 4])).unpacked()
+    parts = Ragged("ragged", sent, np.array([0, 1, 1, 4])).unpacked()
     assert [part.tolist() for part in parts] == [[0], [], [1, 2, 3]]
     assert np.shares_memory(parts[2], sent)

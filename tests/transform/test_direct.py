@@ -15,12 +15,14 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
 from raypipe.config import TransformConfig
-from raypipe.transform.batch import MicroBatchTransform, Room
+from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Images
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.direct import direct_pipeline
+from raypipe.transform.fields import BlockMemory
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import EncodedSample
 
 RNG = np.random.default_rng(0)
 # Of the target's size, smaller, larger, odd, long, and a single pixel.
@@ -204,7 +206,7 @@ def test_micro_batches_are_the_same_and_a_bad_sample_leaves_nothing_behind(name:
         content = Images(build_transform(name, TARGET), config)
         if not direct:
             content._transform._direct = None
-        transform, room = MicroBatchTransform(content, exact=True), Room(2)
+        transform, room = MicroBatchTransform(content, exact=True), BlockMemory(2)
         for index in ([0, 1, 2, 3, 4], [0, 1, 2, -1, 4]):
             transform.run({"image": samples, "label": [1] * 5, "index": index}, keys, room=room)
         batches.append(room.arrays["image"])

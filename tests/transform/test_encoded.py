@@ -15,7 +15,8 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.decode import decode, encode_jpeg, image_size
 from raypipe.transform.encoded import EncodedTransform, center_box, pack, random_resized_crop
-from raypipe.transform.sample_transform import EncodedSample, Key
+from raypipe.transform.sample_transform import Key
+from raypipe.transform.samples import EncodedSample
 
 
 def made(preset: str, size: int) -> EncodedTransform:

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pyarrow as pa
 
-from raypipe.transform.batch import reused_memory
+from raypipe.transform.memory import reused_memory
 
 SHAPE = (3, 700, 700, 3)
 

@@ -10,7 +10,8 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.transform.encoded import EncodedTransform, center_box, random_resized_crop
 from raypipe.transform.presets import PRESETS, build_transform
-from raypipe.transform.sample_transform import EncodedSample, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import EncodedSample
 from raypipe.transform.sizes import size_in
 
 SCHEDULE = TransformConfig(size={20: 224, 0: 128, 10: 160})

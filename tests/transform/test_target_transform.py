@@ -20,7 +20,7 @@ from raypipe.streaming.spec import check_transforms
 from raypipe.transform.batch import Arrays, MicroBatchTransform
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample
 from raypipe.transform.targets import IGNORE
 
 BOTH = {"mask": "seg", "boxes": "objects"}

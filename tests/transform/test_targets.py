@@ -18,10 +18,9 @@ from torchvision.transforms import v2
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import MemoryStore
-from raypipe.transform.batch import read_encoded
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample, read_samples
 from raypipe.transform.targets import (
     as_bytes,
     decode_boxes,
@@ -214,10 +213,10 @@ def test_targets_are_read_with_their_images_and_labels_are_0_where_they_are_not_
     columns = {"seg": [b"m0", b"m1"], "objects": [[[0, 0, 1, 1, 2]], []]}
     store = MemoryStore([b"a", b"b"], None, columns=columns)
     no_label = SampleColumns(reads_class=False)
-    samples, labels = read_encoded(store, np.array([1, 0]), {"mask": "seg", "boxes": "objects"}, no_label)
+    samples, labels = read_samples(store, np.array([1, 0]), {"mask": "seg", "boxes": "objects"}, no_label)
     assert samples == [EncodedSample(b"b", b"m1", []), EncodedSample(b"a", b"m0", [[0, 0, 1, 1, 2]])]
     assert labels.tolist() == [0, 0] and labels.dtype == np.int64
-    assert read_encoded(store, np.array([0]), {"mask": "seg"}, no_label)[0] == [EncodedSample(b"a", b"m0", None)]
+    assert read_samples(store, np.array([0]), {"mask": "seg"}, no_label)[0] == [EncodedSample(b"a", b"m0", None)]
 
 
 # Pipelines

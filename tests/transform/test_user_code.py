@@ -16,7 +16,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
 from raypipe.streaming.maker import micro_batch_transform
 from raypipe.transform.contents import Images
-from raypipe.transform.sample_transform import Decoded
+from raypipe.transform.samples import Decoded
 from raypipe.transform.user_code import place_of
 
 IMAGE = Decoded(np.zeros((8, 8, 3), np.uint8), 0)

@@ -21,7 +21,8 @@ from raypipe.transform import contents
 from raypipe.transform.contents import Images
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform, check_transform, num_pixels
-from raypipe.transform.sample_transform import Decoded, EncodedSample, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.transform_steps import brief, without_files
 from raypipe.transform.views import VIEW_PRESETS, find_views, view_key
 

@@ -54,7 +54,6 @@ class Batch:
         work_s: seconds that an actor spent on it in all.
         mixed: the other half of the targets, if MixUp or CutMix was applied.
         num_fallback: samples that the device should have decoded, but the host had to.
-        num_decoded: samples that the device decoded.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
         source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
             `plan.layout.sources`; -1 for padding; None if the plan is no mixture.
@@ -72,7 +71,6 @@ class Batch:
     work_s: float = 0.0
     mixed: Mixed | None = None
     num_fallback: int = 0
-    num_decoded: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     source: np.ndarray | None = None
 
@@ -276,10 +274,9 @@ def decoded_on_device(
                 on_decoded(host.at, started, mark(device))
             ready.record(decoder.stream)
         batch = _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
-        decoded: dict[str, Any] = {
-            name: getattr(found, name) for name in ("num_fallback", "num_decoded", "failed")
-        }
-        return batch.with_fields({IMAGE: found.image}, num_bad=host.num_bad + len(found.failed), **decoded), ready
+        num_bad = host.num_bad + len(found.failed)
+        changes: dict[str, Any] = {"num_bad": num_bad, "num_fallback": found.num_fallback, "failed": found.failed}
+        return batch.with_fields({IMAGE: found.image}, **changes), ready
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
     ahead = deque(thread.submit(decode_next) for _ in range(depth))

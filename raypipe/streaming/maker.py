@@ -102,10 +102,11 @@ class MicroBatchMaker:
     def _size(self, at: MicroBatchId) -> Size:
         return size_in(self._spec.transform, at.split, at.epoch, self.plan.bucket_of(at))
 
-    def memory(self, places: Sequence[MicroBatchId]) -> BlockMemory:
-        """Memory for micro-batches: in one piece where their images have one size."""
-        one_size = len(set(map(self._size, places))) == 1
-        return BlockMemory(self._transform(places[0]).content.fields, len(places) if one_size else 0)
+    def memory(self, places: Sequence[MicroBatchId]) -> BlockMemory | None:
+        """Memory for the micro-batches of a block; None = their images have several sizes, and each has its own."""
+        if len(set(map(self._size, places))) > 1:
+            return None
+        return BlockMemory(self._transform(places[0]).content.fields, len(places))
 
     def draws_globally(self) -> Split | None:
         """A split whose transform draws from generators of the process, as long as there is one."""

@@ -32,7 +32,7 @@ from raypipe.failures import cause_of
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.values import pack_values, unpack_values
-from raypipe.transform.fields import MicroBatch, Ragged
+from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged
 from raypipe.transform.samples import EncodedSample
 
 if TYPE_CHECKING:
@@ -92,12 +92,13 @@ def reads_of(table: pa.Table) -> list[list[EncodedSample]] | None:
     return [samples[first : first + size] for first in range(0, len(samples), size)]
 
 
-def block_row(batches: Sequence[MicroBatch], in_block: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) -> dict[str, np.ndarray]:
     """The row of a finished block.
 
     Args:
-        in_block: the arrays that lie together already, see `BlockMemory`; the others are joined.
+        memory: that all of it was made in, whose arrays are not copied; None = each has its own, and all is joined.
     """
+    in_block = memory.arrays if memory else {}
     places = [batch.at for batch in batches]
     columns: dict[str, Any] = {
         "step": [at.step for at in places],

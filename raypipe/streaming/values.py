@@ -25,7 +25,7 @@ def pack_values(columns: Mapping[str, Any]) -> bytes:
     """The columns of one sample, by name."""
     parts = []
     for name, value in columns.items():
-        for kind, content in ((b"s", name.encode()), _packed(value)):
+        for kind, content in (_packed(name), _packed(value)):
             parts += [_HEAD.pack(kind, len(content)), content]
     return b"".join(parts)
 

@@ -78,7 +78,7 @@ class TransformWorker:
         for made in all_made:
             self._maker.settle(made)
         self._count(all_made)
-        row = block_row([made.batch for made in all_made], memory.arrays)
+        row = block_row([made.batch for made in all_made], memory)
         if self._num_blocks in _MEASURED:
             work_s = sum(made.batch.work_s for made in all_made) / len(places)
             num_bytes = sum(array.nbytes for array in row.values()) // len(places)

@@ -142,33 +142,27 @@ class BlockMemory:
 
     Args:
         fields: of the stream. What the first sample shows of them is noted here.
-        count: 0 = each micro-batch has memory of its own, for those of several sizes.
 
     Attributes:
         arrays: by name, each (count, B, …); none before the first sample has come.
     """
 
-    def __init__(self, fields: dict[str, Field], count: int = 0) -> None:
+    def __init__(self, fields: dict[str, Field], count: int = 1) -> None:
         self.fields, self.arrays = fields, dict[str, np.ndarray]()
         self._count, self._taken = count, 0
 
     def take(self, num_samples: int) -> dict[str, np.ndarray]:
         """The arrays (B, …) of the next micro-batch; the fields have shapes."""
-        if self._count and self.arrays:
-            self._taken += 1
-            return {name: array[self._taken - 1] for name, array in self.arrays.items()}
-        shape = (self._count or 1, num_samples)
-        arrays = reused_arrays(
-            {
-                name: ((*shape, *(each.shape or ())), np.dtype(each.dtype))
-                for name, each in self.fields.items()
-                if each.kind == "array"
-            }
-        )
-        if self._count:
-            self.arrays = arrays
-            return self.take(num_samples)
-        return {name: array[0] for name, array in arrays.items()}
+        if not self.arrays:
+            self.arrays = reused_arrays(
+                {
+                    name: ((self._count, num_samples, *(each.shape or ())), np.dtype(each.dtype))
+                    for name, each in self.fields.items()
+                    if each.kind == "array"
+                }
+            )
+        self._taken += 1
+        return {name: array[self._taken - 1] for name, array in self.arrays.items()}
 
 
 @dataclass

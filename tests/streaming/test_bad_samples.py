@@ -219,4 +219,4 @@ def test_a_label_that_is_damaged_or_too_large_makes_a_bad_sample_and_no_other_cl
 
 
 def rows_of(batch: MicroBatch) -> list[list[float]]:
-    return [batch.label.tolist(), batch.index.tolist(), batch.weight.tolist()]
+    return [batch["label"].tolist(), batch.index.tolist(), batch.weight.tolist()]

@@ -219,6 +219,7 @@ def test_the_settings_of_a_run_reach_its_actors() -> None:
         return MicroBatchMaker(StreamSpec(store, plan=PlanConfig(micro_batch_size=2), transform=transform))
 
     off, exact, scaled = (
-        maker(crop_decode=mode).batch(MicroBatchId("train", 0, 0, 0)).image for mode in ("off", "exact", "scaled")
+        maker(crop_decode=mode).batch(MicroBatchId("train", 0, 0, 0))["image"]
+        for mode in ("off", "exact", "scaled")
     )
     assert np.array_equal(off, exact) and not np.array_equal(off, scaled)

@@ -17,10 +17,7 @@ import albumentations as A  # noqa: N812
 from torchvision.transforms import v2
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.base import MemoryStore
-from raypipe.transform.columns import SampleColumns
 from raypipe.transform.presets import build_transform
-from raypipe.transform.samples import EncodedSample, read_samples
 from raypipe.transform.targets import (
     as_bytes,
     decode_boxes,
@@ -204,19 +201,6 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
 def test_boxes_that_are_malformed_are_a_bad_sample_with_the_reason(value: Any, message: str) -> None:
     with pytest.raises(SampleError, match=message):
         decode_boxes(value, SIZE)
-
-
-# Reading
-
-
-def test_targets_are_read_with_their_images_and_labels_are_0_where_they_are_not_wanted() -> None:
-    columns = {"seg": [b"m0", b"m1"], "objects": [[[0, 0, 1, 1, 2]], []]}
-    store = MemoryStore([b"a", b"b"], None, columns=columns)
-    no_label = SampleColumns(reads_class=False)
-    samples, labels = read_samples(store, np.array([1, 0]), {"mask": "seg", "boxes": "objects"}, no_label)
-    assert samples == [EncodedSample(b"b", b"m1", []), EncodedSample(b"a", b"m0", [[0, 0, 1, 1, 2]])]
-    assert labels.tolist() == [0, 0] and labels.dtype == np.int64
-    assert read_samples(store, np.array([0]), {"mask": "seg"}, no_label)[0] == [EncodedSample(b"a", b"m0", None)]
 
 
 # Pipelines

@@ -54,7 +54,9 @@ from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
-from raypipe.transform.encoded import EncodedTransform, pack
+from raypipe.transform.batch import MicroBatchTransform
+from raypipe.transform.contents import build_content
+from raypipe.transform.encoded import CROP, DATA, FLIP
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.samples import EncodedSample
 
@@ -105,13 +107,14 @@ def host_batches(size: int, micro_batch: int, count: int) -> Iterator[MicroBatch
     label = rng.integers(0, 1000, micro_batch)
     weight, index = np.ones(micro_batch, np.float32), np.arange(micro_batch)
     for number in range(count):
-        yield MicroBatch(MicroBatchId("train", 0, number, 0), images[number % 4], label, weight, index, 0)
+        fields: Any = {"image": images[number % 4], "label": label}
+        yield MicroBatch(MicroBatchId("train", 0, number, 0), index, weight, fields)
 
 
 def resident(args: Any, augment: DeviceAugment, device: torch.device) -> Iterator[Fed]:
     batch = next(iter(host_batches(args.size, args.micro_batch_size, 1)))
-    image = torch.from_numpy(batch.image).to(device).permute(0, 3, 1, 2)
-    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch_size, bool)
+    image = torch.from_numpy(batch["image"]).to(device).permute(0, 3, 1, 2)
+    target, counts = torch.from_numpy(batch["label"]).to(device), np.ones(args.micro_batch_size, bool)
     for seed in itertools.count():
         augmented, mixed = augment(image, target, counts, seed=seed)
         yield augmented, target, mixed
@@ -244,8 +247,8 @@ def measure_one(number: int, args: Any, folder: str) -> None:
 def measure_host(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
     """Host milliseconds and launches of each preset, and of StepBatchNorm."""
     batch = next(iter(host_batches(args.size, args.micro_batch_size, 1)))
-    image = torch.from_numpy(batch.image).to(device).permute(0, 3, 1, 2)
-    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch_size, bool)
+    image = torch.from_numpy(batch["image"]).to(device).permute(0, 3, 1, 2)
+    target, counts = torch.from_numpy(batch["label"]).to(device), np.ones(args.micro_batch_size, bool)
     dtype, seeds = torch.bfloat16 if loop.cuda else torch.float32, itertools.count()
     model = build_model(args.model, 1000).to(device)
     batch_norm = StepBatchNorm(model, 1, 1)
@@ -315,8 +318,11 @@ def measure_decode(args: Any, device: torch.device, store: str) -> float:
     opened, rows = raypipe.open_store(store), np.arange(args.micro_batch_size)
     images = opened.read(rows % len(opened), ("image",))["image"]
     keys = np.stack([rows, rows], 1).astype(np.uint64)
-    transform = EncodedTransform("light", TransformConfig(size=args.size))
-    batch = pack(transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True))
+    content = build_content("light", TransformConfig(size=args.size, decode="gpu"))
+    fields = MicroBatchTransform(content).run([*map(EncodedSample, images)], rows, keys)[0].finish()
+    data: Any = fields[DATA]
+    batch: Any = {"data": data.values, "offsets": data.offsets, "crop": fields[CROP], "flip": fields[FLIP]}
+    batch["ok"] = np.ones(len(rows), bool)
     decoder = DeviceDecoder(args.size, device)
     decoder.decode(**batch)
     started, count = time.perf_counter(), 10

@@ -420,7 +420,7 @@ def test_what_docs_transforms_has_makes_images(
 
     def first(**changes: Any) -> np.ndarray:
         made = raypipe.StreamSpec("train.lmdb", plan=names["spec"].plan.config, **changes)
-        return MicroBatchMaker(made).batch(next(made.plan.micro_batches(made.plan.start()))).image
+        return MicroBatchMaker(made).batch(next(made.plan.micro_batches(made.plan.start())))["image"]
 
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])
     saved, _ = settings.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
@@ -430,7 +430,7 @@ def test_what_docs_transforms_has_makes_images(
     assert np.array_equal(image, first(train_transform=json.loads(policy)))
     spec = names["spec"]
     at = next(spec.plan.micro_batches(spec.plan.start()))
-    assert MicroBatchMaker(spec).batch(at).image.shape == (16, 32, 32, 3)
+    assert MicroBatchMaker(spec).batch(at)["image"].shape == (16, 32, 32, 3)
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[2])
     mine, _ = settings.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
     for name in (mine.transform.train, mine.transform.val, "my_transforms:turned"):

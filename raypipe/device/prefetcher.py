@@ -252,8 +252,8 @@ def decoded_on_device(
     device = decoder.device
     source = iter(batches)
 
-    def decode_next() -> tuple[Batch, Any] | None:
-        """The next batch, and the event behind the work on it."""
+    def decode_next() -> tuple[Batch, Any, list[torch.Tensor]] | None:
+        """The next batch, the event behind the work on it, and its tensors on the device."""
         ready = new_event(device)
         with torch.get_device_module(device).stream(decoder.stream):
             host = next(source, None)
@@ -276,16 +276,15 @@ def decoded_on_device(
         batch = _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
         num_bad = host.num_bad + len(found.failed)
         changes: dict[str, Any] = {"num_bad": num_bad, "num_fallback": found.num_fallback, "failed": found.failed}
-        return batch.with_fields({IMAGE: found.image}, **changes), ready
+        return batch.with_fields({IMAGE: found.image}, **changes), ready, [found.image, weight, *others]
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
     ahead = deque(thread.submit(decode_next) for _ in range(depth))
     try:
         while (decoded := ahead.popleft().result()) is not None:
             ahead.append(thread.submit(decode_next))
-            batch, ready = decoded
-            tensors = [values for values in batch.fields.values() if isinstance(values, torch.Tensor)]
-            hand_over(ready, (batch.weight, *tensors), device)
+            batch, ready, tensors = decoded
+            hand_over(ready, tensors, device)
             yield batch
     finally:
         for future in ahead:

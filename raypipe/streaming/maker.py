@@ -103,7 +103,7 @@ class MicroBatchMaker:
         return size_in(self._spec.transform, at.split, at.epoch, self.plan.bucket_of(at))
 
     def memory(self, places: Sequence[MicroBatchId]) -> BlockMemory | None:
-        """Memory for the micro-batches of a block; None = their images have several sizes, and each has its own."""
+        """Memory for the micro-batches of a block; None = each has its own, since images differ in size."""
         if len(set(map(self._size, places))) > 1:
             return None
         return BlockMemory(self._transform(places[0]).content.fields, len(places))

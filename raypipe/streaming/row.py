@@ -96,7 +96,7 @@ def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) 
     """The row of a finished block.
 
     Args:
-        memory: that all of it was made in, whose arrays are not copied; None = each has its own, and all is joined.
+        memory: that all were made in, whose arrays are not copied; None = each in its own.
     """
     in_block = memory.arrays if memory else {}
     places = [batch.at for batch in batches]

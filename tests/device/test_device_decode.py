@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
+from micro_batches import cuts_to_decode
 from PIL import Image
 
 from raypipe.config import TransformConfig
@@ -16,7 +17,7 @@ from raypipe.device import device_decode, jpeg_decoders
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.transform.decode import decode
-from raypipe.transform.encoded import EncodedTransform, pack
+from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.samples import EncodedSample
 
 SIZE = 32
@@ -63,8 +64,8 @@ def run(
 ) -> tuple[DecodedMicroBatch, dict]:
     keys = np.random.default_rng(0).integers(0, 2**64, (len(images), 2), np.uint64)
     transform = EncodedTransform(preset, TransformConfig(size=SIZE, apply_exif=exif))
-    cuts = [data and transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True)]
-    batch = pack(cuts)
+    pairs = zip(images, keys, strict=True)
+    batch = cuts_to_decode([data and (*transform.one(EncodedSample(data), key).values(),) for data, key in pairs])
     for array in batch.values():
         array.flags.writeable = False  # as they come out of the object store
     return DeviceDecoder(SIZE, device, exif).decode(**batch), batch
@@ -133,7 +134,7 @@ def test_a_broken_image_takes_no_other_along() -> None:
     samples = [
         (data, (0, 0, 60, 80), False) for data in (good[0], whole[:-200], good[1], broken_within(whole), good[2])
     ]
-    decoded = DeviceDecoder(SIZE, "cpu").decode(**pack(samples))
+    decoded = DeviceDecoder(SIZE, "cpu").decode(**cuts_to_decode(samples))
     assert "truncated" in decoded.failed[1] and set(decoded.failed) == {1, 3}
     assert decoded.num_fallback == 2
     assert not decoded.image[[1, 3]].any()
@@ -182,7 +183,7 @@ def test_a_device_that_fails_is_not_taken_for_a_bad_image(
     decoder = DeviceDecoder(SIZE, "cpu")
     failing = True
     with pytest.raises(error):
-        decoder.decode(**pack([(picture(i), (0, 0, 40, 48), False) for i in range(4)]))
+        decoder.decode(**cuts_to_decode([(picture(i), (0, 0, 40, 48), False) for i in range(4)]))
     with pytest.raises(error):  # and not for one without nvJPEG
         DeviceDecoder(SIZE, "cpu")
 
@@ -220,7 +221,7 @@ def test_a_micro_batch_of_padding_alone() -> None:
 def test_a_box_outside_the_image_fails() -> None:
     data = picture(0)
     boxes = [(0, 0, 41, 48), (-1, 0, 5, 5), (0, 0, 0, 5), (39, 47, 1, 1)]
-    decoded = DeviceDecoder(SIZE, "cpu").decode(**pack([(data, box, False) for box in boxes]))
+    decoded = DeviceDecoder(SIZE, "cpu").decode(**cuts_to_decode([(data, box, False) for box in boxes]))
     assert set(decoded.failed) == {0, 1, 2} and "40x48" in decoded.failed[0]
 
 

@@ -109,18 +109,8 @@ def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
 
 
 def digest_of(batch: Batch) -> bytes:
-    host = MicroBatch(
-        at=batch.at,
-        image=batch.image.permute(0, 2, 3, 1).numpy(),
-        encoded=None,
-        label=batch.label,
-        weight=batch.weight.numpy(),
-        index=batch.index,
-        num_bad=batch.num_bad,
-        read_s=0.0,
-        work_s=0.0,
-    )
-    return batch_digest(host)
+    fields = {"image": batch.image.permute(0, 2, 3, 1).numpy(), "label": batch.label}
+    return batch_digest(MicroBatch(batch.at, batch.index, batch.weight.numpy(), {**fields}))
 
 
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:

@@ -34,14 +34,15 @@ def host_batches(count: int) -> Iterator[MicroBatch]:
     for number in range(count):
         rng = np.random.default_rng(number)
         image = rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), np.uint8)
-        label, weight = rng.integers(0, 10, ROWS), np.ones(ROWS, np.float32)
-        yield MicroBatch(MicroBatchId("train", 0, number, 0), image, label, weight, np.arange(ROWS), 0)
+        fields = {"image": image, "label": rng.integers(0, 10, ROWS)}
+        weight = np.ones(ROWS, np.float32)
+        yield MicroBatch(MicroBatchId("train", 0, number, 0), np.arange(ROWS), weight, {**fields})
 
 
 def run(augment: DeviceAugment, device: torch.device, seed: int) -> Any:
     batch = next(host_batches(1))
-    image = torch.from_numpy(batch.image).permute(0, 3, 1, 2).to(device)
-    target = torch.from_numpy(batch.label).to(device)
+    image = torch.from_numpy(batch["image"]).permute(0, 3, 1, 2).to(device)
+    target = torch.from_numpy(batch["label"]).to(device)
     return augment(image, target, np.ones(ROWS, bool), seed=seed, strength=0.8)
 
 

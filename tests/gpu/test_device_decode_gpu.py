@@ -1,12 +1,14 @@
 """nvJPEG against libjpeg, on a CUDA device."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from micro_batches import cuts_to_decode, run, samples_of, to_decode, transform_of, with_fields
 from PIL import Image
 
 from raypipe.config import TransformConfig
@@ -14,9 +16,7 @@ from raypipe.device import jpeg_decoders
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
 from raypipe.device.prefetcher import decoded_on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, pack
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.samples import EncodedSample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
@@ -44,13 +44,18 @@ def saved(seed: int, format: str = "JPEG", mode: str = "RGB", **options: object)
     return file.getvalue()
 
 
-def encoded(images: list[bytes | None], preset: str = "light") -> EncodedMicroBatch:
+def micro_batch(images: Sequence[bytes | None], preset: str = "light") -> MicroBatch:
+    """Of images, and padding."""
     keys = np.random.default_rng(0).integers(0, 2**64, (len(images), 2), np.uint64)
-    transform = EncodedTransform(preset, TransformConfig(size=SIZE))
-    return pack(data and transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True))
+    transform = transform_of(preset, TransformConfig(size=SIZE, decode="gpu"))
+    return run(transform, samples_of(images), keys, indices=[-1 if data is None else 0 for data in images])[0]
 
 
-def both(batch: EncodedMicroBatch) -> tuple[DecodedMicroBatch, DecodedMicroBatch]:
+def encoded(images: Sequence[bytes | None], preset: str = "light") -> dict[str, np.ndarray]:
+    return to_decode(micro_batch(images, preset))
+
+
+def both(batch: dict[str, np.ndarray]) -> tuple[DecodedMicroBatch, DecodedMicroBatch]:
     return DeviceDecoder(SIZE, "cuda").decode(**batch), DeviceDecoder(SIZE, "cpu").decode(**batch)
 
 
@@ -98,12 +103,12 @@ def test_a_broken_jpeg_takes_neither_the_others_nor_the_device_along() -> None:
     scan = whole.index(b"\xff\xda") + 14
     garbage = whole[:scan] + np.random.default_rng(0).integers(0, 255, 2000, np.uint8).tobytes() + b"\xff\xd9"
     samples = [(data, BOX, False) for data in (good[0], no_table, whole[:-400], garbage, good[1])]
-    ours, wanted = both(pack(samples))
+    ours, wanted = both(cuts_to_decode(samples))
     torch.cuda.synchronize()
     assert 2 in ours.failed and not {0, 4} & set(ours.failed)
     assert not ours.image[list(ours.failed)].any()  # `garbage` may pass: nvJPEG need not notice it
     assert_close(ours.image[[0, 4]], wanted.image[[0, 4]])
-    again, _ = both(pack(samples[:1]))
+    again, _ = both(cuts_to_decode(samples[:1]))
     assert torch.equal(again.image[0], ours.image[0])
 
 
@@ -113,9 +118,9 @@ def test_among_many_only_the_broken_ones_come_to_the_host() -> None:
     at = progressive.rindex(b"\xff\xc4") + 5  # behind the first scan, up to which a header goes
     broken = progressive[:at] + b"\xff" * 16 + progressive[at + 16 :]
     images = [saved(i, subsampling=i % 3) for i in range(32)]
-    whole = DeviceDecoder(SIZE, "cuda").decode(**pack([(data, BOX, False) for data in images]))
+    whole = DeviceDecoder(SIZE, "cuda").decode(**cuts_to_decode([(data, BOX, False) for data in images]))
     images[3] = images[17] = broken
-    found = DeviceDecoder(SIZE, "cuda").decode(**pack([(data, BOX, False) for data in images]))
+    found = DeviceDecoder(SIZE, "cuda").decode(**cuts_to_decode([(data, BOX, False) for data in images]))
     others = [row for row in range(32) if row not in (3, 17)]
     assert torch.equal(found.image[others], whole.image[others])
     assert set(found.failed) <= {3, 17} and not found.image[list(found.failed)].any()
@@ -126,7 +131,9 @@ def test_images_are_not_turned_by_their_exif() -> None:
     tags = Image.Exif()
     tags[0x0112] = 6
     ours = DeviceDecoder(SIZE, "cuda").decode(
-        **pack([(saved(0), BOX, False), (saved(0, exif=tags), BOX, False), (saved(1, exif=tags), BOX, False)])
+        **cuts_to_decode(
+            [(saved(0), BOX, False), (saved(0, exif=tags), BOX, False), (saved(1, exif=tags), BOX, False)]
+        )
     )
     assert ours.num_fallback == 0 and not ours.failed
     assert torch.equal(ours.image[0], ours.image[1])
@@ -159,13 +166,12 @@ def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None
 
 
 def test_a_consumer_on_a_stream_of_its_own_gets_every_micro_batch_whole_and_the_same_each_time() -> None:
-    images = [encoded([saved(10 * b + i) for i in range(10)]) for b in range(4)]
+    images = [micro_batch([saved(10 * b + i) for i in range(10)]) for b in range(4)]
 
     def host_batches() -> Iterator[MicroBatch]:
         for step in range(16):
-            at, host = MicroBatchId("train", 0, step, 0), np.full(10, step)
-            weight, nothing = np.ones(10, np.float32), np.zeros((10, 0, 0, 3), np.uint8)
-            yield MicroBatch(at, nothing, host, weight, host, 0, encoded=images[step % 4])
+            at, label = MicroBatchId("train", 0, step, 0), np.full(10, step)
+            yield replace(with_fields(images[step % 4], {"label": label}), at=at)
 
     def consumed(stream: torch.cuda.Stream) -> list[tuple[torch.Tensor, ...]]:
         kept = []

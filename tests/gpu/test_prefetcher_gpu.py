@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from micro_batches import with_fields
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import waiting_is_an_error
 
@@ -31,14 +31,9 @@ BUSY = 10_000_000
 def host_batch(step: int, size: int = 16) -> MicroBatch:
     image = np.full((size, 64, 64, 3), step % 251, np.uint8)
     image.flags.writeable = False
-    return MicroBatch(
-        at=MicroBatchId("train", 0, step, 0),
-        image=image,
-        label=np.full(size, step),
-        weight=np.ones(size, np.float32),
-        index=np.arange(size),
-        num_bad=0,
-    )
+    fields = {"image": image, "label": np.full(size, step)}
+    at, weight = MicroBatchId("train", 0, step, 0), np.ones(size, np.float32)
+    return MicroBatch(at, np.arange(size), weight, {**fields})
 
 
 def host_batches(num: int) -> Iterator[MicroBatch]:
@@ -48,7 +43,7 @@ def host_batches(num: int) -> Iterator[MicroBatch]:
 def with_targets(step: int) -> MicroBatch:
     """Also of masks and boxes, which say the step as well."""
     mask = np.full((16, 64, 64), step % 251, np.uint8)
-    return dataclasses.replace(host_batch(step), mask=mask, boxes=np.full((16, 4, 5), step, np.float32))
+    return with_fields(host_batch(step), {"mask": mask, "boxes": np.full((16, 4, 5), step, np.float32)})
 
 
 def num_allocations() -> tuple[int, int]:

@@ -132,8 +132,8 @@ def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
         for number in range(6 * PER_STEP):
             image = np.random.default_rng(number).integers(0, 256, (ROWS, SIDE, SIDE, 3), np.uint8)
             at = MicroBatchId("train", 0, number // PER_STEP, number % PER_STEP)
-            label, host = np.arange(ROWS) % 5, np.arange(ROWS)
-            yield MicroBatch(at, image, label, np.ones(ROWS, np.float32), host, 0)
+            fields = {"image": image, "label": np.arange(ROWS) % 5}
+            yield MicroBatch(at, np.arange(ROWS), np.ones(ROWS, np.float32), {**fields})
 
     def trained(stream: torch.cuda.Stream) -> dict[str, Any]:
         config = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)

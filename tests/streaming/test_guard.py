@@ -108,8 +108,11 @@ def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStor
 
 
 def row_of(batch: Batch | MicroBatch) -> tuple[Any, ...]:
-    image = batch.image if isinstance(batch, MicroBatch) else batch.image.permute(0, 2, 3, 1).numpy()
-    return str(batch.at), batch.index.tolist(), batch.label.tolist(), image.tobytes(), batch.num_bad
+    if isinstance(batch, MicroBatch):
+        image, label = batch["image"], batch["label"]
+    else:
+        image, label = batch.image.permute(0, 2, 3, 1).numpy(), batch.label
+    return str(batch.at), batch.index.tolist(), label.tolist(), image.tobytes(), batch.num_bad
 
 
 def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:

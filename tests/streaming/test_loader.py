@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CLASSES, samples
+from micro_batches import to_decode
 from without_ray import every_batch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, StrengthConfig, TransformConfig
@@ -38,7 +39,6 @@ from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode import decode
-from raypipe.transform.fields import BlockMemory
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(
@@ -60,11 +60,11 @@ class InProcess:
         maker, places = MicroBatchMaker(self.spec), self.spec.plan.micro_batches(self.spec.plan.start())
         for number, block in enumerate(cut(places, self.world_size, {"train": 2, "val": 2})):
             if number % self.world_size == self.rank:
-                room = BlockMemory(len(block))
-                all_made = [maker.make(at, room=room) for at in block]
+                memory = maker.memory(block)
+                all_made = [maker.make(at, memory=memory) for at in block]
                 for made in all_made:
                     maker.settle(made)
-                yield block_row(all_made, room)
+                yield block_row([made.batch for made in all_made], memory)
 
 
 def loader_of(source: InProcess, **options: Any) -> Loader:
@@ -197,8 +197,7 @@ def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
     maker, decoder = MicroBatchMaker(encoded_spec), DeviceDecoder(16, CPU)
     for batch in plain.values():
         alone = maker.batch(batch.at)
-        assert alone.encoded is not None
-        assert torch.equal(decoder.decode(**alone.encoded).image, batch.image)
+        assert torch.equal(decoder.decode(**to_decode(alone)).image, batch.image)
         assert np.array_equal(alone.index, batch.index)
 
 

@@ -65,7 +65,8 @@ def micro_batch(step: int, micro: int, device: torch.device) -> Batch:
     target, host = torch.arange(ROWS) % 5, np.arange(ROWS)
     image = image.to(device, memory_format=torch.channels_last)
     at = MicroBatchId("train", 0, step, micro)
-    return Batch(at, seed, image, target.to(device), torch.ones(ROWS, device=device), target.numpy(), host, 0)
+    fields = {"image": image, "label": target.to(device)}
+    return Batch(at, seed, fields, torch.ones(ROWS, device=device), target.numpy(), host, 0)
 
 
 def learn(
@@ -148,7 +149,7 @@ def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
                 counts = batch.index >= 0
                 image, mixed = augment(batch.image, batch.target, counts, seed=batch.seed)
                 last = batch.at.micro == PER_STEP - 1
-                learning.backward(Batch(**vars(batch) | {"image": image, "mixed": mixed}), last)
+                learning.backward(batch.with_fields({"image": image}, mixed=mixed), last)
                 if last:
                     learning.end_step(batch.at.step + 1)
             return checkpoint(learning)

@@ -11,12 +11,12 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.rayext.iteration import Ended
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import (
     PLACE_SCHEMA,
     READ_SCHEMA,
-    Ended,
     Made,
     batches_of,
     block_of,

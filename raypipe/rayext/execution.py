@@ -64,6 +64,9 @@ class Settings:
         install(Turns)
         take_process()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        return self  # Ray Data copies contexts within a process
+
     def limit(self, actors: int) -> int:
         """Blocks that may be in flight, for a number of running actors."""
         return self.fixed + self.per_actor * max(1, actors)

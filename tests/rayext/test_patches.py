@@ -62,11 +62,6 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-class Identity:
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return batch
-
-
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
@@ -79,6 +74,11 @@ def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
         rows = iter(stream.iter_batches(batch_size=None, prefetch_batches=0))
         assert "image" in next(rows)
     assert asked == [] and lines == []
+
+    class Identity:  # in here: actors cannot import this module
+        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            return batch
+
     dataset: Any = ray.data.range(2).map_batches(Identity, concurrency=1, num_cpus=0.1)
     others = iter(dataset.iter_batches(batch_size=None))
     assert next(others)["id"].tolist()

@@ -1,6 +1,6 @@
 """The presets' operations in a few passes over the images, instead of several for each. Knows torch, not Ray.
 
-    fuse     operations, as a configuration lists them → those of the first that are one fused whole, and the rest
+    fuse     operations, as a preset lists them → one fused whole
     draw     what a micro-batch does, row by row, on the host
     pack     → one small float32 array (B, COLUMNS), the only thing that is sent to the device
     apply    uint8 images → flip, or one affine sampling of all geometry → blur → one map of colour → erase
@@ -83,17 +83,15 @@ class Fused:
         return self.jitter > 0 or self.grey > 0 or self.erase > 0
 
 
-def fuse(entries: Sequence[dict[str, Any]]) -> tuple[Fused | None, list[dict[str, Any]]]:
-    """The operations that lead a preset's list and are fused, None = none; and the others."""
+def fuse(entries: Sequence[dict[str, Any]]) -> Fused | None:
+    """The operations of a preset's list as one; None = there are none."""
     settings: dict[str, Any] = {}
-    rest = [*entries]
-    while rest and (found := _settings(**rest[0])) is not None:
-        settings |= found
-        del rest[0]
-    return Fused(**settings) if settings else None, rest
+    for entry in entries:
+        settings |= _settings(**entry)
+    return Fused(**settings) if settings else None
 
 
-def _settings(op: str, p: float = 0.0, **given: Any) -> dict[str, Any] | None:
+def _settings(op: str, p: float = 0.0, **given: Any) -> dict[str, Any]:
     if op == "RandomHorizontalFlip":
         return {"flip": p}
     if op == "RandomAffine":
@@ -105,9 +103,8 @@ def _settings(op: str, p: float = 0.0, **given: Any) -> dict[str, Any] | None:
         return {"grey": p}
     if op == "RandomGaussianBlur":
         return {"blur": p, "sigma": given["sigma"]}
-    if op == "RandomErasing":
-        return {"erase": p, "area": given["scale"]}
-    return None
+    assert op == "RandomErasing", op
+    return {"erase": p, "area": given["scale"]}
 
 
 @dataclass

@@ -9,8 +9,8 @@ Of views each crop goes through it by itself, up to the mixing, with a seed of i
 
 All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
 configuration, the seed and the strength alone, and nothing waits for the device. Where there is neither operation
-nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused`,
-whose operations are raypipe's own.
+nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused` and
+`raypipe.device.fused_policies`, whose operations are raypipe's own.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
 augmentation of `kornia.augmentation` or a policy of `kornia.augmentation.auto`. A policy chooses its operations
@@ -29,6 +29,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.fused import apply, draw, fuse, pack
+from raypipe.device.fused_policies import POLICIES, Policy, apply_policy, draw_policy, policy_of
 from raypipe.device.mixing import Mixed, draw_mix, mix
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -42,7 +43,7 @@ Operation = Callable[[torch.Tensor, float], torch.Tensor]
 _FLIP = {"op": "RandomHorizontalFlip", "p": 0.5}
 _JITTER = {"op": "ColorJitter", "brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "p": 0.8}
 _ERASE = {"op": "RandomErasing", "p": 0.25, "scale": [0.02, 0.2]}
-# As Kornia's operations, of which `fuse` makes few passes over the images.
+# As Kornia's operations, of which `fuse` and `policy_of` make few passes over the images.
 PRESETS: dict[str, list[dict[str, Any]]] = {
     "none": [],
     "light": [_FLIP],
@@ -56,6 +57,10 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         {"op": "RandomGaussianBlur", "kernel_size": [5, 5], "sigma": [0.1, 2.0], "p": 0.2},
         _ERASE,
     ],
+    # Cubuk et al. 2020, arXiv:1909.13719: N = 2, M = 9 of 30 is their setting for ResNet-50 on ImageNet.
+    "randaugment": [_FLIP, {"op": "RandAugment", "n": 2, "m": 9}],
+    # Müller & Hutter 2021, arXiv:2103.10158: one operation of a random magnitude; no parameter.
+    "trivialaugment": [_FLIP, {"op": "TrivialAugment"}],
 }
 
 # They make the size of the images: applied to some rows only, the rows would not fit together.
@@ -135,16 +140,19 @@ class DeviceAugment:
             self._check_views()
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
-        self._fused = fuse(PRESETS[config.preset])
+        self._fused, others = fuse(PRESETS[config.preset])
         channels = len(config.mean)
-        if channels != 3 and self._fused and self._fused.changes_colour:
+        if channels != 3 and (others or (self._fused and self._fused.changes_colour)):
             raise ConfigError(
                 f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean is of {channels} "
                 f"channels: use none or light, and augment.ops that take {channels}"
             )
         if targets and self._fused:
             raise _moves(f"{PRESETS[config.preset][0]['op']} of the preset {config.preset}")
-        self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
+        self._policy: Policy | None = None
+        if others and others[0]["op"] in POLICIES:
+            self._policy = policy_of(**others.pop(0))
+        self._operations = [build_operation(entry, targets, channels) for entry in (*others, *config.ops)]
         if config.module:
             self._operations.append(_user_module(config.module))
         self._compute: Callable[..., torch.Tensor] = self._computed
@@ -207,10 +215,16 @@ class DeviceAugment:
             rows, _, height, width = image.shape
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
             draws = draw(self._fused, rng, rows, height, width, strength)
+            if self._policy:  # after the flip
+                image = apply_policy(image, draws.flip, draw_policy(self._policy, rng, rows, strength))
+                return self._by_kornia(image, seed, strength) if self._operations else self.normalize(image)
             packed = torch.from_numpy(pack(self._fused, draws, height, width)).to(image.device, non_blocking=True)
         if not self._operations:
             return self._compute(image, packed)
-        image = self._preset(image, packed)
+        return self._by_kornia(self._preset(image, packed), seed, strength)
+
+    def _by_kornia(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
+        """The configuration's own operations, the user's module, and the normalisation."""
         if not image.is_floating_point():
             image = scaled(image)
         with _seeded(seed, self.device):

@@ -1,6 +1,6 @@
 """The presets' operations in a few passes over the images, instead of several for each. Knows torch, not Ray.
 
-    fuse     operations, as a preset lists them → one fused whole
+    fuse     operations, as a configuration lists them → those of the first that are one fused whole, and the rest
     draw     what a micro-batch does, row by row, on the host
     pack     → one small float32 array (B, COLUMNS), the only thing that is sent to the device
     apply    uint8 images → flip, or one affine sampling of all geometry → blur → one map of colour → erase
@@ -83,15 +83,17 @@ class Fused:
         return self.jitter > 0 or self.grey > 0 or self.erase > 0
 
 
-def fuse(entries: Sequence[dict[str, Any]]) -> Fused | None:
-    """The operations of a preset's list as one; None = there are none."""
+def fuse(entries: Sequence[dict[str, Any]]) -> tuple[Fused | None, list[dict[str, Any]]]:
+    """The operations that lead a preset's list and are fused, None = none; and the others."""
     settings: dict[str, Any] = {}
-    for entry in entries:
-        settings |= _settings(**entry)
-    return Fused(**settings) if settings else None
+    rest = [*entries]
+    while rest and (found := _settings(**rest[0])) is not None:
+        settings |= found
+        del rest[0]
+    return Fused(**settings) if settings else None, rest
 
 
-def _settings(op: str, p: float = 0.0, **given: Any) -> dict[str, Any]:
+def _settings(op: str, p: float = 0.0, **given: Any) -> dict[str, Any] | None:
     if op == "RandomHorizontalFlip":
         return {"flip": p}
     if op == "RandomAffine":
@@ -103,8 +105,9 @@ def _settings(op: str, p: float = 0.0, **given: Any) -> dict[str, Any]:
         return {"grey": p}
     if op == "RandomGaussianBlur":
         return {"blur": p, "sigma": given["sigma"]}
-    assert op == "RandomErasing", op
-    return {"erase": p, "area": given["scale"]}
+    if op == "RandomErasing":
+        return {"erase": p, "area": given["scale"]}
+    return None
 
 
 @dataclass

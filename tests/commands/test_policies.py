@@ -68,11 +68,11 @@ def test_the_runs_own_policy_and_none_are_the_first_and_none_comes_twice() -> No
 
 
 def test_every_preset_is_tried_with_and_without_its_flip_before_one_comes_again() -> None:
-    presets = ["light", "standard", "strong"]
-    found = [policy.augment for policy in policies(TuneConfig(trials=2 + 7), RUN)[2:]]
-    assert sorted(augment.preset for augment in found) == sorted(["none"] * 4 + presets)
+    presets = ["light", "standard", "strong", "randaugment", "trivialaugment"]
+    found = [policy.augment for policy in policies(TuneConfig(trials=2 + 11), RUN)[2:]]
+    assert sorted(augment.preset for augment in found) == sorted(["none"] * 6 + presets)
     bare = [augment.ops for augment in found if augment.preset == "none"]
-    assert sorted(len(ops) for ops in bare) == [0, 1, 2, 5]
+    assert sorted(len(ops) for ops in bare) == [0, 1, 1, 1, 2, 5]
     assert RUN.augment.ops in bare
     assert not any(entry["op"] == "RandomHorizontalFlip" for ops in bare for entry in ops)
 

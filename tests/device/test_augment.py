@@ -248,6 +248,10 @@ def test_a_users_module_that_is_not_there() -> None:
         (AugmentConfig(preset="light"), "RandomHorizontalFlip of the preset light moves or erases pixels"),
         (AugmentConfig(ops=[{"op": "RandomAffine", "degrees": 5.0}]), "RandomAffine moves or erases"),
         (AugmentConfig(ops=[{"op": "RandomErasing"}]), "RandomErasing moves or erases"),
+        (
+            AugmentConfig(preset="trivialaugment", ops=[]),
+            "of the preset trivialaugment moves or erases",
+        ),
         (AugmentConfig(ops=[{"op": "TrivialAugment"}]), "TrivialAugment moves or erases"),
     ],
 )

@@ -19,7 +19,7 @@ from raypipe.device.fused import Draws, Fused, apply, draw, fuse, pack
 from raypipe.errors import ConfigError
 
 ROWS, HEIGHT, WIDTH = 5, 24, 32
-STRONG = fuse(PRESETS["strong"])
+STRONG, _ = fuse(PRESETS["strong"])
 assert STRONG is not None
 
 
@@ -53,10 +53,10 @@ def test_nothing_drawn_leaves_images_as_they_are() -> None:
 
 def test_what_is_fused_of_each_preset() -> None:
     kinds = {name: fuse(entries) for name, entries in PRESETS.items()}
-    assert kinds["none"] is None
-    assert kinds["light"] == Fused(flip=0.5)
-    standard = kinds["standard"]
-    assert standard is not None
+    assert kinds["none"] == (None, [])
+    assert kinds["light"] == (Fused(flip=0.5), [])
+    standard, rest = kinds["standard"]
+    assert standard is not None and not rest
     assert (standard.jitter, standard.brightness, standard.hue, standard.affine) == (
         0.8,
         (0.8, 1.2),
@@ -64,6 +64,9 @@ def test_what_is_fused_of_each_preset() -> None:
         0,
     )
     assert (standard.erase, standard.area) == (0.25, [0.02, 0.2])
+    assert not kinds["strong"][1]
+    for policy in ("randaugment", "trivialaugment"):
+        assert kinds[policy] == (Fused(flip=0.5), PRESETS[policy][1:])
 
 
 # Each operation by itself is Kornia's
@@ -198,7 +201,7 @@ def test_draws_are_as_often_and_as_far_as_they_should_be() -> None:
 
 
 def test_a_preset_draws_for_its_operations_what_a_larger_one_does() -> None:
-    standard = fuse(PRESETS["standard"])
+    standard, _ = fuse(PRESETS["standard"])
     assert standard is not None
     larger = replace(STRONG, **{name: value for name, value in asdict(standard).items() if value})
     one, other = (draw(each, np.random.default_rng(1), 64, 32, 32) for each in (standard, larger))
@@ -208,7 +211,7 @@ def test_a_preset_draws_for_its_operations_what_a_larger_one_does() -> None:
 
 @pytest.mark.parametrize("preset", ["standard", "strong"])
 def test_strength_scales_the_share_of_rows(preset: str) -> None:
-    fused = fuse(PRESETS[preset])
+    fused, _ = fuse(PRESETS[preset])
     assert fused is not None
     for strength in (0.0, 0.5, 1.0):
         found = draw(fused, np.random.default_rng(2), 10_000, 32, 32, strength)
@@ -247,6 +250,7 @@ def test_compiled_by_inductor_it_draws_and_makes_the_same(preset: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"preset": "randaugment"}, r"augment\.preset must be one of .* with augment\.compile, got 'randaugment'"),
         ({"ops": [{"op": "RandomInvert"}]}, r"augment\.ops must be empty with augment\.compile"),
         ({"module": "torch.nn:Identity"}, r"augment\.module must be empty with augment\.compile"),
     ],

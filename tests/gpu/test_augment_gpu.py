@@ -22,7 +22,7 @@ from raypipe.transform.batch import HostBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
-PRESETS = ("none", "light", "standard", "strong")
+PRESETS = ("none", "light", "standard", "strong", "randaugment", "trivialaugment")
 SIZE, ROWS = 32, 16
 
 

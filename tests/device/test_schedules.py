@@ -110,13 +110,6 @@ def encoded_batch(number: int) -> HostBatch:
 
 
 @functools.cache
-def with_others(number: int) -> HostBatch:
-    others = np.random.default_rng(number).integers(0, 256, (ROWS, SIZE, SIZE, 3), np.uint8)
-    others.flags.writeable = False
-    return replace(host_batch(number, 2 * ROWS), encoded=encoded_batch(number).encoded, image=others)
-
-
-@functools.cache
 def decoded(number: int) -> np.ndarray:
     encoded = encoded_batch(number).encoded
     assert encoded is not None
@@ -273,36 +266,17 @@ def any_loader(code: Code, cuda: Cuda) -> None:
 
 def decoding(code: Code, cuda: Cuda) -> None:
     """Decoded ahead in a thread; consumed on any stream."""
-    decode_ahead(code, cuda, encoded_batch, lambda number, _: decoded(number))
-
-
-def decoding_a_share(code: Code, cuda: Cuda) -> None:
-    """The same beside images that come through a ring."""
-
-    def images(number: int, host: HostBatch) -> np.ndarray:
-        return np.concatenate([decoded(number), host.image.transpose(0, 3, 1, 2)])
-
-    decode_ahead(code, cuda, with_others, images, share=0.5)
-
-
-def decode_ahead(
-    code: Code,
-    cuda: Cuda,
-    made: Callable[[int], HostBatch],
-    images: Callable[[int, HostBatch], np.ndarray],
-    **options: Any,
-) -> None:
     rng, consumer = cuda.rng, Consumer(cuda)
-    given = [made(number) for number in range(4)]
+    given = [encoded_batch(number) for number in range(4)]
     consumer.leave_garbage()
     decoder = code.device_decode.DeviceDecoder(SIZE, CUDA)
     consumer.leave_garbage()
     depth = rng.randrange(1, 3)
-    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, depth, **options)
+    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, depth)
     for number, host in enumerate(given[: rng.choice([4, 2])]):
         with consumer.turn():
             batch = next(iterator)
-            consumer.use(batch.image, images(number, host))
+            consumer.use(batch.image, decoded(number))
             consumer.use(batch.target, host.label)
             consumer.use(batch.weight, host.weight)
             del batch
@@ -323,7 +297,7 @@ def decoding_directly(code: Code, cuda: Cuda) -> None:
     consumer.check()
 
 
-PROGRAMS = (micro_batches, any_loader, decoding, decoding_directly, decoding_a_share)
+PROGRAMS = (micro_batches, any_loader, decoding, decoding_directly)
 
 
 def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:
@@ -543,12 +517,6 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "(batch.image, batch.target, batch.weight, *columns), device",
         "(batch.image, batch.target, *columns), device",
         decoding,
-    ),
-    "the images of others are awaited by another stream": (
-        "prefetcher",
-        "host, others = next(pairs, (None, None))",
-        f"with torch.get_device_module(device).stream({DEFAULT}): host, others = next(pairs, (None, None))",
-        decoding_a_share,
     ),
     "targets on the thread's own stream": (
         "prefetcher",

@@ -251,7 +251,7 @@ def test_without_a_target_a_label_that_is_there_is_not_read_and_no_cache_hands_i
 ) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     labels = np.arange(1, NUM + 1)
-    for pool in (dataclasses.replace(INLINE, cache=cache) for cache in ("off", "disk", "device")):
+    for pool in (dataclasses.replace(INLINE, cache=cache) for cache in ("off", "disk")):
         config = dataclasses.replace(TRANSFORM, train="small")
         options: Any = {"columns": (), "pool": pool, "transform": config}
         makers = [

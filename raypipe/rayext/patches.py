@@ -4,7 +4,7 @@
     create_actor_autoscaler,              a pool grows by what ranks wait for, and asks   Ray Data takes an
     create_cluster_autoscaler             for no nodes; left alone, one that only fills   autoscaler of the user's
                                           its buffer grows, and nodes of every type come  (ray#45331)
-    StreamingExecutor.execute             marks the calling thread as ours, for the rest  the others have gone
+    StreamingExecutor.execute, shutdown   mark the calling thread as ours, for the rest   the others have gone
     _StatsManager's four methods          on a local cluster: figures for a dashboard     they can be switched off
                                           that is not there, 6 % of a core
     get_or_create_actor_location_tracker, on a local cluster: an actor that knows which   the same
@@ -74,7 +74,8 @@ def install(make_turns: Callable[[Any, Any], Any]) -> None:
     operators: Any = actor_pool_map_operator
     executor.create_actor_autoscaler = _by_topology(executor.create_actor_autoscaler, lambda *_: NoAutoscaler())
     executor.create_cluster_autoscaler = _by_topology(executor.create_cluster_autoscaler, make_turns)
-    executor.StreamingExecutor.execute = _marked(executor.StreamingExecutor.execute)
+    for name in ("execute", "shutdown"):
+        setattr(executor.StreamingExecutor, name, _marked(getattr(executor.StreamingExecutor, name)))
     manager: Any = _StatsManager
     _replace(manager, "gen_dataset_id_from_stats_actor", lambda *_: uuid.uuid4().hex, staticmethod)
     for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
@@ -103,13 +104,13 @@ def _by_topology(rays: Replacement, make: Callable[[Any, Any], Any]) -> Replacem
 
 def _marked(rays: Replacement) -> Replacement:
     @functools.wraps(rays)
-    def execute(executor: Any, *args: Any, **options: Any) -> Any:
+    def method(executor: Any, *args: Any, **options: Any) -> Any:
         if not has_settings(executor._data_context):
             return rays(executor, *args, **options)
         with ours():
             return rays(executor, *args, **options)
 
-    return execute
+    return method
 
 
 def _replace(

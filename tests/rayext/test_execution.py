@@ -68,7 +68,7 @@ def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: 
     )
     command = [sys.executable, "-c", code, str(tmp_path / "context")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["ray.data._internal.execution.streaming_executor", "True"]
+    assert done.stdout.split() == ["ray.data._internal.actor_autoscaler", "True"]
 
 
 @pytest.mark.cluster

@@ -1,8 +1,7 @@
 """Encoded micro-batches → uint8 (B, 3, S, S) on the training device. Knows torch, not Ray.
 
     sample                                      decoded by
-    JPEG that nvJPEG is known to decode, see    the device, many to a call, see raypipe.device.jpeg_decoders
-    raypipe.transform.nvjpeg
+    JPEG that nvJPEG is known to decode         the device, many to a call, see raypipe.device.jpeg_decoders
     any other image, and what nvJPEG refuses    raypipe.transform.decode on the host; the cut alone moves over
                                                 (`num_fallback`)
 
@@ -27,11 +26,10 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from raypipe.device.jpeg_decoders import find_decoder
+from raypipe.device.jpeg_decoders import find_decoder, nvjpeg_pixels
 from raypipe.device.ring import hand_over, new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.decode import decode
-from raypipe.transform.nvjpeg import nvjpeg_pixels
 from raypipe.transform.sizes import Size, sides_of
 
 CHUNK_PIXELS = 128 << 20

@@ -18,7 +18,6 @@ from typing import Any
 
 import ray
 
-from raypipe.config import PoolConfig
 from raypipe.logs import progress
 from raypipe.metrics.run_log import Folder, RunLog
 from raypipe.metrics.timing import StageTimes, diagnose
@@ -34,7 +33,6 @@ class Chronicle:
     """Of one rank's loader; all but rank 0 are silent.
 
     Args:
-        pool: the stream's.
         world_size: W.
         rank: of this process.
         folder: of the run; None = nothing is recorded, and nothing but the wait for the first batch is told.
@@ -44,8 +42,8 @@ class Chronicle:
         log: the record; None where there is none, or it has not begun.
     """
 
-    def __init__(self, pool: PoolConfig, world_size: int, rank: int, folder: Folder | None) -> None:
-        self._pool, self._world_size, self._is_first = pool, world_size, rank == 0
+    def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
+        self._world_size, self._is_first = world_size, rank == 0
         self._folder = folder if rank == 0 else None
         self.step = 0
         self.log: RunLog | None = None

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.failures import get
 from raypipe.lookup import versions
 from raypipe.plan.cursor import Cursor
+from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
 from raypipe.transform.encoded import CROP, DATA, FLIP

@@ -149,7 +149,7 @@ class Loader:
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self.chronicle = Chronicle(spec.pool, world_size, rank, folder)
+        self.chronicle = Chronicle(world_size, rank, folder)
         self._running = Running(self.chronicle.close)
         self._running.close_with(self)
         self.interval_s, self._actors, self._skips = _INTERVAL_S, 0, False

@@ -22,12 +22,12 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, datasets_with
+from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import patience_s
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
-from raypipe.streaming.row import Ended
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor

@@ -17,9 +17,7 @@ from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), 
 
 from __future__ import annotations
 
-import gc
 import json
-import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
@@ -28,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from raypipe.failures import cause_of
 from raypipe.plan.places import MicroBatchId, Split
+from raypipe.rayext.iteration import rows
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.values import pack_values, unpack_values
 from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged
@@ -43,10 +41,6 @@ _FLAT, _SHAPES, _OFFSETS = "flat", ":shapes", ":offsets"
 _BINARIES = pa.list_(pa.large_binary())
 _NUMBERS = pa.list_(pa.int64())
 PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", _NUMBERS), ("micro", _NUMBERS)])
-
-_RAY_DATA_THREAD = "iter_threaded"
-_MAKES_BATCHES = "_create_batch_iterator"
-_THREAD_S = 5.0  # for a call to Ray that it is in
 
 
 def block_of(table: pa.Table) -> Block:
@@ -169,16 +163,8 @@ def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
-class Ended:
-    """A rank's split of a stream that has ended; Ray Data would run an execution for it, and log that."""
-
-    def iter_batches(self, **options: Any) -> Iterator[dict[str, np.ndarray]]:
-        """Nothing."""
-        return iter(())
-
-
 def host_batches(iterator: DataIterator) -> Iterator[MicroBatch]:
-    """The rows of a stream's split as micro-batches in host memory, zero-copy and read-only.
+    """The micro-batches of a rank's split, in host memory, zero-copy and read-only.
 
     Raises:
         RaypipeError: the error that an actor raised, without the layers around it.
@@ -190,47 +176,7 @@ def host_batches(iterator: DataIterator) -> Iterator[MicroBatch]:
 
 def host_blocks(iterator: DataIterator) -> Generator[Iterator[MicroBatch], None, None]:
     """The same, block by block: take all of a block's micro-batches before the next block."""
-    failure: BaseException | None = None
-    before, threads = set(threading.enumerate()), list[threading.Thread]()
-    made = _record_batch_iterators(iterator)
-    try:
-        for row in iterator.iter_batches(
-            batch_size=None,  # type: ignore[arg-type]
-            batch_format="numpy",
-            prefetch_batches=1,
-        ):
-            if not threads:
-                threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
+    with closing(rows(iterator)) as found:
+        for row in found:
             yield batches_of(row)
-            del row  # or its block would be held until the next one has come
-    except Exception as error:
-        failure = cause_of(error)
-    finally:
-        vars(iterator).pop(_MAKES_BATCHES, None)
-        del iterator
-        for each in made:
-            # Ray Data stops its prefetcher's thread at the end alone: left before, the thread waits for ever.
-            getattr(getattr(each, "_prefetcher", None), "stop", lambda: None)()
-        made.clear()
-        # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
-        # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
-        gc.collect()
-        # Nobody waits for these. One that calls Ray after `ray.shutdown()` ends the process: exit code 1, no word.
-        for thread in threads:
-            thread.join(_THREAD_S)
-    # Here, and not above: the error would hold on to the frames of the execution.
-    if failure is not None:
-        raise failure
-
-
-def _record_batch_iterators(iterator: Any) -> list[Any]:
-    """A list that gets what Ray Data will make to iterate this iterator's batches."""
-    made = list[Any]()
-    if make := getattr(iterator, _MAKES_BATCHES, None):
-
-        def create(*args: Any, **options: Any) -> Any:
-            made.append(make(*args, **options))
-            return made[-1]
-
-        setattr(iterator, _MAKES_BATCHES, create)
-    return made
+            del row

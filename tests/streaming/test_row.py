@@ -12,10 +12,10 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.rayext.iteration import Ended
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import (
     PLACE_SCHEMA,
-    Ended,
     batches_of,
     block_of,
     block_row,

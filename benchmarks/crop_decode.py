@@ -24,7 +24,7 @@ from raypipe.config import CropDecode
 from raypipe.transform.contents import Images
 from raypipe.transform.jpeg import why_no_extension
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample
 
 
 def measure(images: list[EncodedSample], modes: dict[str, Callable[..., Any]], epoch: int) -> dict[str, float]:

@@ -10,10 +10,7 @@
     stream          the training loop fed by the whole pipe, against resident and against what the CPUs can decode
     decode          JPEGs decoded on the device, alone
     decode_stream   the stream with `transform.decode: gpu`
-    share_stream    the same with `transform.gpu_share: 0.5`
     small_…         resident and streams with --small-model, which takes more than the CPUs can decode
-    cache_…         --small-model on images of 32 px that pool.cache=device keeps on the device, with flip-crop
-                    (model), against one batch of them (bound); and without a model, as the host draws (alone)
     host_ms         of a micro-batch: what the calls take of the training thread, which never waits for the device,
                     for each preset without mixing, and for StepBatchNorm at one micro-batch to a step
     launches        kernels, copies and fills that they give to the device
@@ -52,15 +49,16 @@ from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.jpeg_decoders import find_decoder
-from raypipe.device.jpeg_engine import jpeg_engine
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
-from raypipe.transform.batch import HostBatch
-from raypipe.transform.encoded import EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.batch import MicroBatchTransform
+from raypipe.transform.contents import build_content
+from raypipe.transform.encoded import CROP, DATA, FLIP
+from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import EncodedSample
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
 Fed = tuple[torch.Tensor, torch.Tensor, Mixed | None]
@@ -101,7 +99,7 @@ class Loop:
             torch.cuda.synchronize()
 
 
-def host_batches(size: int, micro_batch: int, count: int) -> Iterator[HostBatch]:
+def host_batches(size: int, micro_batch: int, count: int) -> Iterator[MicroBatch]:
     """Four micro-batches of noise in pageable memory, in turns."""
     rng = np.random.default_rng(0)
     shape = (micro_batch, size, size, 3)
@@ -109,13 +107,14 @@ def host_batches(size: int, micro_batch: int, count: int) -> Iterator[HostBatch]
     label = rng.integers(0, 1000, micro_batch)
     weight, index = np.ones(micro_batch, np.float32), np.arange(micro_batch)
     for number in range(count):
-        yield HostBatch(MicroBatchId("train", 0, number, 0), images[number % 4], label, weight, index, 0)
+        fields: Any = {"image": images[number % 4], "label": label}
+        yield MicroBatch(MicroBatchId("train", 0, number, 0), index, weight, fields)
 
 
 def resident(args: Any, augment: DeviceAugment, device: torch.device) -> Iterator[Fed]:
     batch = next(iter(host_batches(args.size, args.micro_batch_size, 1)))
-    image = torch.from_numpy(batch.image).to(device).permute(0, 3, 1, 2)
-    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch_size, bool)
+    image = torch.from_numpy(batch["image"]).to(device).permute(0, 3, 1, 2)
+    target, counts = torch.from_numpy(batch["label"]).to(device), np.ones(args.micro_batch_size, bool)
     for seed in itertools.count():
         augmented, mixed = augment(image, target, counts, seed=seed)
         yield augmented, target, mixed
@@ -132,13 +131,12 @@ def streamed(
     device: torch.device,
     store: str,
     decode: Any = "cpu",
-    share: float = 1.0,
     engine: Any = "ray",
 ) -> Iterator[Fed]:
     spec = raypipe.StreamSpec(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
-        transform=TransformConfig(train=args.transform, size=args.size, decode=decode, gpu_share=share),
+        transform=TransformConfig(train=args.transform, size=args.size, decode=decode),
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors)
         if engine == "ray"
         else raypipe.PoolConfig(engine="inline", threads=args.actors),
@@ -149,44 +147,6 @@ def streamed(
         for epoch in loader.epochs():
             for batch in epoch.train:
                 yield batch.image, batch.target, batch.mixed
-
-
-def cached(args: Any, device: torch.device) -> Iterator[Fed]:
-    """Images of 32 px that the device holds, padded, cropped and flipped there, then normalised."""
-    from raypipe.stores import MemoryStore
-    from raypipe.transform.decode import encode_jpeg
-
-    rng, count = np.random.default_rng(0), 16 * args.micro_batch_size
-    images = [encode_jpeg(rng.integers(0, 256, (32, 32, 3), np.uint8)) for _ in range(count)]
-    spec = raypipe.StreamSpec(
-        MemoryStore(images, np.arange(count) % 1000),
-        plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
-        transform=TransformConfig(train="flip-crop", size=32),
-        pool=raypipe.PoolConfig(cache="device"),
-    )
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with contextlib.closing(raypipe.loader(spec, device=device, augment=AugmentConfig(), dtype=dtype)) as loader:
-        for epoch in loader.epochs():
-            for batch in epoch.train:
-                yield batch.image, batch.target, batch.mixed
-
-
-def measure_cached(args: Any, device: torch.device) -> dict[str, float]:
-    loop = Loop(args.small_model, device)
-    image, target, _ = next(cached(args, device))
-    found: dict[str, list[float]] = {"bound": [], "model": [], "alone": []}
-    for _ in range(args.repeats):
-        found["bound"].append(loop.images_per_s(itertools.repeat((image, target, None)), args.steps, warmup=10))
-        found["model"].append(loop.images_per_s(cached(args, device), args.steps, warmup=10))
-        batches = cached(args, device)
-        next(batches)
-        loop.wait()
-        started = time.perf_counter()
-        for _ in itertools.islice(batches, args.steps):
-            pass
-        loop.wait()
-        found["alone"].append(args.steps * args.micro_batch_size / (time.perf_counter() - started))
-    return {f"cache_{name}_images_per_s": statistics.median(values) for name, values in found.items()}
 
 
 def make_store(folder: Path, count: int) -> str:
@@ -226,7 +186,6 @@ def measure(args: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     medians["augment_cost"] = statistics.median(plain / augmented - 1 for plain, _, augmented in pairs)
     yield medians
     yield measure_host(args, loop, device)
-    yield measure_cached(args, device)
     yield from measure_streams(args, loop, device)
 
 
@@ -242,7 +201,6 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
         cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
         yield {
             "decode_library": find_decoder(device).name,
-            "decode_engine": jpeg_engine()[1],
             "decode_images_per_s": measure_decode(args, device, store),
             "cpu_ceiling_images_per_s": cpus,
         }
@@ -250,7 +208,6 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
         for prefix, each in (("", loop), ("small_", Loop(args.small_model, device))):
             seen = each.images_per_s(streamed(args, device, store), args.steps, warmup)
             decoded = each.images_per_s(streamed(args, device, store, "gpu"), args.steps, warmup)
-            half = each.images_per_s(streamed(args, device, store, "gpu", 0.5), args.steps, warmup)
             augment = DeviceAugment(STANDARD, device, dtype)
             bound = each.images_per_s(resident(args, augment, device), args.steps, warmup=10)
             yield {
@@ -259,7 +216,6 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
                 f"{prefix}stream_over_limit": seen / min(cpus, bound),
                 f"{prefix}limit": "cpu" if cpus < bound else "device",
                 f"{prefix}decode_stream_images_per_s": decoded,
-                f"{prefix}share_stream_images_per_s": half,
             }
         inline = loop.images_per_s(streamed(args, device, store, engine="inline"), args.steps, warmup)
         yield {"stream_inline_images_per_s": inline}
@@ -291,8 +247,8 @@ def measure_one(number: int, args: Any, folder: str) -> None:
 def measure_host(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
     """Host milliseconds and launches of each preset, and of StepBatchNorm."""
     batch = next(iter(host_batches(args.size, args.micro_batch_size, 1)))
-    image = torch.from_numpy(batch.image).to(device).permute(0, 3, 1, 2)
-    target, counts = torch.from_numpy(batch.label).to(device), np.ones(args.micro_batch_size, bool)
+    image = torch.from_numpy(batch["image"]).to(device).permute(0, 3, 1, 2)
+    target, counts = torch.from_numpy(batch["label"]).to(device), np.ones(args.micro_batch_size, bool)
     dtype, seeds = torch.bfloat16 if loop.cuda else torch.float32, itertools.count()
     model = build_model(args.model, 1000).to(device)
     batch_norm = StepBatchNorm(model, 1, 1)
@@ -362,8 +318,11 @@ def measure_decode(args: Any, device: torch.device, store: str) -> float:
     opened, rows = raypipe.open_store(store), np.arange(args.micro_batch_size)
     images = opened.read(rows % len(opened), ("image",))["image"]
     keys = np.stack([rows, rows], 1).astype(np.uint64)
-    transform = EncodedTransform("light", TransformConfig(size=args.size))
-    batch = pack(transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True))
+    content = build_content("light", TransformConfig(size=args.size, decode="gpu"))
+    fields = MicroBatchTransform(content).run([*map(EncodedSample, images)], rows, keys)[0].finish()
+    data: Any = fields[DATA]
+    batch: Any = {"data": data.values, "offsets": data.offsets, "crop": fields[CROP], "flip": fields[FLIP]}
+    batch["ok"] = np.ones(len(rows), bool)
     decoder = DeviceDecoder(args.size, device)
     decoder.decode(**batch)
     started, count = time.perf_counter(), 10

@@ -145,7 +145,7 @@ def hops(
             of_rank,
             measured["copy_gb_per_s"],
             "GB/s a rank",
-            "train.numa_binding",
+            "nothing has to",
         ),
         Hop(
             "PCIe",

@@ -20,10 +20,11 @@ import cv2
 import numpy as np
 
 from raypipe import PoolConfig, TransformConfig, open_store
-from raypipe.streaming.maker import micro_batch_transform
+from raypipe.transform.batch import MicroBatchTransform
+from raypipe.transform.contents import Images
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import SampleCache, open_caches
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample
 
 MODES = ("off", "disk")
 MICRO_BATCH = 50
@@ -34,9 +35,8 @@ class Mode:
 
     def __init__(self, images: list[EncodedSample], transform: Any, cache: SampleCache | None) -> None:
         self._images, self._cache = images, cache
-        self._transform = micro_batch_transform(
-            transform, TransformConfig(), decoded=cache.decoded if cache else None
-        )
+        decoded = cache.decoded if cache else None
+        self._transform = MicroBatchTransform(Images(transform, TransformConfig()), decoded=decoded)
 
     def __call__(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, int]:
         """The pixels of a micro-batch, and the CPU time that it took, ns."""
@@ -44,8 +44,8 @@ class Mode:
         kept = self._cache.find(indices) if self._cache else {}
         images = [kept.get(position, self._images[index]) for position, index in enumerate(indices.tolist())]
         keys = np.stack([np.full(len(indices), epoch), indices], axis=1).astype(np.uint64)
-        columns = {"image": images, "label": np.zeros(len(indices), np.int64), "index": indices}
-        made = self._transform.run(columns, keys).arrays["image"]
+        rows, _ = self._transform.run(images, indices, keys)
+        made: Any = rows.finish()["image"]
         return made, time.thread_time_ns() - started_ns
 
 

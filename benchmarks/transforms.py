@@ -22,7 +22,7 @@ from raypipe import TransformConfig, open_store
 from raypipe.transform.contents import Images
 from raypipe.transform.jpeg import why_no_extension
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample
 
 NAMES = ["light", "heavy", "tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, cast
 
 from raypipe.errors import ConfigError
@@ -14,7 +14,7 @@ from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_o
 Mixture = dict[str, float] | dict[int, dict[str, float]]
 """The weight of each source by its name, or, from an epoch on, those weights."""
 Shuffle = Literal["auto", "global", "window", "off"]
-Cache = Literal["off", "disk", "device"]
+Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
 
 _MAX_PIXELS = (1 << 30) // 6  # of an image, as of one that is decoded
@@ -236,8 +236,6 @@ class TransformConfig(Section, prefix="transform."):
         size: side of the images that the presets make, pixels; or from epoch → side, {0: 128, 10: 160, 20: 224}
             (docs/plans.md).
         decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
-        gpu_share: with decode "gpu": the share of each micro-batch that is left to the device; actors decode the
-            rest (docs/decode.md). 1 = all of it, 0 = as decode "cpu".
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and their channels
             (docs/arrays.md).
         decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
@@ -260,7 +258,6 @@ class TransformConfig(Section, prefix="transform."):
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
     decode: Literal["cpu", "gpu"] = "cpu"
-    gpu_share: Share = 1.0
     decode_as: Literal["rgb", "array"] = "rgb"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
@@ -281,8 +278,6 @@ class TransformConfig(Section, prefix="transform."):
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
-        if self.decode == "cpu":
-            self._only({"gpu_share": 1.0}, "transform.decode='cpu'")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
         if self.decode_as == "array":  # of which nothing is a JPEG that could be decoded in part
@@ -297,11 +292,6 @@ class TransformConfig(Section, prefix="transform."):
         for name, value in values.items():
             found = getattr(self, name)
             self._require(found == value, name, found, f"{value!r} with {with_what}")
-
-    @property
-    def device_share(self) -> float:
-        """The share of each micro-batch that the training device decodes, in [0, 1]."""
-        return self.gpu_share if self.decode == "gpu" else 0.0
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
@@ -325,8 +315,8 @@ class TransformConfig(Section, prefix="transform."):
     @property
     def target_columns(self) -> dict[str, str]:
         """Store columns of the image's targets, by "mask", "boxes" and "keypoints"; mostly empty."""
-        named = {"mask": self.mask_column, "boxes": self.boxes_column, "keypoints": self.keypoints_column}
-        return {name: column for name, column in named.items() if column}
+        named = [each.name for each in fields(self) if each.name.endswith("_column")]
+        return {name.removesuffix("_column"): column for name in named if (column := getattr(self, name))}
 
 
 @dataclass(frozen=True)
@@ -335,8 +325,7 @@ class PoolConfig(Section, prefix="pool."):
 
     Attributes:
         engine: "ray": actors make the stream; "inline": this process does, for debugging (docs/tuning.md).
-        threads: of engine "inline", 0 = the thread that asks for a micro-batch makes it; or of cache "device", to
-            decode the store at the start, 0 = one for each CPU.
+        threads: of engine "inline"; 0 = the thread that asks for a micro-batch makes it.
         executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/scale.md).
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.
@@ -347,10 +336,8 @@ class PoolConfig(Section, prefix="pool."):
         block: micro-batches that Ray moves at a time; 0 = chosen by their size and time (docs/tuning.md).
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         read: "actor": actors read the store; "stage": one reader does; "auto": stage for stores in groups.
-        cache: keep decoded samples across epochs: "disk", on each node, in RAYPIPE_CACHE; or "device", in each
-            trainer's device memory, without actors (docs/cache.md).
-        cache_bytes: limit of that cache, on a node or device; 0 = a quarter of the disk that is free at the start,
-            or half of the memory.
+        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE (docs/cache.md).
+        cache_bytes: limit of that cache, on a node; 0 = a quarter of the disk that is free at the start.
         max_attempts: actors that may die at one block, or readers at one row group, before the run ends.
         stall_timeout_s: the run ends after this many seconds without a finished micro-batch or room for trainers.
     """
@@ -399,14 +386,9 @@ class PoolConfig(Section, prefix="pool."):
         return max(self.max_in_flight // largest, 2 * ranks + 1), 0, largest
 
     @property
-    def in_process(self) -> bool:
-        """Whether trainers make their micro-batches themselves, without actors and Ray Data."""
-        return self.engine == "inline" or self.cache == "device"
-
-    @property
     def least_actors(self) -> int:
         """Actors that all executions need to start."""
-        return 0 if self.in_process else self.executions * self.min_actors
+        return 0 if self.engine == "inline" else self.executions * self.min_actors
 
 
 @dataclass(frozen=True)
@@ -510,7 +492,6 @@ class TrainConfig(Section, prefix="train."):
         max_grad_norm: clip the gradient's norm, over all parameters, to this; 0 = no clipping.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
         ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
-        numa_binding: "node" keeps each GPU's trainer on the CPUs of the GPU's NUMA node (docs/gpu.md).
         max_failures: restarts of the workers after something has died; -1 = no limit.
         max_preemption_failures: restarts after a notice that a trainer's node will go, Ray 2.60; -1 = no limit.
         start_timeout_s: a start waits so long for the cluster to answer, for room that other jobs hold, and for
@@ -540,7 +521,6 @@ class TrainConfig(Section, prefix="train."):
     max_grad_norm: float = 0.0
     ema_decay: BelowOne = 0.0
     ordered_sum: Literal["auto", "yes", "no"] = "auto"
-    numa_binding: Literal["off", "node"] = "off"
     max_failures: AtLeastMinus1 = 2
     max_preemption_failures: AtLeastMinus1 = -1
     start_timeout_s: Seconds = 900.0

@@ -148,7 +148,6 @@ def fed(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     yield "fed", [stores["lmdb"], "{}", "{}"]
     yield "fed, scaled crops", [stores["lmdb"], '{"crop_decode": "scaled"}', "{}"]
     yield "fed, decode on device", [stores["lmdb"], '{"decode": "gpu"}', "{}"]
-    yield "fed, a share decoded on device", [stores["lmdb"], '{"decode": "gpu", "gpu_share": 0.5}', "{}"]
     mixing = '{"preset": "strong", "mixup_alpha": 0.4, "cutmix_alpha": 1.0, "mix_prob": 0.9}'
     yield "fed, augmented", [stores["lmdb"], "{}", mixing]
 

@@ -23,7 +23,7 @@ from raypipe.commands import cli, settings
 from raypipe.commands.tune import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.pages.report import write_report
-from raypipe.stores import Store
+from raypipe.stores import Store, digits_stores
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.transform.presets import PRESETS, check_transform
 
@@ -252,6 +252,24 @@ def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
     assert ours.mean() > theirs.mean() and ours[:, 5:].mean() > theirs[:, 5:].mean() + 0.03
 
 
+def test_the_program_of_docs_cache_has_each_image_once_cropped_and_flipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(digits_stores()[0], tmp_path / "train.lmdb")
+    names = program("cache.md", monkeypatch, tmp_path)
+    images, labels, batches = (names[name] for name in ("images", "labels", "batches"))
+    assert images.shape[1:] == (3, 8, 8) and len(images) == len(labels) == len(
+        names["raypipe"].open_store("train.lmdb")
+    )
+    found = [*batches(images, labels, 512, 0, border=0)]
+    assert sorted(label for _, each in found for label in each.tolist()) == sorted(labels.tolist())
+    (image, _), whole = found[0], images.float() / 255
+    as_stored = {each.numpy().tobytes() for each in whole}
+    is_flipped = [each.numpy().tobytes() not in as_stored for each in image]
+    assert all(each.flip(2).numpy().tobytes() in as_stored for each in image[is_flipped])
+    assert 0.4 < np.mean(is_flipped) < 0.6
+
+
 def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = program("columns.md", monkeypatch, tmp_path)
     assert len(names["found"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12
@@ -402,7 +420,7 @@ def test_what_docs_transforms_has_makes_images(
 
     def first(**changes: Any) -> np.ndarray:
         made = raypipe.StreamSpec("train.lmdb", plan=names["spec"].plan.config, **changes)
-        return MicroBatchMaker(*made.recipe).batch(next(made.plan.micro_batches(made.plan.start()))).image
+        return MicroBatchMaker(made).batch(next(made.plan.micro_batches(made.plan.start())))["image"]
 
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])
     saved, _ = settings.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
@@ -412,7 +430,7 @@ def test_what_docs_transforms_has_makes_images(
     assert np.array_equal(image, first(train_transform=json.loads(policy)))
     spec = names["spec"]
     at = next(spec.plan.micro_batches(spec.plan.start()))
-    assert MicroBatchMaker(*spec.recipe).batch(at).image.shape == (16, 32, 32, 3)
+    assert MicroBatchMaker(spec).batch(at)["image"].shape == (16, 32, 32, 3)
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[2])
     mine, _ = settings.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
     for name in (mine.transform.train, mine.transform.val, "my_transforms:turned"):

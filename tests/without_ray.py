@@ -11,12 +11,12 @@ from raypipe.config import PoolConfig, RunConfig
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 
-def host_batches(spec: StreamSpec, from_step: int = 0) -> Iterator[HostBatch]:
+def host_batches(spec: StreamSpec, from_step: int = 0) -> Iterator[MicroBatch]:
     """Each micro-batch from a training step on, by one worker, which reads the store itself."""
-    maker = MicroBatchMaker(*spec.recipe)
+    maker = MicroBatchMaker(spec)
     return (maker.batch(at) for at in spec.plan.micro_batches(spec.plan.cursor_at(from_step)))
 
 

@@ -154,14 +154,7 @@ def digest(
         check_place(output)
     spec = spec.replace(plan=spec.plan.until(to_step))
     cursor = spec.plan.cursor_at(from_step)
-    if spec.pool.cache == "device":
-        import torch
-
-        from raypipe.streaming.resident import ResidentStream
-
-        held = ResidentStream(spec, torch.device("cpu"))
-        most, digests = 0, list(digested(held.whole_batches(cursor)))
-    elif spec.pool.engine == "inline":
+    if spec.pool.engine == "inline":
         most, digests = 0, list(digested(inline_batches(spec, cursor)))
     else:
         from raypipe.rayext.cluster import connect, preflight

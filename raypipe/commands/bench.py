@@ -61,10 +61,6 @@ def bench(
     """
     from raypipe.streaming.spec import open_train
 
-    if run.pool.cache == "device":
-        raise ConfigError(
-            "pool.cache=device has no stream to measure: use benchmarks/resident.py, or another pool.cache"
-        )
     if output:
         check_place(output)
     opened = open_train(run)
@@ -165,7 +161,7 @@ def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
 
     from raypipe.transform.contents import Images
     from raypipe.transform.presets import build_transform
-    from raypipe.transform.sample_transform import EncodedSample
+    from raypipe.transform.samples import EncodedSample
 
     cv2.setNumThreads(1)  # as in an actor
     store.read(np.arange(1), ("image",))  # opens it
@@ -206,6 +202,7 @@ def stream_once(
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
     from raypipe.streaming.spec import StreamSpec
+    from raypipe.transform.fields import IMAGE, VIEW
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -221,7 +218,10 @@ def stream_once(
         arrived, batches = time.perf_counter(), list(block)
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images, (batches[0].at.split, batches[0].at.epoch)))
-        num_bytes = batches[0].image.nbytes + sum(view.nbytes for view in batches[0].views.values())
+        images = {
+            name: each for name, each in batches[0].arrays().items() if name.partition(".")[0] in (IMAGE, VIEW)
+        }
+        num_bytes = sum(each.nbytes for each in images.values())
         if arrived - blocks[0][0] > seconds:
             break
         del block, batches

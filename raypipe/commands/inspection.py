@@ -113,9 +113,9 @@ def check_samples(
             if not reason:
                 try:
                     if maker:
-                        maker.one([of_sample[f"column {name}"] for name in of_run.stored], (index, 0))
+                        maker.one({name: of_sample[f"column {name}"] for name in of_run.stored}, (index, 0))
                     height, width, _ = decode_any(of_sample["image"]).shape
-                    decode_targets(of_sample, targets, (height, width))
+                    decode_targets(of_sample, {name: name for name in targets}, (height, width))
                 except SampleError as error:
                     reason = str(error)
             number = int(label) if isinstance(label, int | np.integer) else None

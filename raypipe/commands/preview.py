@@ -27,16 +27,16 @@ from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import NO_LABEL, HostBatch, read_encoded
-from raypipe.transform.columns import LABEL
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import as_rgb, decode_array
+from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
+from raypipe.transform.samples import NO_LABEL, read_samples
 from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import find_views, makes_views
 
 MAX_TILES = 1000  # about 40 megapixels
-Stages = tuple[HostBatch, np.ndarray, np.ndarray, Mixed | None]
+Stages = tuple[MicroBatch, np.ndarray, np.ndarray, Mixed | None]
 
 
 class Preview:
@@ -54,11 +54,11 @@ class Preview:
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
         label = LABEL if LABEL in store.columns else ""
         spec = StreamSpec(store, plan=plan, transform=transform, columns=columns or {}, label_column=label)
-        self._columns = spec.columns
+        self._columns, self._wanted = spec.columns, spec.wanted
         if target := spec.columns.target:
             check_mixable(augment, target.dtype, target.shape)
         self.plan, self.store, self.config, self.augment = spec.plan, store, spec.transform, augment
-        self._maker, self._targets = MicroBatchMaker(*spec.recipe), transform.target_columns
+        self._maker, self._targets = MicroBatchMaker(spec), transform.target_columns
         device, targets = torch.device("cpu"), bool(self._targets)
         # The mixing draws from a generator of its own, so the operations draw the same without it.
         unmixed = replace(augment, mixup_alpha=0, cutmix_alpha=0)
@@ -76,7 +76,7 @@ class Preview:
             # Each micro-batch once, and one at a time.
             for at in dict.fromkeys(at for at, _ in places if at is not None):
                 host = self._maker.batch(at)
-                shown = self._views(host) if host.views else partial(self._three, stages=self.stages(host))
+                shown = self._views(host) if host.arrays(VIEW) else partial(self._three, stages=self.stages(host))
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
                         row += shown(position)
@@ -89,7 +89,7 @@ class Preview:
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(self.columns) - 1)]
         return rows
 
-    def stages(self, made: HostBatch) -> Stages:
+    def stages(self, made: MicroBatch) -> Stages:
         """All of one micro-batch on its way to the model, bad samples substituted.
 
         Returns:
@@ -97,8 +97,8 @@ class Preview:
             model gets, normalisation undone; and the other half of the targets, None = not mixed.
         """
         at = made.at
-        image = torch.from_numpy(made.image).permute(0, 3, 1, 2)
-        target, counts = torch.from_numpy(made.label), made.index >= 0
+        image = torch.from_numpy(made[IMAGE]).permute(0, 3, 1, 2)
+        target, counts = torch.from_numpy(made[LABEL]), made.index >= 0
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         augmented, _ = self._augment_only(image, target, counts, **drawn)
@@ -113,12 +113,12 @@ class Preview:
         return np.ascontiguousarray(pixels.round().byte().permute(0, 2, 3, 1).numpy())
 
     def _decoded(self, index: int) -> Tile:
-        (sample,), (label,) = read_encoded(self.store, np.array([index]), self._targets, self._columns)
-        lines = ("" if LABEL in self._columns.types else self._class(label), f"sample {index}")
+        (sample,) = read_samples(self.store, np.array([index]), self._wanted)
+        lines = ("" if LABEL in self._columns.types else self._class(sample.label), f"sample {index}")
         try:
             image = self._pixels(sample.image)
             height, width = image.shape[:2]
-            drawn: dict[str, Any] = decode_targets(sample._asdict(), self._targets, (height, width))
+            drawn: dict[str, Any] = decode_targets(sample.columns, self._targets, (height, width))
         except SampleError as error:
             return Tile(None, lines, str(error))
         return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)
@@ -128,10 +128,10 @@ class Preview:
             return as_rgb(decode_array(image))
         return decode(image, exif=self.config.apply_exif)
 
-    def _views(self, made: HostBatch) -> Callable[[int], list[Tile]]:
+    def _views(self, made: MicroBatch) -> Callable[[int], list[Tile]]:
         """Makes the tiles of a row: the crops of its views, as the model gets them."""
         at = made.at
-        views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in made.views.items()}
+        views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in made.arrays(VIEW).items()}
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         fed = self._augment_only.of_views(views, seed=self.plan.micro_batch_seed(at), strength=strength)
         crops: dict[str, np.ndarray] = {}
@@ -149,7 +149,7 @@ class Preview:
 
         return tiles
 
-    def _place(self, made: HostBatch, row: int) -> tuple[list[str], str]:
+    def _place(self, made: MicroBatch, row: int) -> tuple[list[str], str]:
         """Lines that say where a row stands, and why it has no image."""
         at, wanted = made.at, int(self.plan.indices(made.at)[row])
         lines, reason = [f"step {at.step}, row {row}"], ""
@@ -159,14 +159,16 @@ class Preview:
             lines.append(f"bad: sample {made.index[row]} stands in")
             if self._decoded(wanted).image is not None:  # else a grey tile has the reason already
                 reason = "the transform fails on it: the log has its error"
-        if shown := [f"{name} {_short(column.unpacked()[row])}" for name, column in made.columns.items()]:
+        columns = in_group(made.fields, COLUMN)
+        values = {name: each.unpacked() if isinstance(each, Ragged) else each for name, each in columns.items()}
+        if shown := [f"{name} {_short(of_rows[row])}" for name, of_rows in values.items()]:
             bad = lines[-1:] if lines[-1].startswith("bad") else []
             lines = [lines[0], *bad, ", ".join(shown)]  # three at most
         return lines, reason
 
     def _three(self, row: int, stages: Stages) -> list[Tile]:
         made, augmented, fed, mixed = stages
-        own, (lines, reason) = self._class(made.label[row]), self._place(made, row)
+        own, (lines, reason) = self._class(made[LABEL][row]), self._place(made, row)
         if mixed is None:
             label: tuple[str, ...] = ("not mixed", own)
         else:
@@ -174,9 +176,9 @@ class Preview:
             other = self._class(mixed.target[row].numpy())
             label = (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
         # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
-        drawn = {name: array[row].copy() for name, array in vars(made).items() if name in self._targets}
+        drawn: dict[str, Any] = {name: made[name][row].copy() for name in self._targets}
         return [
-            Tile(None if reason else as_rgb(made.image[row]).copy(), tuple(lines), reason, **drawn),
+            Tile(None if reason else as_rgb(made[IMAGE][row]).copy(), tuple(lines), reason, **drawn),
             Tile(augmented[row].copy(), (own,), **drawn),
             Tile(fed[row].copy(), label, **drawn),
         ]

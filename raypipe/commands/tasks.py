@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import ResourceError
-from raypipe.failures import get
+from raypipe.rayext.failures import get
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0

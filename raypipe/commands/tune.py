@@ -26,8 +26,8 @@ from ray.tune.schedulers import ASHAScheduler
 from raypipe.config import AugmentConfig, RunConfig, StrengthConfig
 from raypipe.device.augment import PRESETS
 from raypipe.errors import ResourceError
-from raypipe.failures import cause_of
 from raypipe.rayext.cluster import Allocation, Resources, allocate
+from raypipe.rayext.failures import cause_of
 from raypipe.rayext.trainer import train_alone
 from raypipe.storage.filesystem import as_uri, join, open_filesystem
 from raypipe.storage.patience import PatientFileSystem

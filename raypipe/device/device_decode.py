@@ -1,11 +1,9 @@
 """Encoded micro-batches → uint8 (B, 3, S, S) on the training device. Knows torch, not Ray.
 
     sample                                      decoded by
-    JPEG that nvJPEG is known to decode, see    the device, many to a call, see raypipe.device.jpeg_decoders
-    raypipe.transform.nvjpeg
+    JPEG that nvJPEG is known to decode         the device, many to a call, see raypipe.device.jpeg_decoders
     any other image, and what nvJPEG refuses    raypipe.transform.decode on the host; the cut alone moves over
                                                 (`num_fallback`)
-    pixels that an actor has made of a sample   nobody
 
 The first two are cut, resized with antialiasing and flipped on the device. On a CPU device libjpeg stands in for
 nvJPEG; all else is the same.
@@ -28,12 +26,10 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from raypipe.device.jpeg_decoders import find_decoder
+from raypipe.device.jpeg_decoders import find_decoder, nvjpeg_pixels
 from raypipe.device.ring import hand_over, new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.decode import decode
-from raypipe.transform.encoded import is_made
-from raypipe.transform.nvjpeg import nvjpeg_pixels
 from raypipe.transform.sizes import Size, sides_of
 
 CHUNK_PIXELS = 128 << 20
@@ -50,13 +46,11 @@ class DecodedMicroBatch:
             was current when it was made waits for it; it can be handed to another by `ring.hand_over`.
         failed: the reason, by row, of each sample that was ok and could not be decoded; its weight must become 0.
         num_fallback: samples that came to the host's decoder, those that failed there as well included.
-        num_decoded: samples that the device decoded.
     """
 
     image: torch.Tensor
     failed: dict[int, str]
     num_fallback: int
-    num_decoded: int
 
 
 class DeviceDecoder:
@@ -100,21 +94,21 @@ class DeviceDecoder:
         flip: np.ndarray,
         ok: np.ndarray,
         size: Size | None = None,
-        others: torch.Tensor | None = None,
     ) -> DecodedMicroBatch:
-        """Decode one `EncodedMicroBatch`, whose arrays may be read-only, to images of a size, or the decoder's.
+        """Decode one micro-batch, whose arrays may be read-only, to images of a size, or the decoder's.
 
         Args:
-            others: uint8 (n, S, S, 3) on the device, or the host: images that need no decoding, whose rows come
-                behind the decoded ones.
+            data, offsets: encoded images; sample b is data[offsets[b] : offsets[b + 1]].
+            crop: int32 (B, 4), the boxes that are cut.
+            flip: bool (B,), which images are mirrored.
+            ok: bool (B,); False for padding and for bad samples.
 
         Raises:
             RuntimeError: the device itself fails (out of memory, a lost context); never for what a sample holds.
         """
         self._sides = sides_of(size or self.size)
         samples = view(data).split(np.diff(offsets).tolist())
-        made = is_made(crop, ok)
-        encoded = {row: samples[row].numpy().data for row in np.flatnonzero(ok & ~made).tolist()}
+        encoded = {row: samples[row].numpy().data for row in np.flatnonzero(ok).tolist()}
         num_pixels = {row: nvjpeg_pixels(one, exif=self.exif) for row, one in encoded.items()}
         by_host = [row for row, num in num_pixels.items() if num is None]
         placed: list[torch.Tensor | None] = [None] * len(ok)
@@ -139,13 +133,10 @@ class DeviceDecoder:
                         place(row, image)
             for row in sorted(by_host):
                 place(row)
-            for row in np.flatnonzero(made).tolist():
-                pixels = samples[row].view(*self._sides, 3).permute(2, 0, 1)[None]
-                placed[row] = pixels.to(self.device).float()
-            images = self._finish(placed, flip, others)
+            images = self._finish(placed, flip)
             ready.record(self.stream)
         hand_over(ready, [images], self.device)
-        return DecodedMicroBatch(images, failed, len(by_host), len(encoded) - len(by_host))
+        return DecodedMicroBatch(images, failed, len(by_host))
 
     def _decoded(self, samples: list[torch.Tensor]) -> list[torch.Tensor | str]:
         """Their images, or why the device's decoder refuses one. Each sample is uint8 (n,)."""
@@ -166,9 +157,7 @@ class DeviceDecoder:
         cut = cut.to(torch.float32, memory_format=torch.contiguous_format)
         return interpolate(cut, self._sides, mode="bilinear", antialias=True)
 
-    def _finish(
-        self, placed: list[torch.Tensor | None], flip: np.ndarray, others: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _finish(self, placed: list[torch.Tensor | None], flip: np.ndarray) -> torch.Tensor:
         black = torch.zeros((1, 3, *self._sides), device=self.device)
         image = torch.cat([black if one is None else one for one in placed])
         # The weights of the resize are ≥ 0 and sum to 1 only up to rounding.
@@ -178,8 +167,6 @@ class DeviceDecoder:
             if self.device.type == "cuda":
                 mask = mask.pin_memory()  # else non_blocking would block
             image = torch.where(mask.to(self.device, non_blocking=True), image.flip(3), image)
-        if others is not None:
-            image = torch.cat([image, others.to(self.device).permute(0, 3, 1, 2)])
         return image.contiguous(memory_format=torch.channels_last)
 
 

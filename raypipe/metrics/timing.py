@@ -81,7 +81,6 @@ class StageTimes:
         decode_s: decoding on the device, copies included; beside the other stages, as transfers are.
         micro_batches: delivered, but for the very first.
         drained: of these, on CUDA: the device had finished all its work when they were asked for.
-        decoded: images that the device decoded.
         checkpoint_s: the device had nothing to do because of a checkpoint.
     """
 
@@ -95,7 +94,6 @@ class StageTimes:
     decode_s: float = 0.0
     micro_batches: int = 0
     drained: int = 0
-    decoded: int = 0
     checkpoint_s: float = 0.0
 
     def __add__(self, other: StageTimes) -> StageTimes:
@@ -175,46 +173,14 @@ def diagnose(
         )
     else:
         found.append("The model limits the run: the stream keeps up.")
-    share = balanced_share(times, world_size, actors)
-    if times.wait_fraction > _WAIT_IS_NOTHING and share is not None:
-        found.append(
-            f"The {name} decodes {times.decoded / times.images:.0%} of the images; with "
-            f"transform.gpu_share={share:.2f} it would decode as fast as the actors do the rest."
-        )
     if math.isfinite(needed):
         each = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
         enough = max(1, math.ceil(needed * world_size))
         spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
         what = "CPU actor" if enough == 1 else "CPU actors"
-        pool = (
-            f"the pool has up to {actors}{spare}"
-            if actors
-            else "there are none (pool.engine=inline, or pool.cache=device)"
-        )
+        pool = f"the pool has up to {actors}{spare}" if actors else "there are none (pool.engine=inline)"
         found.append(f"{enough} {what} would be enough, {each}; {pool}.")
     return found
-
-
-def balanced_share(times: StageTimes, world_size: int, actors: int) -> float | None:
-    """The share of the images that the devices must decode to bring as many a second as the actors do, in [0, 1].
-
-    With r seconds to read an image, c for an actor to decode and transform it, and g for a device to decode it, A
-    actors and W devices are equally fast where (r + (1 - share) c) / A = share g / W. What an actor does for an
-    image that it leaves to the device is taken for nothing, and so is what decoding takes from the training.
-
-    Args:
-        times: summed over the ranks.
-
-    Returns:
-        None where it was not measured: unless both decoded, and actors made the stream.
-    """
-    by_actors = times.images - times.decoded
-    if by_actors <= 0 or not times.decoded or not actors or not times.decode_s:
-        return None
-    read = times.read_s / times.images / actors
-    make = (times.work_s - times.read_s) / by_actors / actors
-    decode = times.decode_s / times.decoded / world_size
-    return min(1.0, (read + make) / (make + decode))
 
 
 def _about_launches(times: StageTimes, name: str) -> str:
@@ -236,17 +202,14 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str, readi
         what = f"Decoding on the {name} limits the run"
         advice = (
             "convert the store with --short-side, so that there is less to decode, or if the cluster has CPUs to "
-            "spare, lower transform.gpu_share, so that actors decode a part of it"
+            "spare, set transform.decode=cpu in a new run"
         )
     elif times.transfer_s > busy_s:
         what = "The copy to the device limits the run"
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
     elif not actors:
         what = f"The {name} makes its micro-batches itself, which limits the run"
-        advice = (
-            "set pool.engine=ray, so that actors make them, or raise pool.threads; with pool.cache=device, set "
-            "pool.cache=disk, or draw less on the CPU (flips and crops cost least)"
-        )
+        advice = "set pool.engine=ray, so that actors make them, or raise pool.threads"
     elif reading > _READS_ALWAYS:
         what = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
         advice = "convert the store to LMDB, which the actors read, or keep it on a local disk"

@@ -318,7 +318,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
             )
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
-    if pool.in_process:
+    if pool.engine == "inline":
         max_actors = 0
     min_workers = needed_workers if needed_workers < workers else 0
     idle_gpus = max(0, int(offer.free_gpus) - workers) if gpu and not (train and train.num_workers) else 0

@@ -4,8 +4,7 @@
     Turns            keeps the pool (see `pool`), and shows metrics; asks for no nodes
 
 Ray Data has no public way to say either. It asks policies that a setting of its context names, and makes the
-autoscalers of its actors and of its cluster by two functions. These are replaced, for executions that have our
-Settings, in every process that reads them, since they are of this module.
+autoscalers of its actors and of its cluster by two functions, which `raypipe.rayext.patches` replaces.
 
 Left alone, Ray Data grows a pool, and the cluster, as long as they are busy: a pool that only fills the buffer is,
 and a cluster that is busy with it gets more nodes of every type (ray#45331).
@@ -14,7 +13,6 @@ and a cluster that is busy with it gets more nodes of every type (ray#45331).
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 import uuid
@@ -24,20 +22,16 @@ from typing import Any
 
 import ray
 from ray.data import DataContext, ExecutionResources
-from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
-from ray.data._internal.execution.operators import actor_pool_map_operator
-from ray.data._internal.stats import _StatsManager
 
 from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
-from raypipe.rayext.cluster import is_local
-from raypipe.rayext.console import quiet_first_actor
+from raypipe.rayext.ours import KEY, take_process
+from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
 from raypipe.rayext.watch import Process, end_stopped, here, in_worker, this_process
 
-_KEY = "raypipe"
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # as Ray Data's own
 _START_S = 15.0  # until a first block may be expected
@@ -64,6 +58,15 @@ class Settings:
     run: str = ""
     log: LogFormat = "text"
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A process that receives the settings runs the execution, or works for it.
+        self.__dict__.update(state)
+        install(Turns)
+        take_process()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        return self  # Ray Data copies contexts within a process
+
     def limit(self, actors: int) -> int:
         """Blocks that may be in flight, for a number of running actors."""
         return self.fixed + self.per_actor * max(1, actors)
@@ -75,7 +78,7 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     Args:
         actors: that the pool begins with.
     """
-    _quiet()
+    install(Turns)
     context = DataContext.get_current().copy()
     context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
     context.execution_options.preserve_order = True
@@ -86,7 +89,7 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     context.memory_usage_poll_interval_s = None  # each poll walks all pages, shared ones too: 3 % of a core
     context.op_resource_reservation_enabled = False
     context.set_config("backpressure_policies.enabled", [InFlightPolicy])
-    context.set_config(_KEY, settings)
+    context.set_config(KEY, settings)
     # A look takes from the reader no more than it has buffered.
     limit = settings.limit(actors)
     context._max_num_blocks_in_streaming_gen_buffer = max(2, limit // 4) if settings.reads else limit
@@ -102,48 +105,6 @@ def datasets_with(settings: Settings, actors: int) -> Iterator[None]:
         yield
     finally:
         DataContext._set_current(before)
-
-
-class _NoMethod:
-    """A method of an actor that is none."""
-
-    def remote(self, *_: Any) -> None:
-        """Nothing."""
-
-
-class _NoTracker:
-    """In place of Ray Data's actor that is told on which node each actor of a pool is."""
-
-    update_actor_location = _NoMethod()
-
-
-def _hide_errors(record: logging.LogRecord) -> bool:
-    """Keep errors from the console, as Ray Data's handler of it reads this; its file has them."""
-    record.hide = record.levelno >= logging.ERROR
-    return True
-
-
-def _quiet() -> None:
-    """Keep Ray Data in this process from telling what nobody reads.
-
-    On a local cluster its actor of statistics collects them for the dashboard, and there is none. Every execution
-    waits for its start, for an identifier of a dataset, and sends it all figures of all operators once a second:
-    6 % of a core, beside 14 % in all for small images. Another of its actors tracks on which node each actor is,
-    where there is one node: its start takes 1.1 s of a core while the first actors start.
-    """
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that there are no bars
-    logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
-    # An error is told twice with its traceback before it is raised, to whom it may concern: in Ray's files alone.
-    for name in ("ray.data.exceptions", "ray.data._internal.execution.streaming_executor_state"):
-        logging.getLogger(name).addFilter(_hide_errors)
-    if is_local():
-        manager: Any = _StatsManager
-        manager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid.uuid4().hex)
-        for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
-            setattr(manager, name, staticmethod(lambda *_, **__: None))
-        pools: Any = actor_pool_map_operator
-        if hasattr(pools, "get_actor_locations") and hasattr(pools, "get_or_create_actor_location_tracker"):
-            pools.get_or_create_actor_location_tracker, pools.get_actor_locations = _NoTracker, lambda _: {}
 
 
 class _Flow:
@@ -197,7 +158,7 @@ class InFlightPolicy(BackpressurePolicy):
 
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any) -> None:
         super().__init__(data_context, topology, resource_manager)
-        self._settings: Settings = data_context.get_config(_KEY)
+        self._settings: Settings = data_context.get_config(KEY)
         self._flow = _Flow(topology)
         self._next_look = 0.0  # time.perf_counter()
 
@@ -289,37 +250,3 @@ class Turns:
     def get_total_resources(self) -> ExecutionResources:
         """What the execution may use: whatever there is."""
         return ExecutionResources.for_limits()
-
-
-class _NoAutoscaler:
-    """In place of Ray Data's own of the pool."""
-
-    def try_trigger_scaling(self) -> None:
-        """Nothing: Turns does."""
-
-
-_rays_actor_autoscaler = streaming_executor.create_actor_autoscaler
-_rays_cluster_autoscaler = streaming_executor.create_cluster_autoscaler
-
-
-def _settings_of(topology: Any) -> Settings | None:
-    return next(iter(topology)).data_context.get_config(_KEY)
-
-
-def _create_actor_autoscaler(topology: Any, *args: Any, **options: Any) -> Any:
-    return _NoAutoscaler() if _settings_of(topology) else _rays_actor_autoscaler(topology, *args, **options)
-
-
-def _create_cluster_autoscaler(topology: Any, *args: Any, **options: Any) -> Any:
-    settings = _settings_of(topology)
-    return Turns(topology, settings) if settings else _rays_cluster_autoscaler(topology, *args, **options)
-
-
-_pool_class: Any = actor_pool_map_operator.ActorPoolMapOperator
-if _rays_start_actor := getattr(_pool_class, "_start_actor", None):
-    _pool_class._start_actor = quiet_first_actor()(_rays_start_actor)
-
-streaming_executor.create_actor_autoscaler = _create_actor_autoscaler
-streaming_executor.create_cluster_autoscaler = _create_cluster_autoscaler
-
-_quiet()  # in the actor that runs the execution, which imports this with the context

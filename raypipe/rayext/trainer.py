@@ -20,11 +20,11 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import ResourceError
-from raypipe.failures import is_final, is_lost, own_error, told
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.run_log import append_fault
 from raypipe.rayext.cluster import largest_divisor, started_here
+from raypipe.rayext.failures import is_final, is_lost, own_error, told
 
 logger = logging.getLogger(__name__)
 

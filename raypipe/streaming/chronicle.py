@@ -24,7 +24,6 @@ import pyarrow as pa
 import pyarrow.fs
 import ray
 
-from raypipe.config import PoolConfig
 from raypipe.errors import RaypipeError
 from raypipe.logs import progress
 from raypipe.metrics.records import STATUS
@@ -64,7 +63,6 @@ class Chronicle:
     """Of one rank's loader; all but rank 0 are silent.
 
     Args:
-        pool: the stream's.
         world_size: W.
         rank: of this process.
         folder: of the run; None = nothing is recorded, and nothing but the waits is told.
@@ -73,8 +71,8 @@ class Chronicle:
         log: the record; None where there is none, or it has not begun.
     """
 
-    def __init__(self, pool: PoolConfig, world_size: int, rank: int, folder: Folder | None) -> None:
-        self._pool, self._world_size, self._is_first = pool, world_size, rank == 0
+    def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
+        self._world_size, self._is_first = world_size, rank == 0
         self._folder = folder if rank == 0 else None
         self.log: RunLog | None = None
         self._step, self._step_at = 0, time.time()
@@ -196,8 +194,7 @@ class Chronicle:
     def awaited(self, supervisor: Any) -> str:
         """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""
         if supervisor is None:
-            who = "to this process's device (pool.cache=device)"
-            return f"the images go {who}" if self._pool.cache == "device" else "this process makes it"
+            return "this process makes it"
         if not ray.is_initialized():  # a call would start it anew
             return "Ray has been shut down"
         try:

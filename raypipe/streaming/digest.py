@@ -24,44 +24,49 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.failures import get
 from raypipe.lookup import versions
 from raypipe.plan.cursor import Cursor
+from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
+from raypipe.transform.encoded import CROP, DATA, FLIP
+from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
     from raypipe.plan.schedule import Plan
     from raypipe.streaming.spec import StreamSpec
-    from raypipe.transform.batch import HostBatch
 
 
 # To send one through Ray takes a millisecond or two.
 _CHUNK = 16
+_NO_IMAGE = np.empty(0, np.uint8)
 
 
-def batch_digest(batch: HostBatch) -> bytes:
-    """16 bytes over place, index, label, weight, pixels, targets, columns and views of one micro-batch."""
-    digest = hashlib.blake2b(f"{batch.at} {batch.image.shape}".encode(), digest_size=16)
-    arrays: list[Any] = [batch.index, batch.label, batch.weight, batch.image]
-    if batch.encoded is not None:
-        arrays += batch.encoded.values()
-    if batch.image.dtype != np.uint8:
-        digest.update(f"image\0{batch.image.dtype}".encode())
-    arrays += [array for array in (batch.mask, batch.boxes) if array is not None]
-    if batch.keypoints is not None:
-        digest.update(f"keypoints\0{batch.keypoints.shape}".encode())
-        arrays.append(batch.keypoints)
-    if batch.label.dtype != np.int64 or batch.label.ndim != 1:  # no classes
-        digest.update(f"label\0{batch.label.dtype}\0{batch.label.shape}".encode())
-    for name, (kind, values, offsets) in sorted(batch.columns.items()):
+def batch_digest(batch: MicroBatch) -> bytes:
+    """16 bytes over place, index, weight, and all fields of one micro-batch."""
+    fields = batch.arrays()
+    image, label = fields.get(IMAGE, _NO_IMAGE), fields[LABEL]
+    digest = hashlib.blake2b(f"{batch.at} {image.shape}".encode(), digest_size=16)
+    arrays: list[Any] = [batch.index, label, batch.weight, image]
+    if isinstance(data := batch.fields.get(DATA), Ragged):
+        arrays += [data.values, data.offsets, fields[CROP], fields[FLIP], batch.weight > 0]
+    if image.dtype != np.uint8:
+        digest.update(f"image\0{image.dtype}".encode())
+    arrays += [fields[name] for name in ("mask", "boxes") if name in fields]
+    if "keypoints" in fields:
+        digest.update(f"keypoints\0{fields['keypoints'].shape}".encode())
+        arrays.append(fields["keypoints"])
+    if label.dtype != np.int64 or label.ndim != 1:  # no classes
+        digest.update(f"label\0{label.dtype}\0{label.shape}".encode())
+    for name, column in sorted(in_group(batch.fields, COLUMN).items()):
+        kind, values, offsets = column if isinstance(column, Ragged) else ("array", column, None)
         digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
         arrays += [array for array in (values, offsets) if array is not None]
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
-    for name, array in batch.views.items():
+    for name, array in batch.arrays(VIEW).items():
         dtype = "" if array.dtype == np.uint8 else f" {array.dtype}"
         digest.update(f" {name} {array.shape}{dtype}".encode())
         digest.update(np.ascontiguousarray(array).data)
@@ -85,7 +90,7 @@ class MicroBatchDigest:
     num_samples: int
 
 
-def digested(batches: Iterable[HostBatch]) -> Iterator[MicroBatchDigest]:
+def digested(batches: Iterable[MicroBatch]) -> Iterator[MicroBatchDigest]:
     """The digest of each micro-batch."""
     for batch in batches:
         yield MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum()))

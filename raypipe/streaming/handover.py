@@ -26,7 +26,6 @@ from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.inline import first_maker, inline_batches
 from raypipe.streaming.loader import Loader, Source
-from raypipe.streaming.resident import ResidentStream
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
@@ -58,7 +57,7 @@ def loader(
     starts while the model is built.
 
     Outside of Ray Train one process gets the whole stream. If torch.distributed has several processes, as with
-    torchrun, each gets its share, and needs pool.engine "inline", or pool.cache "device", to make it.
+    torchrun, each gets its share, and needs pool.engine "inline" to make it.
 
     Args:
         spec: the stream.
@@ -93,7 +92,7 @@ def loader(
         rank, world_size = context.get_world_rank(), context.get_world_size()
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if world_size > 1 and not spec.pool.in_process:
+        if world_size > 1 and spec.pool.engine != "inline":
             raise ConfigError(
                 f"{world_size} processes outside of Ray Train do not share a stream that Ray makes: start them by "
                 "a TorchTrainer, or let each make its own share (pool.engine=inline)"
@@ -101,13 +100,7 @@ def loader(
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
-    resident: ResidentStream | None = None
-
     def open_at(start: Cursor) -> Source:
-        nonlocal resident
-        if spec.pool.cache == "device":
-            resident = resident or ResidentStream(spec, device, rank, world_size)
-            return Source(resident.batches(start), gather=resident.gather, draws_globally=resident.draws_globally)
         if spec.pool.engine == "inline":
             maker = first_maker(spec)
             batches = inline_batches(spec, start, rank, world_size, maker)

@@ -16,7 +16,7 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 
 def first_maker(spec: StreamSpec) -> MicroBatchMaker:
@@ -25,7 +25,7 @@ def first_maker(spec: StreamSpec) -> MicroBatchMaker:
     Raises:
         ConfigError: several threads were asked for, and a transform draws from generators that they share.
     """
-    maker = MicroBatchMaker(*spec.recipe)
+    maker = MicroBatchMaker(spec)
     if spec.pool.threads > 1 and (split := maker.draws_globally()):
         raise ConfigError(
             f"pool.threads is {spec.pool.threads}, and the {split} transform draws from generators that "
@@ -36,7 +36,7 @@ def first_maker(spec: StreamSpec) -> MicroBatchMaker:
 
 def inline_batches(
     spec: StreamSpec, cursor: Cursor, rank: int = 0, world_size: int = 1, maker: MicroBatchMaker | None = None
-) -> Iterator[HostBatch]:
+) -> Iterator[MicroBatch]:
     """A rank's micro-batches from a cursor on, made by pool.threads threads.
 
     The thread that asks for them makes them if there are none, or a transform draws from the process's generators.
@@ -52,9 +52,9 @@ def inline_batches(
     makers = SimpleQueue[MicroBatchMaker]()  # those at rest: one serves a thread at a time
     makers.put(maker)
     for _ in range(spec.pool.threads - 1):
-        makers.put(MicroBatchMaker(*spec.recipe))
+        makers.put(MicroBatchMaker(spec))
 
-    def batch(at: MicroBatchId) -> HostBatch:
+    def batch(at: MicroBatchId) -> MicroBatch:
         maker = makers.get()
         try:
             return maker.batch(at)

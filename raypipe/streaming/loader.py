@@ -24,7 +24,7 @@ from raypipe.config import AugmentConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import check_mixable
-from raypipe.device.prefetcher import Batch, asked_for_here, decoded_on_device, first_image, on_device
+from raypipe.device.prefetcher import Batch, asked_for_here, decoded_on_device, on_device
 from raypipe.errors import CursorError, RaypipeError, SampleError
 from raypipe.logs import STAGES, configure_logs, log_place
 from raypipe.metrics.prometheus import TrainerMetrics
@@ -37,15 +37,14 @@ from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.stores.base import name_of, title_of
+from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.checkpoint import Stateful, report, restore
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
-from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.running import EXHAUSTED, Running
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
 from raypipe.transform.columns import SampleColumns
-from raypipe.transform.resident import Gather
+from raypipe.transform.fields import IMAGE, VIEW, MicroBatch
 from raypipe.transform.sizes import Size, size_in
 from raypipe.transform.views import makes_views
 
@@ -58,16 +57,14 @@ class Source(NamedTuple):
     Attributes:
         batches: micro-batches in host memory.
         supervisor: handle of who supervises the stream, if anybody does.
-        gather: makes the images where the device holds them.
         actors: transform actors that the pool has at most, where this rank knows it.
         draws_globally: who asks for a batch makes it, and draws from the generators of the process: that thread
             must be the consumer's.
         end: ends what else was started for it, once the batches are closed.
     """
 
-    batches: Iterator[HostBatch]
+    batches: Iterator[MicroBatch]
     supervisor: Any = None
-    gather: Gather | None = None
     draws_globally: bool = False
     actors: int = 0
     end: Callable[[], None] = lambda: None
@@ -156,7 +153,7 @@ class Loader:
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self.chronicle = Chronicle(spec.pool, world_size, rank, folder)
+        self.chronicle = Chronicle(world_size, rank, folder)
         self._running = Running(self.chronicle.close)
         self._running.close_with(self)
         self.interval_s, self._actors, self._skips = _INTERVAL_S, 0, False
@@ -184,7 +181,7 @@ class Loader:
 
     def _open(self) -> None:
         """Start the stream."""
-        move: Callable[[Iterable[HostBatch]], Iterator[Batch]]
+        move: Callable[[Iterable[MicroBatch]], Iterator[Batch]]
         if self.rank == 0 and next(self.plan.segments(self._start), None) is None:
             _logger.warning(
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
@@ -196,8 +193,8 @@ class Loader:
         self._supervisor, self._actors = source.supervisor, source.actors
         self._awaited = functools.partial(self.chronicle.awaited, self._supervisor)
         seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
-        copied = functools.partial(self._clocks["train"].add, "transfer")
-        if transform.device_share:
+        on_gpu = transform.decode == "gpu"
+        if on_gpu:
             decoder = DeviceDecoder(transform.final_size, self.device, transform.apply_exif)
             self.jpeg_decoder = decoder.library
             move = functools.partial(
@@ -207,8 +204,6 @@ class Loader:
                 depth=self._depth,
                 on_decoded=functools.partial(_add_decode, self._clocks),
                 size_of=functools.partial(_size_at, transform, self.plan),
-                share=transform.device_share,
-                on_copied=copied,
             )
         else:
             move = functools.partial(
@@ -217,10 +212,9 @@ class Loader:
                 seed_of=seed_of,
                 depth=self._depth,
                 keep=self.keep,
-                on_copied=copied,
-                gather=source.gather,
+                on_copied=functools.partial(self._clocks["train"].add, "transfer"),
             )
-        in_thread = transform.device_share or self.device.type == "cuda"
+        in_thread = on_gpu or self.device.type == "cuda"
         if source.draws_globally and in_thread:
             self._batches = asked_for_here(source.batches, move, self._depth)
         else:
@@ -499,9 +493,7 @@ class Loader:
         if self.plan.layout.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         num_images = int((batch.index >= 0).sum())
-        self._counts[split] += StageTimes(
-            images=num_images, read_s=batch.read_s, work_s=batch.work_s, decoded=batch.num_decoded
-        )
+        self._counts[split] += StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         if self.augment is not None:
             batch = self._augmented(batch, self.augment)
         augmented = mark(self.device)
@@ -531,9 +523,9 @@ class Loader:
                 views = augment.of_views(batch.views, seed=batch.seed, strength=strength)
             else:
                 views = {name: augment.normalize(view) for name, view in batch.views.items()}
-            return replace(batch, image=first_image(views), views=views)
+            return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
         if batch.at.split != "train":
-            return replace(batch, image=augment.normalize(batch.image))
+            return batch.with_fields({IMAGE: augment.normalize(batch.image)})
         counts = batch.index >= 0
         counts[list(batch.failed)] = False
         image, mixed = augment(
@@ -543,7 +535,7 @@ class Loader:
             seed=batch.seed,
             strength=self.strength(batch.at.epoch, batch.at.step),
         )
-        return replace(batch, image=image, mixed=mixed)
+        return batch.with_fields({IMAGE: image}, mixed=mixed)
 
 
 def _tell_notice(chronicle: Chronicle, exported: TrainerMetrics, text: str) -> None:

@@ -22,12 +22,12 @@ from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, datasets_with
+from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import patience_s
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
-from raypipe.streaming.row import Ended
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
@@ -85,7 +85,7 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
         num_streams: number of such streams that run at the same time.
     """
     batch_bytes = _micro_batch_bytes(spec)
-    if spec.pool.in_process or not batch_bytes:
+    if spec.pool.engine == "inline" or not batch_bytes:
         return
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
     block_bytes = block * batch_bytes
@@ -176,8 +176,7 @@ def dataset(
         spec.readers(),
         supervisor,
         share,
-        spec.transform.target_columns,
-        spec.columns,
+        spec.wanted,
         ranks=ranks,
         block=pool.block,
         largest=largest,
@@ -298,10 +297,9 @@ def stream(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "
             "raypipe.loader, and raypipe.streaming.pipeline.splits, have one iterator per rank"
         )
-    if spec.pool.in_process:
-        setting = "pool.cache is 'device'" if spec.pool.cache == "device" else "pool.engine is 'inline'"
+    if spec.pool.engine == "inline":
         raise ConfigError(
-            f"raypipe.stream is a Dataset, which Ray makes, and {setting}: raypipe.loader makes the "
+            "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.loader makes the "
             "stream in this process"
         )
     connect()

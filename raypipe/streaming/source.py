@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,8 +34,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Store, check_columns, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
 from raypipe.streaming.row import PLACE_SCHEMA, read_schema, source_row
-from raypipe.transform.batch import Read, read_encoded, read_samples
-from raypipe.transform.columns import NO_COLUMNS, SampleColumns
+from raypipe.transform.samples import EncodedSample, Wanted, read_samples
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -51,8 +50,7 @@ class MicroBatchSource(Datasource):
         ranks: number of ranks that get the rows in turn.
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
-        targets: columns that are read besides image and label, see `TransformConfig.target_columns`.
-        columns: further ones.
+        wanted: what readers read of samples.
         run: name of the run, for metrics.
     """
 
@@ -63,8 +61,7 @@ class MicroBatchSource(Datasource):
         readers: dict[Split, Store],
         supervisor: Any = None,
         share: Share = WHOLE,
-        targets: Mapping[str, str] | None = None,
-        columns: SampleColumns = NO_COLUMNS,
+        wanted: Wanted = Wanted(),  # noqa: B008
         *,
         ranks: int = 1,
         block: int = 1,
@@ -77,11 +74,10 @@ class MicroBatchSource(Datasource):
         # Each task has the plan. What only names places needs no lists of samples.
         self._plan = plan if readers else plan.without_draws()
         self._cursor, self._readers, self._supervisor = cursor, readers, supervisor
-        self._share, self._targets, self._columns = share, targets, columns
+        self._share, self._wanted = share, wanted
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
         self._run = run
-        # To serialise lists, even of nothing, takes as long as all other columns.
-        self._schema = read_schema("keypoints" in (targets or {}), bool(columns)) if readers else PLACE_SCHEMA
+        self._schema = read_schema(bool(wanted.columns)) if readers else PLACE_SCHEMA
         self._tasks = tasks(plan.num_micro_batches(cursor, share), ranks)
 
     @property
@@ -133,12 +129,12 @@ class MicroBatchSource(Datasource):
         if task:
             self._supervisor.has_read.remote(task)
 
-    def _read(self, at: MicroBatchId, task: str) -> Read:
+    def _read(self, at: MicroBatchId, task: str) -> list[EncodedSample]:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""
         store, indices = self._readers[at.split], self._plan.indices(at)
         if task:
             self._announce(task, at, store, indices)
-        return read_samples(store, indices, self._targets, self._columns)
+        return read_samples(store, indices, self._wanted)
 
     def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
         """Read what a micro-batch needs of a store in groups; the Supervisor hears of each before, should it kill.
@@ -156,7 +152,7 @@ class MicroBatchSource(Datasource):
             name = name_of(store, first)
             where = f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
             self._tell(task, f"{where}, for {at}")
-            read_encoded(store, np.array([first]), self._targets, self._columns)  # it is kept, for the micro-batch
+            read_samples(store, np.array([first]), self._wanted)  # it is kept, for the micro-batch
 
     def _tell(self, task: str, what: str) -> None:
         if error := ray.get(self._supervisor.reading.remote(task, what)):

@@ -22,12 +22,13 @@ from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
 from raypipe.transform.column_types import NUM_PROBED, find_columns
-from raypipe.transform.columns import LABEL, NO_COLUMNS, MakeColumns, SampleColumns
+from raypipe.transform.columns import NO_COLUMNS, MakeColumns, SampleColumns
 from raypipe.transform.crop_room import check_crops
 from raypipe.transform.encoded import EncodedTransform
+from raypipe.transform.fields import LABEL
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
-from raypipe.transform.resident import resident_transforms
 from raypipe.transform.sample_cache import check_cache
+from raypipe.transform.samples import Wanted
 from raypipe.transform.sizes import has_sizes
 from raypipe.transform.targets import check_columns, target_pipeline
 from raypipe.transform.transform_steps import Steps, brief, config_without_files, without_files
@@ -41,8 +42,6 @@ Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
 PerSource = str | Path | Mapping[str, str]
 """What there is one of for a store; of a mixture one for all its stores, or some by their names."""
-
-Recipe = tuple[Plan, dict[Split, Store], dict[Split, Transform], TransformConfig, PoolConfig, str, SampleColumns]
 
 
 @dataclass(frozen=True, init=False)
@@ -141,17 +140,10 @@ class StreamSpec:
             exclude=select(train_store, exclude, filter),
             val_exclude=select(val_store, val_exclude, val_filter, "store.val_"),
         )
-        if 0 < transform.device_share < 1 and plan_config.micro_batch_size < 2:
-            raise ConfigError(
-                f"transform.gpu_share is {transform.gpu_share}, and plan.micro_batch_size 1, which has no share: "
-                "raise it, or set transform.gpu_share=1"
-            )
         for split in stores:
             check_sizes(transform, split, transforms[split], plan_config)
             if not plan_config.sides_in(split):  # which images belong to a bucket is not known here
                 check_crops(transform, split, transforms[split], stores[split], laid_out.kept[split])
-        if pool.cache == "device":
-            laid_out = _bound_to_device(laid_out, transforms, transform)
         make = make_columns or transform.make_columns or None
         found = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
         sizes = list(transform.size_by_epoch.items())
@@ -176,10 +168,10 @@ class StreamSpec:
         return copy
 
     @property
-    def recipe(self) -> Recipe:
-        """The arguments of a `MicroBatchMaker`."""
-        parts = self.plan, self.stores, self.transforms, self.transform, self.pool, self.quarantine
-        return *parts, self.columns
+    def wanted(self) -> Wanted:
+        """What is read of samples beside the image."""
+        columns = dict.fromkeys((*self.columns.stored, *self.transform.target_columns.values()))
+        return Wanted(self.columns.reads_class, tuple(columns))
 
     def readers(self) -> dict[Split, Store]:
         """The stores that the read stage reads; the actors read the others themselves."""
@@ -209,20 +201,6 @@ def _columns_of(
             "pool.cache='off', or leave store.columns out"
         )
     return found
-
-
-def _bound_to_device(plan: Plan, transforms: Mapping[Split, Any], config: TransformConfig) -> Plan:
-    """The plan of a stream whose images a device holds: with another fingerprint where that makes other pixels.
-
-    Raises:
-        ConfigError: a setting, or a transform, does not go with it.
-    """
-    if plan.config.buckets:
-        raise ConfigError(
-            "pool.cache='device' holds images of one size, and plan.buckets are of several: set pool.cache='disk'"
-        )
-    resamples = any(each.resamples for each in resident_transforms(transforms, config).values())
-    return plan.bound_to({"cache": "device"}) if resamples else plan
 
 
 def open_stores(train: Train, options: Mapping[str, str]) -> Store:
@@ -358,7 +336,7 @@ def check_transforms(
     """Raise ConfigError where `content_of` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
-        if config.device_share:
+        if config.decode == "gpu":
             EncodedTransform(transform, config)
         check_transform(transform, config.final_size, config.decode_as == "array")
         if makes_views(transform):

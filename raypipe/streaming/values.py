@@ -1,6 +1,6 @@
 """Values of a store's columns as bytes, on their way from a reader to an actor. Nothing is pickled.
 
-one byte for the kind | uint32 length | the value      of each value in turn
+one byte for the kind | uint32 length | the value      of each column's name, as text, and its value, in turn
 
 n   None                   s   text in UTF-8           b   bytes
 a   .npy of an array       j   anything else, as JSON: numbers of Python, lists, dicts
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,24 +21,24 @@ from raypipe.transform.columns import as_json
 _HEAD = struct.Struct("<cI")
 
 
-def pack_values(values: Sequence[Any]) -> bytes:
-    """The values of one sample's columns."""
+def pack_values(columns: Mapping[str, Any]) -> bytes:
+    """The columns of one sample, by name."""
     parts = []
-    for value in values:
-        kind, content = _packed(value)
-        parts += [_HEAD.pack(kind, len(content)), content]
+    for name, value in columns.items():
+        for kind, content in (_packed(name), _packed(value)):
+            parts += [_HEAD.pack(kind, len(content)), content]
     return b"".join(parts)
 
 
-def unpack_values(data: bytes) -> tuple[Any, ...]:
-    """What `pack_values` was given; what only JSON can hold of it, as JSON has it."""
+def unpack_values(data: bytes) -> dict[str, Any]:
+    """The columns that `pack_values` was given; what only JSON can hold of them, as JSON has it."""
     found, at = [], 0
     while at < len(data):
         kind, length = _HEAD.unpack_from(data, at)
         at += _HEAD.size
         found.append(_unpacked(kind, data[at : at + length]))
         at += length
-    return tuple(found)
+    return dict(zip(found[::2], found[1::2], strict=True))
 
 
 def _packed(value: Any) -> tuple[bytes, bytes]:

@@ -25,11 +25,12 @@ from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
-from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.row import Made, block_of, made_row, reader_seconds, reads_of
+from raypipe.streaming.maker import Made, MicroBatchMaker
+from raypipe.streaming.row import block_of, block_row, reader_seconds, reads_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
-from raypipe.transform.batch import FIRST_ATTEMPT, Attempt, Read
+from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
+from raypipe.transform.samples import EncodedSample
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
 # was at most as far away as the queue of its tasks.
@@ -52,7 +53,7 @@ class TransformWorker:
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
         configure_logs(spec.log, run=spec.run)
-        self._maker = MicroBatchMaker(*spec.recipe)
+        self._maker = MicroBatchMaker(spec)
         self._metrics = Recorder(spec.run)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
         self._supervisor, self._num_blocks = supervisor, 0
@@ -60,48 +61,50 @@ class TransformWorker:
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         return self.run(block_of(table), reads_of(table), reader_seconds(table))
 
-    def run(self, block: Block, reads: list[Read] | None = None, read_s: float = 0.0) -> dict[str, np.ndarray]:
+    def run(
+        self, places: Block, reads: list[list[EncodedSample]] | None = None, read_s: float = 0.0
+    ) -> dict[str, np.ndarray]:
         """The finished row of a block.
 
         Args:
             reads: for each micro-batch, what a reader has read; None = this actor reads.
             read_s: seconds that the reader took for all.
         """
-        room, all_made = self._maker.room(block), list[Made]()
-        with self._guard.block(block) as orders:
-            indices, repeats = self._maker.plan.block_draws(block)
-            for number, at in enumerate(block):
+        memory, all_made = self._maker.memory(places), list[Made]()
+        with self._guard.block(places) as orders:
+            indices, repeats = self._maker.plan.block_draws(places)
+            for number, at in enumerate(places):
                 attempt = self._guard.attempt(at, orders)
                 read = reads[number] if reads else None
                 drawn = indices[number], None if repeats is None else repeats[number]
-                all_made.append(self._maker.make(at, read, attempt, room, drawn))
+                all_made.append(self._maker.make(at, read, attempt, memory, drawn))
         # Unguarded: where records go may be slow, which is no fault of the samples.
         for made in all_made:
             self._maker.settle(made)
         if reads:
-            all_made = [replace(made, read_s=read_s / len(block)) for made in all_made]
+            all_made = [replace(made, batch=replace(made.batch, read_s=read_s / len(places))) for made in all_made]
         self._count(all_made)
-        row = made_row(all_made, room)
+        row = block_row([made.batch for made in all_made], memory)
         if self._num_blocks in _MEASURED:
-            work_s = sum(made.work_s for made in all_made) / len(block)
-            num_bytes = sum(array.nbytes for array in row.values()) // len(block)
-            self._supervisor.made.remote(block[0].split, work_s, num_bytes)
+            work_s = sum(made.batch.work_s for made in all_made) / len(places)
+            num_bytes = sum(array.nbytes for array in row.values()) // len(places)
+            self._supervisor.made.remote(places[0].split, work_s, num_bytes)
         self._num_blocks += 1
         return row
 
     def _count(self, all_made: list[Made]) -> None:
-        split = all_made[0].at.split
-        bad = [record for made in all_made for record in made.result.bad]
+        split = all_made[0].batch.at.split
+        bad = [record for made in all_made for record in made.bad]
         amounts = {
             "actor_micro_batches_total": len(all_made),
-            "actor_read_seconds_total": sum(made.read_s for made in all_made),
-            "actor_work_seconds_total": sum(made.work_s for made in all_made),
+            "actor_read_seconds_total": sum(made.batch.read_s for made in all_made),
+            "actor_work_seconds_total": sum(made.batch.work_s for made in all_made),
             "bad_samples_total": len(bad),
             "substituted_samples_total": sum(record["substitute"] is not None for record in bad),
         }
         if split in self._maker.caches:
             num_kept = sum(made.num_kept for made in all_made)
-            num_samples = sum(int((made.result.index != PADDING).sum()) for made in all_made)
+            num_samples = sum(int((made.batch.index != PADDING).sum()) for made in all_made)
             amounts |= {"cache_hits_total": num_kept, "cache_misses_total": num_samples - num_kept}
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")

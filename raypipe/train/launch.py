@@ -16,12 +16,12 @@ import yaml
 
 from raypipe.config import AugmentConfig, RunConfig, TrainConfig
 from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
-from raypipe.failures import cause_of, told
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.lookup import import_name
 from raypipe.metrics.records import METRICS, START, read_records
 from raypipe.pages.report import write_report
 from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight, started_here
+from raypipe.rayext.failures import cause_of, told
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, read_whole, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
@@ -89,15 +89,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     check_augment(run.augment)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
-        sizes = try_samples(
-            *(spec.plan, spec.stores, spec.transforms, spec.transform, num_classes),
-            columns=spec.columns,
-            channels=len(run.augment.mean),
-        )
-        if spec.pool.cache == "device":
-            from raypipe.streaming.resident import check_resident
-
-            check_resident(spec)
+        sizes = try_samples(spec, num_classes, channels=len(run.augment.mean))
         if words := differing(spec.transform, spec.transforms, sizes):
             progress(logger, words)
 
@@ -263,9 +255,7 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
     if run.pool.executions > 1:
         actors += f" in {run.pool.executions} executions"
-    if run.pool.cache == "device":
-        actors = "of images that the trainers' devices hold (pool.cache=device), without actors"
-    elif run.pool.engine == "inline":
+    if run.pool.engine == "inline":
         actors = "in the trainers themselves (pool.engine=inline)"
     settings = _changed(as_plain(run), as_plain(RunConfig())) | {"name": run.name}
     lines = [yaml.safe_dump({name: settings[name]}, **_IN_A_LINE).strip()[1:-1] for name in settings]

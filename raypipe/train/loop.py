@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
 
 from raypipe.config import RunConfig
-from raypipe.device.numa import bind_to_numa_node
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes
@@ -109,8 +108,6 @@ class Trainer:
             found = broadcast_from_rank_zero(found)
         self._checkpoint = found.name if found else ""
         self.device = torch.device(device) if device else ray.train.torch.get_device()
-        if run.train.numa_binding == "node":  # before the threads and the memory that it is for
-            bind_to_numa_node(self.device)
         # First of all the stream: its pool starts while the model is built.
         self.loader: Loader = loader(
             spec,
@@ -313,7 +310,7 @@ class Trainer:
         times = StageTimes(*self._summed(sums).tolist())
         times = dataclasses.replace(
             times,
-            **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained", "decoded")},
+            **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained")},
         )
         self.loader.diagnose(epoch, times)
 

@@ -14,7 +14,6 @@ from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, titl
 from raypipe.stores.joined import JoinedStore
 from raypipe.transform.columns import (
     CLASS,
-    LABEL,
     ColumnMaker,
     ColumnType,
     MakeColumns,
@@ -23,6 +22,7 @@ from raypipe.transform.columns import (
     length_name,
     numbers_of,
 )
+from raypipe.transform.fields import LABEL
 from raypipe.transform.process_state import process_kept
 
 NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
@@ -106,9 +106,9 @@ def _of_store(
     read = store.read(indices, columns.stored)
     fixed = {name for name, path in paths.items() if len(path) == 1 and isinstance(read[path[0]], np.ndarray)}
     maker, found, reason = ColumnMaker(columns), dict[str, list[Any]](), ""
-    for index, *values in zip(indices.tolist(), *(read[name] for name in columns.stored), strict=True):
+    for index, *row in zip(indices.tolist(), *(read[name] for name in columns.stored), strict=True):
         try:
-            given = maker.given(values, (index, 0))
+            given = maker.given(dict(zip(columns.stored, row, strict=True)), (index, 0))
         except SampleError as error:
             reason = f"{title_of(store.address, index, name_of(store, index))}: {error}"
             continue

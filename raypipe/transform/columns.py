@@ -16,11 +16,10 @@ What a stream's columns are is found once, on its driver, by the first samples o
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,16 +28,13 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
+from raypipe.transform.fields import COLUMN, LABEL, Field, Kind
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.sample_transform import Key, KeyedGenerator, rng_parameter
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 
-Kind = Literal["array", "ragged", "text", "bytes", "json"]
 MakeColumns = Callable[..., Mapping[str, Any]]
 """Columns of one sample, by name → those of the batch; it may take `rng`, a generator by the sample's key."""
-
-LABEL = "label"
-"""The target's name among the columns; in a batch it is `batch.target`."""
 
 _NUMBERS = "biuf"  # numpy's kinds
 
@@ -70,40 +66,6 @@ class ColumnType:
 CLASS = ColumnType("array", "int64")
 
 
-class PackedColumn(NamedTuple):
-    """The values of B samples, as they travel.
-
-    Attributes:
-        kind: see `ColumnType`.
-        values: of "array", (B, …); of "ragged", all values end to end, (n, …); else their bytes, uint8 (n,).
-        offsets: int64 (B + 1,); sample b is values[offsets[b] : offsets[b + 1]]; None of "array".
-    """
-
-    kind: Kind
-    values: np.ndarray
-    offsets: np.ndarray | None = None
-
-    def copied(self) -> PackedColumn:
-        """The same in memory of its own."""
-        return self._replace(
-            values=self.values.copy(), offsets=None if self.offsets is None else self.offsets.copy()
-        )
-
-    def unpacked(self) -> np.ndarray | list[Any]:
-        """An array (B, …), or a list of B: arrays, text, bytes, or what JSON holds."""
-        if self.offsets is None:
-            return self.values
-        ends = self.offsets.tolist()
-        parts = [self.values[start:end] for start, end in itertools.pairwise(ends)]
-        if self.kind == "ragged":
-            return parts
-        contents = [part.tobytes() for part in parts]
-        if self.kind == "bytes":
-            return contents
-        texts = [content.decode("utf-8", "surrogatepass") for content in contents]
-        return texts if self.kind == "text" else list(map(json.loads, texts))
-
-
 @dataclass(frozen=True)
 class SampleColumns:
     """The columns of a stream: a plain value that pickles.
@@ -132,11 +94,6 @@ class SampleColumns:
         return tuple(dict.fromkeys(path[0] for path in self.paths.values()))
 
     @property
-    def read(self) -> tuple[str, ...]:
-        """The same, and the label where it is read as a class."""
-        return (*((LABEL,) if self.reads_class else ()), *self.stored)
-
-    @property
     def has_target(self) -> bool:
         """Whether batches have a target."""
         return self.reads_class or LABEL in self.types
@@ -147,6 +104,15 @@ class SampleColumns:
         found = self.types.get(LABEL)
         return None if found == CLASS else found
 
+    def fields(self) -> dict[str, Field]:
+        """The columns and the target as fields, see `raypipe.transform.fields`."""
+        found = {LABEL: Field(dtype="int64", shape=())}
+        for name, kind in self.types.items():
+            options = self.options.get(name)
+            fill = (options.fill or 0) if options else 0
+            found[field_name(name)] = Field(kind.kind, kind.dtype, kind.shape, fill)
+        return found
+
     def described(self) -> dict[str, str]:
         """In words, by name."""
         return {name: str(kind) for name, kind in self.types.items()}
@@ -155,15 +121,20 @@ class SampleColumns:
 NO_COLUMNS = SampleColumns()
 
 
+def field_name(column: str) -> str:
+    """The field that a column is: the target is `label`."""
+    return LABEL if column == LABEL else f"{COLUMN}.{column}"
+
+
 class ColumnMaker:
-    """Makes the columns of samples and of micro-batches. An object serves one thread at a time.
+    """Makes the columns of samples. An object serves one thread at a time.
 
     Attributes:
         draws_globally: the function may draw from the generators of the process.
     """
 
     def __init__(self, columns: SampleColumns) -> None:
-        self.columns, self._stored = columns, columns.stored
+        self.columns = columns
         lengths = {length_name(name) for name, each in columns.options.items() if each.fill is not None}
         self._names = [name for name in columns.types if name not in lengths]
         function = columns.function
@@ -174,11 +145,11 @@ class ColumnMaker:
         self._rng_name = rng_parameter(function) if function else None
         self.draws_globally = function is not None and self._rng_name is None
 
-    def one(self, values: Sequence[Any], key: Key) -> dict[str, Any]:
-        """The columns of one sample: numpy arrays, of text and the like bytes.
+    def one(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
+        """The columns of one sample, by their fields: numpy arrays, of text and the like bytes.
 
         Args:
-            values: of the store's columns, in the order of `SampleColumns.stored`.
+            values: of the store's columns, by name.
             key: of the sample.
 
         Raises:
@@ -187,13 +158,12 @@ class ColumnMaker:
         given = self.given(values, key)
         made: dict[str, Any] = {}
         for name in self._names:
-            made |= self._typed(name, given.get(name))
+            made |= {field_name(each): value for each, value in self._typed(name, given.get(name)).items()}
         return made
 
-    def given(self, values: Sequence[Any], key: Key) -> dict[str, Any]:
+    def given(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
         """What the store, or the function, gives for each of the batch's columns, not checked yet."""
-        held = dict(zip(self._stored, values, strict=True))
-        found = {name: _field(held, path) for name, path in self.columns.paths.items()}
+        found = {name: _field(values, path) for name, path in self.columns.paths.items()}
         if self._function is None:
             return found
         more = {}
@@ -257,41 +227,10 @@ class ColumnMaker:
         padded[: len(array)] = _cast(name, array, kind)
         return {name: padded, length_name(name): np.int64(len(array))}
 
-    def pack(self, rows: Sequence[Mapping[str, Any] | None]) -> dict[str, PackedColumn]:
-        """The columns of B samples, each as from `one`; None = a row that does not count: zeros, or empty."""
-        return {
-            name: _packed([None if row is None else row[name] for row in rows], kind, self._fill(name))
-            for name, kind in self.columns.types.items()
-        }
-
-    def _fill(self, name: str) -> float:
-        options = self.columns.options.get(name)
-        return options.fill or 0 if options else 0
-
 
 def length_name(name: str) -> str:
     """The column that tells how long the lists of a padded one are."""
     return f"{name}_length"
-
-
-def _packed(values: list[Any], kind: ColumnType, fill: float) -> PackedColumn:
-    if kind.kind == "array":
-        stacked = np.full((len(values), *kind.shape), fill, kind.dtype)
-        for row, value in enumerate(values):
-            if value is not None:
-                stacked[row] = value
-        return PackedColumn("array", stacked)
-    if kind.kind == "ragged":
-        nothing = np.empty((0, *kind.shape), kind.dtype)
-        parts = [nothing if value is None else value for value in values]
-        return PackedColumn("ragged", np.concatenate([nothing, *parts]), _offsets(parts))
-    blank = b"null" if kind.kind == "json" else b""
-    contents = [blank if value is None else value for value in values]
-    return PackedColumn(kind.kind, np.frombuffer(b"".join(contents), np.uint8), _offsets(contents))
-
-
-def _offsets(parts: Iterable[Any]) -> np.ndarray:
-    return np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
 
 def _field(held: Mapping[str, Any], path: tuple[str, ...]) -> Any:

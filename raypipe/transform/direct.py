@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,76 +48,18 @@ def cut(image: np.ndarray, box: Box) -> np.ndarray:
     return image[top : top + height, left : left + width]
 
 
-# The operations of steps that draw, which `raypipe.transform.resident` has a device do. Not frozen: to make those
-# takes longer.
-
-
-@dataclass(slots=True)
-class Crop:
-    """Cuts a box."""
-
-    box: Box
-
-    def __call__(self, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        part = cut(image, self.box)
-        if out is None:
-            return part
-        out[...] = part
-        return out
-
-
-@dataclass(slots=True)
-class Flip:
-    """Mirrors left to right (axis 1), or upside down (axis 0)."""
-
-    axis: int
-
-    def __call__(self, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        return cv2.flip(image, self.axis, out)
-
-
-@dataclass(slots=True)
-class CropResize:
-    """Cuts a box and resizes it to the target; `interpolation` is OpenCV's, by the size of the crop."""
-
-    box: Box
-    target: Size
-    interpolation: Callable[[Size, str], int]
-
-    def __call__(self, image: np.ndarray | Undecoded, out: np.ndarray | None) -> np.ndarray:
-        crop = cut(image, self.box) if isinstance(image, np.ndarray) else image[1](self.box)
-        return _resize(self.target, self.interpolation(crop.shape[:2], "image"), crop, out)
-
-
-@dataclass(slots=True)
-class Warp:
-    """Moves the pixel (x, y) to `matrix` @ (x, y, 1), float64 (2, 3); `interpolation` … `fill` are OpenCV's."""
-
-    matrix: np.ndarray
-    interpolation: int
-    border_mode: int
-    fill: Any
-
-    def __call__(self, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        size = image.shape[1::-1]
-        return cv2.warpAffine(image, self.matrix, size, out, self.interpolation, self.border_mode, self.fill)
-
-
 class DirectPipeline:
     """A function of an image, or of one that is not decoded, where a random resized crop comes first.
 
     Attributes:
         rest: the steps that are left to the library.
         is_random: a draw decides something.
-        steps: those that are known here.
-        num_fixed: of these, how many stand at the beginning and draw nothing.
     """
 
     def __init__(self, pipeline: Any, draws: list[Draw], rest: list[Any]) -> None:
         self.rest = rest
         self.is_random = bool(rest) or any(map(_is_random, pipeline.transforms))
-        self.steps: list[Any] = pipeline.transforms[: len(draws)]
-        self.num_fixed = [*map(_is_random, self.steps), True].index(True)
+        self._steps: list[Any] = pipeline.transforms[: len(draws)]
         self._draws, self._random = draws, pipeline.py_random.random
 
     def __call__(self, image: np.ndarray | Undecoded, out: np.ndarray | None = None) -> np.ndarray:
@@ -145,18 +86,10 @@ class DirectPipeline:
             data = step(**data)
         return data["image"]
 
-    def fixed(self, image: np.ndarray) -> np.ndarray:
-        """What the steps that draw nothing, at the beginning, make of an image; it may be the image itself."""
-        for draw in self._draws[: self.num_fixed]:
-            _, operation = draw(image.shape[:2])
-            if operation is not None:
-                image = operation(image, None)
-        return image
-
     @property
     def crops_first(self) -> bool:
         """Whether the first step that makes a size of its own is a crop, for which an image may be too small."""
-        kinds = (type(step).__name__ for step in self.steps)
+        kinds = (type(step).__name__ for step in self._steps)
         return next((kind for kind in kinds if kind in _SIZING), "") in ("RandomCrop", "CenterCrop")
 
     def no_room(self, size: Size) -> str:
@@ -167,15 +100,6 @@ class DirectPipeline:
         except Exception as error:  # the library's own, CropSizeError
             return str(error)
         return ""
-
-    def drawn(self, size: Size) -> list[Operation | None]:
-        """What the known steps after these do to an image of this size: as a call would draw it, of each step."""
-        self._random()
-        operations = []
-        for draw in self._draws[self.num_fixed :]:
-            size, operation = draw(size)
-            operations.append(operation)
-        return operations
 
 
 def _is_random(step: Any) -> bool:
@@ -218,9 +142,20 @@ def _random_resized_crop(step: Any) -> Draw:
     drawn, interpolation = step.get_params_dependent_on_data, step._get_interpolation_for_resize
 
     def draw(size: Size) -> tuple[Size, Operation]:
-        return target, CropResize(_box(drawn({"shape": size}, {})), target, interpolation)
+        return target, partial(_crop_resize, _box(drawn({"shape": size}, {})), target, interpolation)
 
     return draw
+
+
+def _crop_resize(
+    box: Box,
+    target: Size,
+    interpolation: Callable[[Size, str], int],
+    image: np.ndarray | Undecoded,
+    out: np.ndarray | None,
+) -> np.ndarray:
+    crop = cut(image, box) if isinstance(image, np.ndarray) else image[1](box)
+    return _resize(target, interpolation(crop.shape[:2], "image"), crop, out)
 
 
 def _random_or_center_crop(step: Any) -> Draw | None:
@@ -230,9 +165,17 @@ def _random_or_center_crop(step: Any) -> Draw | None:
 
     def draw(size: Size) -> tuple[Size, Operation]:
         box = _box(drawn({"shape": size}, {}))
-        return box[2:], Crop(box)
+        return box[2:], partial(_crop, box)
 
     return draw
+
+
+def _crop(box: Box, image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    part = cut(image, box)
+    if out is None:
+        return part
+    out[...] = part
+    return out
 
 
 def _box(drawn: dict[str, Any]) -> Box:
@@ -241,7 +184,10 @@ def _box(drawn: dict[str, Any]) -> Box:
 
 
 def _flip(axis: int, step: Any) -> Draw:
-    flip = Flip(axis)
+
+    def flip(image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        return cv2.flip(image, axis, out)
+
     return lambda size: (size, flip)
 
 
@@ -294,7 +240,12 @@ def _affine(step: Any) -> Draw | None:
         matrix = functional.create_affine_transformation_matrix(translate, shear, scale, rotate, center)
         if (np.abs(matrix - identity) <= tolerance).all():
             return size, None
-        return size, Warp(matrix[:2], step.interpolation, step.border_mode, fill)
+
+        def warp(image: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+            sides = image.shape[1::-1]
+            return cv2.warpAffine(image, matrix[:2], sides, out, step.interpolation, step.border_mode, fill)
+
+        return size, warp
 
     return draw
 

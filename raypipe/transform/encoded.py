@@ -17,39 +17,32 @@ not hang on the order in which Albumentations draws): the same key gives another
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.batch import Make, Take
 from raypipe.transform.decode import image_size
 from raypipe.transform.direct import Box
-from raypipe.transform.sample_transform import Decoded, EncodedSample, Key, KeyedGenerator
+from raypipe.transform.fields import Field
+from raypipe.transform.sample_transform import Key, KeyedGenerator
+from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.sizes import Size, sides_of
 
-Cut = tuple[bytes, Box, bool]
-"""(encoded image, box, whether the cut is mirrored left to right)."""
-
-EncodedMicroBatch = dict[str, np.ndarray]
-"""B encoded samples, in the arrays of one row:
-
-    data      uint8 (n,), the bytes of all samples end to end
-    offsets   int64 (B + 1,); sample b is data[offsets[b] : offsets[b + 1]], nothing for padding
-    crop      int32 (B, 4), the boxes; 0 for padding, and for samples whose bytes are pixels (H, W, 3) as they
-              are to be, which are there only with a transform.gpu_share below 1
-    flip      bool (B,)
-    ok        bool (B,); False for padding and for bad samples
-"""
+DATA, CROP, FLIP = "encoded.data", "encoded.crop", "encoded.flip"
+ENCODED_FIELDS = {
+    DATA: Field("bytes", on_device=False),
+    CROP: Field("array", "int32", (4,), on_device=False),
+    FLIP: Field("array", "bool", (), on_device=False),
+}
+"""The encoded image; the box (top, left, height, width) that is cut from it, pixels; whether it is mirrored."""
 
 PRESETS = ("light", "center", "resize")
 _SCALE = (0.08, 1.0)  # of the image's area; Szegedy et al. 2014, as torchvision and Albumentations have it
 _RATIO = (3 / 4, 4 / 3)  # width to height, likewise
 _LOG_RATIO = (math.log(_RATIO[0]), math.log(_RATIO[1]))
 _NUM_DRAWS = 10  # likewise
-_MADE: Box = (0, 0, 0, 0)  # of pixels, from which nothing is to be cut
 
 
 class EncodedTransform:
@@ -61,12 +54,19 @@ class EncodedTransform:
         transform: one of PRESETS.
         config: with `exif` boxes are of the image turned upright, as the decoder must be told too.
         size: of the images that the decoder makes, whose proportions the presets need; None = the config's.
+        fields: of the stream; None = these alone.
 
     Raises:
         ConfigError: it cannot be done on the device.
     """
 
-    def __init__(self, transform: Any, config: TransformConfig, size: Size | None = None) -> None:
+    def __init__(
+        self,
+        transform: Any,
+        config: TransformConfig,
+        size: Size | None = None,
+        fields: dict[str, Field] | None = None,
+    ) -> None:
         if config.decode_min_side:
             raise ConfigError("transform.decode_min_side is of the CPU's decoder: leave it out with decode='gpu'")
         if not isinstance(transform, str) or transform not in PRESETS:
@@ -75,48 +75,23 @@ class EncodedTransform:
                 f"the {what} needs pixels; transform.decode='gpu' knows the presets {', '.join(PRESETS)} only: "
                 "choose one of them, or decode='cpu'"
             )
-        self.draws_globally = False
+        self.fields, self.draws_globally = fields or dict(ENCODED_FIELDS), False
         self._preset, self._size, self._exif = transform, sides_of(size or config.final_size), config.apply_exif
         self._keyed = KeyedGenerator()
 
-    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> Cut:
-        """What to cut from one encoded image; raises SampleError as `image_size` does."""
+    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
+        """The encoded fields of one image; raises SampleError as `image_size` does."""
         assert isinstance(sample, EncodedSample)
         height, width = image_size(sample.image, exif=self._exif)
-        assert sample.image is not None
+        box: Box = (0, 0, height, width)
+        flip = False
         if self._preset == "light":
             generator = self._keyed.rewind(key)
-            crop = random_resized_crop(height, width, generator, self._size[1] / self._size[0])
-            return sample.image, crop, bool(generator.random() < 0.5)
-        box = center_box(height, width, self._size) if self._preset == "center" else (0, 0, height, width)
-        return sample.image, box, False
-
-    def pack(self, make: Make, num_samples: int, take: Take) -> EncodedMicroBatch:
-        """As of `Images`, in arrays of its own: how many bytes there are shows last."""
-        return pack(make(position, None) for position in range(num_samples))
-
-
-def pack(cuts: Iterable[Cut | None]) -> EncodedMicroBatch:
-    """Lay B samples end to end; None is padding, or a bad sample that is left out."""
-    placed = [(cut is not None, *(cut or (b"", (0, 0, 0, 0), False))) for cut in cuts]
-    ok, encoded, boxes, flips = zip(*placed, strict=True)
-    return {
-        "data": np.frombuffer(b"".join(encoded), np.uint8),
-        "offsets": np.cumsum([0, *map(len, encoded)], dtype=np.int64),
-        "crop": np.array(boxes, np.int32),
-        "flip": np.array(flips, bool),
-        "ok": np.array(ok, bool),
-    }
-
-
-def made(pixels: np.ndarray) -> Cut:
-    """Pixels, uint8 (H, W, 3), that stand in for an encoded image: nothing is left to do for them."""
-    return pixels.tobytes(), _MADE, False
-
-
-def is_made(crop: np.ndarray, ok: np.ndarray) -> np.ndarray:
-    """Which rows of an EncodedMicroBatch are pixels with nothing left to do for them; bool (B,)."""
-    return ok & ~crop.any(axis=1)
+            box = random_resized_crop(height, width, generator, self._size[1] / self._size[0])
+            flip = bool(generator.random() < 0.5)
+        elif self._preset == "center":
+            box = center_box(height, width, self._size)
+        return {DATA: sample.image, CROP: box, FLIP: flip}
 
 
 def random_resized_crop(height: int, width: int, rng: np.random.Generator, aspect: float = 1.0) -> Box:

@@ -42,7 +42,7 @@ from raypipe.plan.places import Split
 from raypipe.storage import local_file
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
-from raypipe.transform.sample_transform import Decoded
+from raypipe.transform.samples import Decoded
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class SampleCache:
 def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
     """Raise ConfigError where what is decoded is not the same in each epoch."""
     reason = ""
-    if transform.device_share:
+    if transform.decode == "gpu":
         reason = "with transform.decode='gpu' the training device decodes"
     elif transform.decode_as == "array":
         reason = "transform.decode_as='array' gives none of 8 bits"

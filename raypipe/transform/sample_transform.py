@@ -22,41 +22,20 @@ import inspect
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.transform.direct import DecodeBox, DirectPipeline, Operation, Undecoded, direct_pipeline
+from raypipe.transform.direct import DecodeBox, Undecoded, direct_pipeline
+from raypipe.transform.fields import VIEW
 from raypipe.transform.process_state import seed_process
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
 
 Kind = Literal["none", "albumentations", "torchvision", "plain"]
-
-VIEW = "view."
-"""With a view's name, what its array is called until it is in a batch's `views`."""
-DRAWN = "drawn."
-"""Likewise of what was drawn for images that a device holds."""
-
-
-class EncodedSample(NamedTuple):
-    """What a store holds of one sample; a target that is not asked for is None, and so are columns empty."""
-
-    image: bytes | None
-    mask: Any = None
-    boxes: Any = None
-    keypoints: Any = None
-    columns: tuple[Any, ...] = ()
-
-
-class Decoded(NamedTuple):
-    """A sample that needs no decoding: uint8 RGB (H, W, 3), maybe read-only, and its label."""
-
-    pixels: np.ndarray
-    label: int
 
 
 class KeyedGenerator:
@@ -173,17 +152,6 @@ class SampleTransform:
         image = _checked(made["image"], self.kind, self._arrays)
         return made if image is made["image"] else {**made, "image": image}
 
-    @property
-    def direct(self) -> DirectPipeline | None:
-        """An Albumentations pipeline without Compose, if that can be."""
-        return self._direct
-
-    def drawn(self, size: tuple[int, int], key: Key) -> list[Operation | None]:
-        """What the steps of `direct` that draw do to an image of this size, see `DirectPipeline.drawn`."""
-        assert self._direct is not None
-        self._random.seed(int(key[0]) << 64 | int(key[1]))
-        return self._direct.drawn(size)
-
     def _seed(self, k0: int, k1: int) -> None:
         """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""
         if self.draws_globally:
@@ -266,7 +234,7 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
                 f"the transform returned {came} for view {name!r}: expected is {expected}, or"
                 " a list of n of one size, by a name"
             )
-        views[VIEW + name] = array
+        views[f"{VIEW}.{name}"] = array
     if not views:
         raise ConfigError("the transform returned a mapping without views")
     return views

@@ -17,14 +17,17 @@ import io
 import json
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store, missing
 from raypipe.stores.numbers import exactly
+from raypipe.transform.fields import Field
 from raypipe.transform.image_header import check_png, damage_in, image_kind
 
 IGNORE = 255
@@ -46,15 +49,6 @@ def check_columns(store: Store, targets: Mapping[str, str], setting: str = "tran
     for name, column in targets.items():
         if column not in store.columns:
             raise ConfigError(missing(store.address, column, store.columns, setting.format(name)))
-
-
-def as_bytes(value: Any) -> bytes | None:
-    """A value of a mask's or boxes' column as bytes that mean the same, to travel in an Arrow column."""
-    if value is None or isinstance(value, bytes):
-        return value
-    if not isinstance(value, str):
-        value = json.dumps(value, default=lambda part: part.tolist() if hasattr(part, "tolist") else str(part))
-    return value.encode()
 
 
 def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
@@ -165,15 +159,80 @@ def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.column_stack([x, y, np.where(outside, _OUTSIDE - labels, labels)])
 
 
+@dataclass(frozen=True)
+class Target:
+    """What goes with the image through one pipeline.
+
+    Attributes:
+        keyword: Albumentations' name for it.
+        decode: (what a store holds, (height, width) of the image) → what the pipeline is given.
+        field: of a micro-batch.
+        finish: (what the pipeline made, what it was given, shape of the image that it made, the field) → what the
+            field holds of the sample.
+    """
+
+    keyword: str
+    decode: Callable[[Any, tuple[int, int]], np.ndarray]
+    field: Callable[[TransformConfig], Field]
+    finish: Callable[[Any, np.ndarray, tuple[int, ...], Field], np.ndarray]
+
+
+def _finish_mask(made: Any, given: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+    if made.dtype != np.uint8 or made.shape != image[:2]:
+        raise ConfigError(
+            f"the transform made a mask of {made.dtype} {made.shape} for an image of {(*image[:2], 3)}:"
+            " expected is uint8 of the image's height and width"
+        )
+    return made
+
+
+def _finish_boxes(made: Any, given: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+    # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
+    _check_number("boxes", max(len(made), len(given)), field)
+    return np.asarray(made, np.float32).reshape(-1, 5)
+
+
+def _finish_keypoints(made: Any, given: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+    _check_number("keypoints", len(given), field)
+    found = marked(made, image)
+    if len(found) != len(given):
+        raise ConfigError(f"the transform left {len(found)} of {len(given)} keypoints: it must keep all")
+    return found
+
+
+def _check_number(name: str, number: int, field: Field) -> None:
+    most = (field.shape or (0,))[0]
+    if number > most:
+        raise ConfigError(
+            f"it has {number} {name}, and transform.max_{name} is {most}: raise it, or leave the sample out"
+        )
+
+
+def _rows_of(width: int, limit: str) -> Callable[[TransformConfig], Field]:
+    """A field of up to as many rows of numbers as a setting says, the last of which is a label."""
+    fill = (*([0.0] * (width - 1)), float(NO_BOX))
+    return lambda config: Field("array", "float32", (getattr(config, limit), width), fill, is_padded=True)
+
+
+TARGETS = {
+    "mask": Target("mask", decode_mask, lambda _: Field("array", "uint8", None, IGNORE), _finish_mask),
+    "boxes": Target("bboxes", decode_boxes, _rows_of(5, "max_boxes"), _finish_boxes),
+    "keypoints": Target("keypoints", decode_keypoints, _rows_of(3, "max_keypoints"), _finish_keypoints),
+}
+"""By name; `TransformConfig` has a setting NAME_column for each."""
+
+
 def decode_targets(
-    values: Mapping[str, Any], targets: Iterable[str], size: tuple[int, int]
+    columns: Mapping[str, Any], targets: Mapping[str, str], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-    """Decode what a sample has by "mask", "boxes" and "keypoints", of an image of this (height, width)."""
-    return {name: DECODERS[name](values[name], size) for name in targets}
+    """Decode a sample's targets.
 
-
-DECODERS = {"mask": decode_mask, "boxes": decode_boxes, "keypoints": decode_keypoints}
-"""Of each target."""
+    Args:
+        columns: of the sample, by the store's names.
+        targets: see `TransformConfig.target_columns`.
+        size: (height, width) of the image.
+    """
+    return {name: TARGETS[name].decode(columns[column], size) for name, column in targets.items()}
 
 
 def _numbers(value: Any, what: str, fields: str) -> np.ndarray:

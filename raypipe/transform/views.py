@@ -25,7 +25,8 @@ from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys, mix64
 from raypipe.section import check
 from raypipe.transform.direct import Undecoded, cut
-from raypipe.transform.sample_transform import VIEW, Key, SampleTransform
+from raypipe.transform.fields import VIEW
+from raypipe.transform.sample_transform import Key, SampleTransform
 
 _NAME = re.compile(r"[\w-]+")
 _KNOWN = ("transform", "transforms", "count", "size")
@@ -142,14 +143,16 @@ class ViewsTransform:
         self._crops: dict[str, list[SampleTransform]] = {}
         for name, view in views.items():
             transforms = [SampleTransform(each, arrays) for each in view.transforms]
-            self._crops[VIEW + name] = transforms if len(transforms) == view.count else transforms * view.count
+            self._crops[f"{VIEW}.{name}"] = (
+                transforms if len(transforms) == view.count else transforms * view.count
+            )
         self._parts = np.array([view_key(name, i) for name, view in views.items() for i in range(view.count)])
         self.draws_globally = any(each.draws_globally for crops in self._crops.values() for each in crops)
 
     def with_targets(
         self, image: np.ndarray | Undecoded, targets: Mapping[str, Any], key: Key, out: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """All views of an image uint8 (H, W, 3), by VIEW and their names.
+        """All views of an image uint8 (H, W, 3), by their fields.
 
         Raises:
             ConfigError: a transform returns anything but an image, or crops of one view differ in size.

@@ -12,7 +12,6 @@ import pytest
 
 from raypipe.commands import doctor
 from raypipe.commands.cli import main
-from raypipe.device import jpeg_engine
 from raypipe.transform import jpeg
 
 
@@ -86,25 +85,6 @@ def test_a_gpu_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatc
 def test_without_a_gpu_what_would_decode_is_named_all_the_same() -> None:
     check = doctor.examined("nvJPEG")
     assert check["status"] == "ok" and check["found"].split(" by ")[1].startswith(("torchcodec ", "torchvision "))
-
-
-@pytest.mark.parametrize(("status", "found"), [(0, "ok"), (7, "warn"), (6, "warn")])
-def test_a_gpu_whose_jpeg_engine_is_out_of_reach_is_a_warning(
-    status: int, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Decoder:
-        name = "torchcodec 9"
-
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("raypipe.device.jpeg_decoders.find_decoder", lambda device: Decoder)
-    monkeypatch.setattr(jpeg_engine, "_hardware_status", lambda: status)
-    monkeypatch.setattr(jpeg_engine, "_has_library", lambda name: False)
-    monkeypatch.setenv("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")
-    check = doctor.examined("nvJPEG")
-    assert check["status"] == found and "by torchcodec 9, with" in check["found"]
-    assert ("compute,utility,video" in check["mend"]) == (found == "warn")
-    assert ("NVIDIA_DRIVER_CAPABILITIES is compute,utility" in check["found"]) == (status == 7)
 
 
 def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(

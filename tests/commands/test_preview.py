@@ -172,7 +172,7 @@ def test_a_sample_that_the_transform_fails_on_is_grey_at_the_transform(monkeypat
             raise ValueError("not this one")
         return image[:SIZE, :SIZE]
 
-    monkeypatch.setattr("raypipe.streaming.maker.build_transform", lambda name, size: transform)
+    monkeypatch.setattr("raypipe.transform.contents.build_transform", lambda name, size: transform)
     decoded, transformed, augmented, _ = made(memory()).tiles([index], [0])[0]
     assert decoded.image is not None and augmented.image is not None
     assert transformed.image is None and "the transform fails on it" in transformed.reason
@@ -393,7 +393,7 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     at, place = shown.plan.find(0, indices[0])
     assert at is not None
     host = shown._maker.batch(at)
-    views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in host.views.items()}
+    views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in host.arrays("view").items()}
     fed = device.of_views(views, seed=shown.plan.micro_batch_seed(at))
     for number, tile in enumerate(rows[0][1:6]):
         name, crop = ("global", number) if number < 2 else ("local", number - 2)

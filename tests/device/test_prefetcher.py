@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
+from micro_batches import run, samples_of, transform_of, with_fields
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raypipe.config import TransformConfig
@@ -19,38 +20,36 @@ from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch, decoded_on_device, on_device, prefetch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
-from raypipe.transform.encoded import EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import MicroBatch
 
 
-def host_batch(step: int, size: int = 4) -> HostBatch:
+def host_batch(step: int, size: int = 4) -> MicroBatch:
     rng = np.random.default_rng(step)
-    arrays = {
+    fields = {
         "image": rng.integers(0, 256, (size, 6, 5, 3), dtype=np.uint8),
         "label": rng.integers(0, 10, size),
-        "weight": np.array([1.0] * (size - 1) + [0.0], np.float32),
-        "index": np.array([*range(size - 1), -1]),
     }
-    for array in arrays.values():
+    weight = np.array([1.0] * (size - 1) + [0.0], np.float32)
+    index = np.array([*range(size - 1), -1])
+    for array in (weight, index, *fields.values()):
         array.flags.writeable = False  # as Arrow's shared memory is
-    return HostBatch(at=MicroBatchId("train", 0, step, 0), num_bad=step, **arrays)
+    return MicroBatch(MicroBatchId("train", 0, step, 0), index, weight, {**fields}, num_bad=step)
 
 
 CPU = torch.device("cpu")
 
 
-def on_cpu(batches: list[HostBatch], **more: Any) -> Iterator[Batch]:
+def on_cpu(batches: list[MicroBatch], **more: Any) -> Iterator[Batch]:
     return on_device(iter(batches), CPU, lambda at: 100 + at.step, **more)
 
 
-def assert_same(batch: Batch, host: HostBatch) -> None:
+def assert_same(batch: Batch, host: MicroBatch) -> None:
     assert batch.at == host.at and batch.num_bad == host.num_bad and batch.seed == 100 + host.at.step
     assert batch.image.is_contiguous(memory_format=torch.channels_last)
-    assert (batch.image.numpy() == host.image.transpose(0, 3, 1, 2)).all() and batch.image.dtype == torch.uint8
-    assert (batch.target.numpy() == host.label).all() and batch.target.dtype == torch.int64
+    assert (batch.image.numpy() == host["image"].transpose(0, 3, 1, 2)).all() and batch.image.dtype == torch.uint8
+    assert (batch.target.numpy() == host["label"]).all() and batch.target.dtype == torch.int64
     assert (batch.weight.numpy() == host.weight).all() and batch.weight.dtype == torch.float32
-    assert (batch.label == host.label).all() and (batch.index == host.index).all()
+    assert (batch.label == host["label"]).all() and (batch.index == host.index).all()
 
 
 # Micro-batches
@@ -74,11 +73,11 @@ def test_masks_and_boxes_come_with_their_batch(ring: bool | None, names: tuple[s
             "mask": rng.integers(0, 256, (4, 6, 5), dtype=np.uint8),
             "boxes": rng.random((4, 3, 5), np.float32),
         }
-        given.append(replace(host_batch(step), **{name: targets[name] for name in names}))
+        given.append(with_fields(host_batch(step), {name: targets[name] for name in names}))
     for batch, host in zip(on_cpu(given, ring=ring), given, strict=True):
         assert_same(batch, host)
         for name in ("mask", "boxes"):
-            found, expected = getattr(batch, name), getattr(host, name)
+            found, expected = getattr(batch, name), host.fields.get(name)
             assert (found is None) == (expected is None) == (name not in names)
             if found is not None:
                 np.testing.assert_array_equal(found.numpy(), expected)
@@ -89,8 +88,8 @@ def test_images_are_channels_last_views_of_the_host_memory() -> None:
     [batch] = on_cpu([host])
     assert batch.image.shape == (4, 3, 6, 5) and batch.image.dtype == torch.uint8
     assert batch.image.is_contiguous(memory_format=torch.channels_last)
-    assert batch.image.data_ptr() == host.image.ctypes.data
-    assert batch.target.data_ptr() == host.label.ctypes.data
+    assert batch.image.data_ptr() == host["image"].ctypes.data
+    assert batch.target.data_ptr() == host["label"].ctypes.data
 
 
 def test_read_only_input_gives_no_warning() -> None:
@@ -105,7 +104,7 @@ def test_read_only_input_gives_no_warning() -> None:
 def test_on_cpu_nothing_is_taken_before_it_is_asked_for() -> None:
     taken = []
 
-    def batches() -> Iterator[HostBatch]:
+    def batches() -> Iterator[MicroBatch]:
         for step in range(3):
             taken.append(step)
             yield host_batch(step)
@@ -125,7 +124,7 @@ def test_the_ring_copies_into_the_same_slots_and_marks_each_transfer() -> None:
     pointers = set()
     prefetcher = on_cpu(given, ring=True, depth=3, on_copied=lambda start, end: marks.append((start, end)))
     for batch, host in zip(prefetcher, given, strict=True):
-        assert batch.image.data_ptr() != host.image.ctypes.data
+        assert batch.image.data_ptr() != host["image"].ctypes.data
         pointers.add(batch.image.data_ptr())
     assert len(pointers) == 4
     assert len(marks) == 20 and all(start <= end for start, end in marks)
@@ -138,11 +137,11 @@ class Block(np.ndarray):
 def test_a_block_is_let_go_while_its_micro_batches_are_in_use() -> None:
     blocks = []
 
-    def batches() -> Iterator[HostBatch]:
+    def batches() -> Iterator[MicroBatch]:
         for step in range(3):
             host = host_batch(step)
-            names = ("image", "label", "weight", "index")
-            parts = {name: getattr(host, name) for name in names} | {"mask": np.zeros((4, 6, 5), np.uint8)}
+            parts = {**host.arrays(), "mask": np.zeros((4, 6, 5), np.uint8)}
+            parts |= {"weight": host.weight, "index": host.index}
             memory = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts.values()]).view(Block)
             memory.flags.writeable = False
             blocks.append(weakref.ref(memory))
@@ -150,8 +149,9 @@ def test_a_block_is_let_go_while_its_micro_batches_are_in_use() -> None:
             for name, part in parts.items():
                 parts[name] = memory[at : at + part.nbytes].view(part.dtype).reshape(part.shape)
                 at += part.nbytes
-            yield replace(host, **parts)
-            del memory, part
+            rest = {name: parts.pop(name) for name in ("weight", "index")}
+            yield replace(host, fields={**parts}, **rest)
+            del memory, part, rest
             parts.clear()
 
     for step, batch in enumerate(on_device(batches(), CPU, lambda at: 100 + at.step, depth=3, ring=True)):
@@ -183,15 +183,15 @@ def test_closing_early_closes_the_source_though_the_decoding_thread_waits_for_it
     """Else a stream that is left keeps its actors, and the next one waits for their CPUs."""
     waiting, closed = threading.Event(), threading.Event()
     keys = np.zeros((2, 2), np.uint64)
-    transform = EncodedTransform("light", TransformConfig(size=8))
-    encoded = pack([transform.one(EncodedSample(picture(row)), key) for row, key in enumerate(keys)])
+    transform = transform_of("light", TransformConfig(size=8, decode="gpu"))
+    encoded, _ = run(transform, samples_of([picture(0), picture(1)]), keys)
 
-    def source() -> Iterator[HostBatch]:
+    def source() -> Iterator[MicroBatch]:
         try:
-            yield replace(host_batch(0, 2), encoded=encoded)
+            yield encoded
             waiting.set()
             time.sleep(0.2)
-            yield replace(host_batch(1, 2), encoded=encoded)
+            yield encoded
         finally:
             closed.set()
 
@@ -201,25 +201,6 @@ def test_closing_early_closes_the_source_though_the_decoding_thread_waits_for_it
     assert waiting.wait(10)
     batches.close()
     assert closed.is_set() and next(given, None) is None
-
-
-def test_images_that_actors_made_stand_behind_those_that_the_device_decodes() -> None:
-    keys = np.zeros((2, 2), np.uint64)
-    transform = EncodedTransform("light", TransformConfig(size=8))
-    encoded = pack([transform.one(EncodedSample(picture(row)), key) for row, key in enumerate(keys)])
-    others = np.random.default_rng(0).integers(0, 256, (3, 3, 8, 8, 3), np.uint8)
-    given = [replace(host_batch(number, 5), image=images, encoded=encoded) for number, images in enumerate(others)]
-    marks: list[MicroBatchId] = []
-    batches = decoded_on_device(
-        given, DeviceDecoder(8, CPU), lambda at: 0, on_decoded=lambda at, *_: marks.append(at), share=0.4
-    )
-    alone = DeviceDecoder(8, CPU).decode(**encoded).image
-    for host, batch in zip(given, batches, strict=True):
-        assert batch.image.shape == (5, 3, 8, 8) and batch.num_decoded == 2
-        assert torch.equal(batch.image[:2], alone)
-        assert np.array_equal(batch.image[2:].permute(0, 2, 3, 1).numpy(), host.image)
-        assert batch.target.tolist() == host.label.tolist()
-    assert marks == [host.at for host in given]
 
 
 @pytest.mark.parametrize("make", [on_cpu, lambda batches, depth: prefetch(batches, "cpu", depth)])

@@ -11,16 +11,18 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import micro_batches as made_batches
 import numpy as np
 import pytest
 import torch
 from conftest import picture
+from micro_batches import samples_of, to_decode, transform_of
 from simulated_cuda import CUDA, Cuda
 
 import raypipe.device.device_decode
@@ -30,9 +32,7 @@ from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
-from raypipe.transform.encoded import EncodedTransform, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import MicroBatch
 
 SIZE, ROWS = 8, 2
 NAMES = ("ring", "device_decode", "prefetcher")
@@ -84,43 +84,33 @@ def changed(module: str, old: str, new: str) -> Code:
 
 
 @functools.cache
-def host_batch(number: int, size: int = 3, targets: bool = False) -> HostBatch:
+def host_batch(number: int, size: int = 3, targets: bool = False) -> MicroBatch:
     rng = np.random.default_rng([number, size])
-    arrays = {
+    fields: dict[str, Any] = {
         "image": rng.integers(0, 256, (size, 4, 5, 3), dtype=np.uint8),
         "label": rng.integers(0, 1 << 40, size),
-        "weight": rng.random(size, np.float32),
-        "index": np.arange(size),
     }
+    weight, index = rng.random(size, np.float32), np.arange(size)
     if targets:
-        arrays |= {"mask": rng.integers(0, 256, (size, 4, 5), dtype=np.uint8)}
-        arrays |= {"boxes": rng.random((size, 2, 5), np.float32)}
-    for array in arrays.values():
+        fields |= {"mask": rng.integers(0, 256, (size, 4, 5), dtype=np.uint8)}
+        fields |= {"boxes": rng.random((size, 2, 5), np.float32)}
+    for array in (weight, index, *fields.values()):
         array.flags.writeable = False
-    return HostBatch(at=MicroBatchId("train", 0, number, 0), num_bad=0, **arrays)
+    return MicroBatch(MicroBatchId("train", 0, number, 0), index, weight, fields)
 
 
 @functools.cache
-def encoded_batch(number: int) -> HostBatch:
+def encoded_batch(number: int) -> MicroBatch:
     keys = np.random.default_rng(number).integers(0, 2**64, (ROWS, 2), np.uint64)
-    transform = EncodedTransform("light", TransformConfig(size=SIZE))
-    samples = [EncodedSample(picture(ROWS * number + row)) for row in range(ROWS)]
-    jpegs = pack(transform.one(sample, key) for sample, key in zip(samples, keys, strict=True))
-    return replace(host_batch(number, ROWS), encoded=jpegs)
-
-
-@functools.cache
-def with_others(number: int) -> HostBatch:
-    others = np.random.default_rng(number).integers(0, 256, (ROWS, SIZE, SIZE, 3), np.uint8)
-    others.flags.writeable = False
-    return replace(host_batch(number, 2 * ROWS), encoded=encoded_batch(number).encoded, image=others)
+    transform = transform_of("light", TransformConfig(size=SIZE, decode="gpu"))
+    samples = samples_of(picture(ROWS * number + row) for row in range(ROWS))
+    batch, _ = made_batches.run(transform, samples, keys)
+    return batch
 
 
 @functools.cache
 def decoded(number: int) -> np.ndarray:
-    encoded = encoded_batch(number).encoded
-    assert encoded is not None
-    return DeviceDecoder(SIZE, "cpu").decode(**encoded).image.numpy()
+    return DeviceDecoder(SIZE, "cpu").decode(**to_decode(encoded_batch(number))).image.numpy()
 
 
 @dataclass
@@ -183,11 +173,12 @@ class Consumer:
                 np.testing.assert_array_equal(found.memory.numpy(), expected)  # says where
 
 
-def use_batch(consumer: Consumer, batch: Any, host: HostBatch) -> None:
+def use_batch(consumer: Consumer, batch: Any, host: MicroBatch) -> None:
     assert batch.at == host.at and batch.index.tolist() == host.index.tolist()
-    consumer.use(batch.image, host.image.transpose(0, 3, 1, 2))
-    for name, field_name in {"target": "label", "weight": "weight", "mask": "mask", "boxes": "boxes"}.items():
-        array = getattr(host, field_name)
+    consumer.use(batch.image, host["image"].transpose(0, 3, 1, 2))
+    arrays = {"target": host["label"], "weight": host.weight}
+    arrays |= {name: host.fields.get(name) for name in ("mask", "boxes")}
+    for name, array in arrays.items():
         assert (getattr(batch, name) is None) == (array is None)
         if array is not None:
             consumer.use(getattr(batch, name), array)
@@ -202,15 +193,15 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
     sizes = rng.choice([(3,), (3, 2), (3, 1, 2, 4, 5, 6)])
     targets = rng.random() < 0.3
 
-    def ring(first: int) -> tuple[Iterator[Any], list[HostBatch], int]:
+    def ring(first: int) -> tuple[Iterator[Any], list[MicroBatch], int]:
         given = [host_batch(first + n, rng.choice(sizes), targets) for n in range(rng.randrange(1, 8))]
         depth, keep = rng.randrange(1, 4), rng.choice([0, 0, 1, 2])
         on_copied = lambda start, end: marks.append((start, end))  # noqa: E731
         batches = code.prefetcher.on_device(given, CUDA, lambda at: at.step, depth, keep, on_copied=on_copied)
         return iter(batches), given, keep
 
-    def through(batches: Iterator[Any], given: list[HostBatch], keep: int) -> Iterator[None]:
-        held: list[tuple[Any, HostBatch, Any]] = []
+    def through(batches: Iterator[Any], given: list[MicroBatch], keep: int) -> Iterator[None]:
+        held: list[tuple[Any, MicroBatch, Any]] = []
         num = rng.choice([len(given), len(given), rng.randrange(len(given) + 1)])
         for host in given[:num]:
             with consumer.turn():
@@ -273,37 +264,18 @@ def any_loader(code: Code, cuda: Cuda) -> None:
 
 def decoding(code: Code, cuda: Cuda) -> None:
     """Decoded ahead in a thread; consumed on any stream."""
-    decode_ahead(code, cuda, encoded_batch, lambda number, _: decoded(number))
-
-
-def decoding_a_share(code: Code, cuda: Cuda) -> None:
-    """The same beside images that come through a ring."""
-
-    def images(number: int, host: HostBatch) -> np.ndarray:
-        return np.concatenate([decoded(number), host.image.transpose(0, 3, 1, 2)])
-
-    decode_ahead(code, cuda, with_others, images, share=0.5)
-
-
-def decode_ahead(
-    code: Code,
-    cuda: Cuda,
-    made: Callable[[int], HostBatch],
-    images: Callable[[int, HostBatch], np.ndarray],
-    **options: Any,
-) -> None:
     rng, consumer = cuda.rng, Consumer(cuda)
-    given = [made(number) for number in range(4)]
+    given = [encoded_batch(number) for number in range(4)]
     consumer.leave_garbage()
     decoder = code.device_decode.DeviceDecoder(SIZE, CUDA)
     consumer.leave_garbage()
     depth = rng.randrange(1, 3)
-    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, depth, **options)
+    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, depth)
     for number, host in enumerate(given[: rng.choice([4, 2])]):
         with consumer.turn():
             batch = next(iterator)
-            consumer.use(batch.image, images(number, host))
-            consumer.use(batch.target, host.label)
+            consumer.use(batch.image, decoded(number))
+            consumer.use(batch.target, host["label"])
             consumer.use(batch.weight, host.weight)
             del batch
     iterator.close()
@@ -317,13 +289,13 @@ def decoding_directly(code: Code, cuda: Cuda) -> None:
     decoder = code.device_decode.DeviceDecoder(SIZE, CUDA)
     for number in range(4):
         with consumer.turn():
-            image = decoder.decode(**encoded_batch(number).encoded).image
+            image = decoder.decode(**to_decode(encoded_batch(number))).image
             consumer.use(image, decoded(number))
             del image
     consumer.check()
 
 
-PROGRAMS = (micro_batches, any_loader, decoding, decoding_directly, decoding_a_share)
+PROGRAMS = (micro_batches, any_loader, decoding, decoding_directly)
 
 
 def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:
@@ -514,41 +486,35 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
     ),
     "decoded is recorded before the targets": (
         "prefetcher",
-        "            target, weight = (torch.from_numpy",
+        "            weight, *others = (torch.from_numpy",
         "            ready.record(decoder.stream)\n"
         "            ready.record = lambda stream: None\n"
-        "            target, weight = (torch.from_numpy",
+        "            weight, *others = (torch.from_numpy",
         decoding,
     ),
     "what is decoded is not handed over": (
         "prefetcher",
-        "hand_over(ready, (batch.image, batch.target, batch.weight, *columns), device)",
+        "hand_over(ready, tensors, device)",
         "pass",
         decoding,
     ),
     "the image is not handed over": (
         "prefetcher",
-        "(batch.image, batch.target, batch.weight, *columns), device",
-        "(batch.target, batch.weight, *columns), device",
+        "[found.image, weight, *others]",
+        "[weight, *others]",
         decoding,
     ),
     "the target is not handed over": (
         "prefetcher",
-        "(batch.image, batch.target, batch.weight, *columns), device",
-        "(batch.image, batch.weight, *columns), device",
+        "[found.image, weight, *others]",
+        "[found.image, weight]",
         decoding,
     ),
     "the weight is not handed over": (
         "prefetcher",
-        "(batch.image, batch.target, batch.weight, *columns), device",
-        "(batch.image, batch.target, *columns), device",
+        "[found.image, weight, *others]",
+        "[found.image, *others]",
         decoding,
-    ),
-    "the images of others are awaited by another stream": (
-        "prefetcher",
-        "host, others = next(pairs, (None, None))",
-        f"with torch.get_device_module(device).stream({DEFAULT}): host, others = next(pairs, (None, None))",
-        decoding_a_share,
     ),
     "targets on the thread's own stream": (
         "prefetcher",

@@ -46,7 +46,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 NUM_SAMPLES, SIDE = 320, 16
 STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other
@@ -119,23 +119,13 @@ def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
 
 
 def digest_of(batch: Batch) -> bytes:
-    host = HostBatch(
-        at=batch.at,
-        image=batch.image.permute(0, 2, 3, 1).numpy(),
-        encoded=None,
-        label=batch.label,
-        weight=batch.weight.numpy(),
-        index=batch.index,
-        num_bad=batch.num_bad,
-        read_s=0.0,
-        work_s=0.0,
-    )
-    return batch_digest(host)
+    fields = {"image": batch.image.permute(0, 2, 3, 1).numpy(), "label": batch.label}
+    return batch_digest(MicroBatch(batch.at, batch.index, batch.weight.numpy(), {**fields}))
 
 
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
     """Places and digests of a stream, made in this process."""
-    maker, places = MicroBatchMaker(*spec.recipe), spec.plan.micro_batches(spec.plan.start())
+    maker, places = MicroBatchMaker(spec), spec.plan.micro_batches(spec.plan.start())
     return [(str(at), batch_digest(maker.batch(at))) for at in places]
 
 

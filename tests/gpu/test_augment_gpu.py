@@ -18,7 +18,7 @@ from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import Ema, build_optimizer, small_model
 from raypipe.train.ordered import StepBatchNorm
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
@@ -30,18 +30,19 @@ def cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def host_batches(count: int) -> Iterator[HostBatch]:
+def host_batches(count: int) -> Iterator[MicroBatch]:
     for number in range(count):
         rng = np.random.default_rng(number)
         image = rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), np.uint8)
-        label, weight = rng.integers(0, 10, ROWS), np.ones(ROWS, np.float32)
-        yield HostBatch(MicroBatchId("train", 0, number, 0), image, label, weight, np.arange(ROWS), 0)
+        fields = {"image": image, "label": rng.integers(0, 10, ROWS)}
+        weight = np.ones(ROWS, np.float32)
+        yield MicroBatch(MicroBatchId("train", 0, number, 0), np.arange(ROWS), weight, {**fields})
 
 
 def run(augment: DeviceAugment, device: torch.device, seed: int) -> Any:
     batch = next(host_batches(1))
-    image = torch.from_numpy(batch.image).permute(0, 3, 1, 2).to(device)
-    target = torch.from_numpy(batch.label).to(device)
+    image = torch.from_numpy(batch["image"]).permute(0, 3, 1, 2).to(device)
+    target = torch.from_numpy(batch["label"]).to(device)
     return augment(image, target, np.ones(ROWS, bool), seed=seed, strength=0.8)
 
 

@@ -1,24 +1,22 @@
 """nvJPEG against libjpeg, on a CUDA device."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from micro_batches import cuts_to_decode, run, samples_of, to_decode, transform_of, with_fields
 from PIL import Image
 
 from raypipe.config import TransformConfig
 from raypipe.device import jpeg_decoders
 from raypipe.device.device_decode import DecodedMicroBatch, DeviceDecoder
-from raypipe.device.jpeg_decoders import find_decoder
-from raypipe.device.jpeg_engine import _has_library, jpeg_engine
 from raypipe.device.prefetcher import decoded_on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
-from raypipe.transform.encoded import EncodedMicroBatch, EncodedTransform, made, pack
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
@@ -46,13 +44,18 @@ def saved(seed: int, format: str = "JPEG", mode: str = "RGB", **options: object)
     return file.getvalue()
 
 
-def encoded(images: list[bytes | None], preset: str = "light") -> EncodedMicroBatch:
+def micro_batch(images: Sequence[bytes | None], preset: str = "light") -> MicroBatch:
+    """Of images, and padding."""
     keys = np.random.default_rng(0).integers(0, 2**64, (len(images), 2), np.uint64)
-    transform = EncodedTransform(preset, TransformConfig(size=SIZE))
-    return pack(data and transform.one(EncodedSample(data), key) for data, key in zip(images, keys, strict=True))
+    transform = transform_of(preset, TransformConfig(size=SIZE, decode="gpu"))
+    return run(transform, samples_of(images), keys, indices=[-1 if data is None else 0 for data in images])[0]
 
 
-def both(batch: EncodedMicroBatch) -> tuple[DecodedMicroBatch, DecodedMicroBatch]:
+def encoded(images: Sequence[bytes | None], preset: str = "light") -> dict[str, np.ndarray]:
+    return to_decode(micro_batch(images, preset))
+
+
+def both(batch: dict[str, np.ndarray]) -> tuple[DecodedMicroBatch, DecodedMicroBatch]:
     return DeviceDecoder(SIZE, "cuda").decode(**batch), DeviceDecoder(SIZE, "cpu").decode(**batch)
 
 
@@ -100,12 +103,12 @@ def test_a_broken_jpeg_takes_neither_the_others_nor_the_device_along() -> None:
     scan = whole.index(b"\xff\xda") + 14
     garbage = whole[:scan] + np.random.default_rng(0).integers(0, 255, 2000, np.uint8).tobytes() + b"\xff\xd9"
     samples = [(data, BOX, False) for data in (good[0], no_table, whole[:-400], garbage, good[1])]
-    ours, wanted = both(pack(samples))
+    ours, wanted = both(cuts_to_decode(samples))
     torch.cuda.synchronize()
     assert 2 in ours.failed and not {0, 4} & set(ours.failed)
     assert not ours.image[list(ours.failed)].any()  # `garbage` may pass: nvJPEG need not notice it
     assert_close(ours.image[[0, 4]], wanted.image[[0, 4]])
-    again, _ = both(pack(samples[:1]))
+    again, _ = both(cuts_to_decode(samples[:1]))
     assert torch.equal(again.image[0], ours.image[0])
 
 
@@ -115,22 +118,24 @@ def test_among_many_only_the_broken_ones_come_to_the_host() -> None:
     at = progressive.rindex(b"\xff\xc4") + 5  # behind the first scan, up to which a header goes
     broken = progressive[:at] + b"\xff" * 16 + progressive[at + 16 :]
     images = [saved(i, subsampling=i % 3) for i in range(32)]
-    whole = DeviceDecoder(SIZE, "cuda").decode(**pack([(data, BOX, False) for data in images]))
+    whole = DeviceDecoder(SIZE, "cuda").decode(**cuts_to_decode([(data, BOX, False) for data in images]))
     images[3] = images[17] = broken
-    found = DeviceDecoder(SIZE, "cuda").decode(**pack([(data, BOX, False) for data in images]))
+    found = DeviceDecoder(SIZE, "cuda").decode(**cuts_to_decode([(data, BOX, False) for data in images]))
     others = [row for row in range(32) if row not in (3, 17)]
     assert torch.equal(found.image[others], whole.image[others])
     assert set(found.failed) <= {3, 17} and not found.image[list(found.failed)].any()
-    assert found.num_fallback == len(found.failed) and found.num_decoded == 32 - found.num_fallback
+    assert found.num_fallback == len(found.failed)
 
 
 def test_images_are_not_turned_by_their_exif() -> None:
     tags = Image.Exif()
     tags[0x0112] = 6
     ours = DeviceDecoder(SIZE, "cuda").decode(
-        **pack([(saved(0), BOX, False), (saved(0, exif=tags), BOX, False), (saved(1, exif=tags), BOX, False)])
+        **cuts_to_decode(
+            [(saved(0), BOX, False), (saved(0, exif=tags), BOX, False), (saved(1, exif=tags), BOX, False)]
+        )
     )
-    assert ours.num_decoded == 3 and not ours.failed
+    assert ours.num_fallback == 0 and not ours.failed
     assert torch.equal(ours.image[0], ours.image[1])
 
 
@@ -142,39 +147,6 @@ def test_the_libraries_give_the_same_images_to_a_rounding(monkeypatch: pytest.Mo
         monkeypatch.setattr(jpeg_decoders, "LIBRARIES", {name: by})
         found.append(DeviceDecoder(SIZE, "cuda").decode(**batch).image)
     assert_close(found[0], found[1].cpu())
-
-
-def test_a_share_beside_images_that_actors_made_is_whole_on_a_stream_of_its_own() -> None:
-    rng = np.random.default_rng(0)
-    others = rng.integers(0, 256, (4, 6, SIZE, SIZE, 3), np.uint8)
-    pixels = rng.integers(0, 256, (SIZE, SIZE, 3), np.uint8)
-    shares = [pack([(saved(10 * b + i), BOX, False) for i in range(4)] + [made(pixels)]) for b in range(4)]
-    alone = [DeviceDecoder(SIZE, "cuda").decode(**share).image for share in shares]
-
-    def host_batches() -> Iterator[HostBatch]:
-        for step in range(16):
-            at, host, weight = MicroBatchId("train", 0, step, 0), np.full(11, step), np.ones(11, np.float32)
-            yield HostBatch(at, others[step % 4], host, weight, host, 0, encoded=shares[step % 4])
-
-    kept = []
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for batch in decoded_on_device(host_batches(), DeviceDecoder(SIZE, "cuda"), lambda at: 0, share=0.45):
-            torch.cuda._sleep(20_000_000)
-            kept.append((batch.image.clone(), batch.target.clone()))
-    torch.cuda.synchronize()
-    for step, (image, target) in enumerate(kept):
-        assert (target == step).all() and image.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(image[:5], alone[step % 4])
-        assert np.array_equal(image[4].cpu().permute(1, 2, 0).numpy(), pixels)
-        assert np.array_equal(image[5:].cpu().permute(0, 2, 3, 1).numpy(), others[step % 4])
-
-
-def test_the_engine_is_reached_where_the_chip_has_one() -> None:
-    find_decoder(torch.device("cuda", torch.cuda.current_device()))
-    is_well, found = jpeg_engine()
-    if any(chip in torch.cuda.get_device_name() for chip in ("A100", "A30", "H100", "H200")):
-        assert is_well == _has_library("libnvcuvid.so.1"), found
-        assert found == "with the GPU's JPEG engine" or "NVIDIA_DRIVER_CAPABILITIES" in found
 
 
 def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None:
@@ -194,13 +166,12 @@ def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None
 
 
 def test_a_consumer_on_a_stream_of_its_own_gets_every_micro_batch_whole_and_the_same_each_time() -> None:
-    images = [encoded([saved(10 * b + i) for i in range(10)]) for b in range(4)]
+    images = [micro_batch([saved(10 * b + i) for i in range(10)]) for b in range(4)]
 
-    def host_batches() -> Iterator[HostBatch]:
+    def host_batches() -> Iterator[MicroBatch]:
         for step in range(16):
-            at, host = MicroBatchId("train", 0, step, 0), np.full(10, step)
-            weight, nothing = np.ones(10, np.float32), np.zeros((10, 0, 0, 3), np.uint8)
-            yield HostBatch(at, nothing, host, weight, host, 0, encoded=images[step % 4])
+            at, label = MicroBatchId("train", 0, step, 0), np.full(10, step)
+            yield replace(with_fields(images[step % 4], {"label": label}), at=at)
 
     def consumed(stream: torch.cuda.Stream) -> list[tuple[torch.Tensor, ...]]:
         kept = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from micro_batches import with_fields
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import waiting_is_an_error
 
@@ -19,7 +19,7 @@ from raypipe.device.ring import Ring, shares
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import has_drained, mark
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
@@ -28,27 +28,22 @@ CUDA = torch.device("cuda")
 BUSY = 10_000_000
 
 
-def host_batch(step: int, size: int = 16) -> HostBatch:
+def host_batch(step: int, size: int = 16) -> MicroBatch:
     image = np.full((size, 64, 64, 3), step % 251, np.uint8)
     image.flags.writeable = False
-    return HostBatch(
-        at=MicroBatchId("train", 0, step, 0),
-        image=image,
-        label=np.full(size, step),
-        weight=np.ones(size, np.float32),
-        index=np.arange(size),
-        num_bad=0,
-    )
+    fields = {"image": image, "label": np.full(size, step)}
+    at, weight = MicroBatchId("train", 0, step, 0), np.ones(size, np.float32)
+    return MicroBatch(at, np.arange(size), weight, {**fields})
 
 
-def host_batches(num: int) -> Iterator[HostBatch]:
+def host_batches(num: int) -> Iterator[MicroBatch]:
     return (host_batch(step) for step in range(num))
 
 
-def with_targets(step: int) -> HostBatch:
+def with_targets(step: int) -> MicroBatch:
     """Also of masks and boxes, which say the step as well."""
     mask = np.full((16, 64, 64), step % 251, np.uint8)
-    return dataclasses.replace(host_batch(step), mask=mask, boxes=np.full((16, 4, 5), step, np.float32))
+    return with_fields(host_batch(step), {"mask": mask, "boxes": np.full((16, 4, 5), step, np.float32)})
 
 
 def num_allocations() -> tuple[int, int]:
@@ -287,7 +282,7 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
         target, loss = torch.zeros(16, dtype=torch.int64, device=CUDA), torch.zeros((), device=CUDA)
         capturing, filled = threading.Event(), threading.Event()
 
-        def source() -> Iterator[HostBatch]:
+        def source() -> Iterator[MicroBatch]:
             yield host_batch(0)
             capturing.wait(30)
             yield host_batch(1, size=15)  # for which there are no slots as yet

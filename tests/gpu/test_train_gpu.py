@@ -21,7 +21,7 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.background import HostCopy
 from raypipe.train.learning import Learner, build_optimizer, small_model
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
@@ -65,7 +65,8 @@ def micro_batch(step: int, micro: int, device: torch.device) -> Batch:
     target, host = torch.arange(ROWS) % 5, np.arange(ROWS)
     image = image.to(device, memory_format=torch.channels_last)
     at = MicroBatchId("train", 0, step, micro)
-    return Batch(at, seed, image, target.to(device), torch.ones(ROWS, device=device), target.numpy(), host, 0)
+    fields = {"image": image, "label": target.to(device)}
+    return Batch(at, seed, fields, torch.ones(ROWS, device=device), target.numpy(), host, 0)
 
 
 def learn(
@@ -128,12 +129,12 @@ def test_a_run_that_is_repeated_and_one_that_is_resumed_end_with_the_same_bits(
 def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
     """Ring, augmentation and learner, once on the default stream and once on one of the consumer's own."""
 
-    def host_batches() -> Iterator[HostBatch]:
+    def host_batches() -> Iterator[MicroBatch]:
         for number in range(6 * PER_STEP):
             image = np.random.default_rng(number).integers(0, 256, (ROWS, SIDE, SIDE, 3), np.uint8)
             at = MicroBatchId("train", 0, number // PER_STEP, number % PER_STEP)
-            label, host = np.arange(ROWS) % 5, np.arange(ROWS)
-            yield HostBatch(at, image, label, np.ones(ROWS, np.float32), host, 0)
+            fields = {"image": image, "label": np.arange(ROWS) % 5}
+            yield MicroBatch(at, np.arange(ROWS), np.ones(ROWS, np.float32), {**fields})
 
     def trained(stream: torch.cuda.Stream) -> dict[str, Any]:
         config = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)
@@ -148,7 +149,7 @@ def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
                 counts = batch.index >= 0
                 image, mixed = augment(batch.image, batch.target, counts, seed=batch.seed)
                 last = batch.at.micro == PER_STEP - 1
-                learning.backward(Batch(**vars(batch) | {"image": image, "mixed": mixed}), last)
+                learning.backward(batch.with_fields({"image": image}, mixed=mixed), last)
                 if last:
                     learning.end_step(batch.at.step + 1)
             return checkpoint(learning)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.metrics.timing import StageClock, StageTimes, balanced_share, diagnose, has_drained, mark
+from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
 
 CPU = torch.device("cpu")
 
@@ -113,37 +113,6 @@ def test_checkpoints_that_hold_up_a_run_are_told_as_such_and_not_as_the_model() 
     less = text(StageTimes(images=1000, compute_s=9.0, checkpoint_s=1.0, work_s=1.0))
     assert "for 10% of its time" in less and "The model limits the run" in less
     assert "Checkpoints" not in text(StageTimes(images=1000, compute_s=99.0, checkpoint_s=1.0, work_s=1.0))
-
-
-# Of two ranks, with 40 ms of an actor to read and 160 ms to make one, and 50 ms of a device to decode one.
-SHARED = {"images": 1000, "decoded": 250, "read_s": 40.0, "work_s": 40.0 + 750 * 0.16, "decode_s": 250 * 0.05}
-
-
-@pytest.mark.parametrize(
-    ("world_size", "actors", "share"),
-    # (read + (1 - share) make) / actors = share decode / ranks
-    [(1, 1, 0.2 / 0.21), (1, 8, 0.025 / 0.07), (2, 8, 0.025 / 0.045), (8, 2, 1.0)],
-)
-def test_the_share_that_balances_device_and_actors(world_size: int, actors: int, share: float) -> None:
-    found = balanced_share(StageTimes(**SHARED), world_size, actors)
-    assert found == pytest.approx(share)
-    if share < 1:
-        by_actors, by_devices = (0.04 + (1 - found) * 0.16) / actors, found * 0.05 / world_size
-        assert by_actors == pytest.approx(by_devices)
-
-
-@pytest.mark.parametrize("changes", [{"decoded": 0}, {"decoded": 1000}, {"decode_s": 0.0}, {"images": 0}])
-def test_no_share_is_told_where_one_of_them_did_nothing(changes: dict[str, Any]) -> None:
-    assert balanced_share(StageTimes(**SHARED | changes), 1, 8) is None
-    assert balanced_share(StageTimes(**SHARED), 1, 0) is None
-
-
-def test_the_share_is_told_to_a_run_that_waits() -> None:
-    waiting = StageTimes(**SHARED, wait_s=5.0, compute_s=20.0)
-    found = " ".join(diagnose(waiting, world_size=1, actors=8, device="cuda"))
-    assert "The GPU decodes 25% of the images; with transform.gpu_share=0.36 it would decode as fast as" in found
-    busy = StageTimes(**SHARED, wait_s=0.1, compute_s=20.0)
-    assert "gpu_share" not in " ".join(diagnose(busy, world_size=1, actors=8, device="cuda"))
 
 
 def test_a_host_that_is_behind_is_told_apart_from_a_model_that_takes_its_time() -> None:

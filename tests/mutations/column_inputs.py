@@ -24,7 +24,8 @@ from raypipe.stores import open_source, open_store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import read_schema, reads_of, source_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch, read_samples
+from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
+from raypipe.transform.samples import read_samples
 
 AT = MicroBatchId("train", 0, 0, 0)
 
@@ -98,13 +99,10 @@ def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[i
     )
     given = None
     if through_row:  # as a reader hands it over
-        indices, targets = spec.plan.indices(AT), spec.transform.target_columns
-        read = read_samples(store, indices, targets, spec.columns)
-        schema = read_schema("keypoints" in targets, bool(spec.columns))
-        ((*given,),) = (reads_of(source_row([AT], [read], schema)) or (),)
-        (given,) = given
-    made = MicroBatchMaker(*spec.recipe).make(AT, given)
-    batch, bad = made.host_batch(), made.result.bad
+        read = read_samples(store, spec.plan.indices(AT), spec.wanted)
+        (given,) = reads_of(source_row([AT], [read], read_schema(bool(spec.wanted.columns)))) or ()
+    made = MicroBatchMaker(spec).make(AT, given)
+    batch, bad = made.batch, made.bad
     store.close()
     assert [record["index"] for record in bad] in ([], [damaged])
     assert all(record["error"] and (record["name"] or record["store"]) for record in bad)
@@ -116,12 +114,15 @@ def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[i
     return rows
 
 
-def row_of(case: Case, batch: HostBatch, row: int) -> Any:
-    columns = {name: packed.unpacked()[row] for name, packed in batch.columns.items()}
+def row_of(case: Case, batch: MicroBatch, row: int) -> Any:
+    columns = {
+        name: (values.unpacked() if isinstance(values, Ragged) else values)[row]
+        for name, values in in_group(batch.fields, COLUMN).items()
+    }
     if not case.column:
-        return {"label": batch.label[row], **columns}
+        return {"label": batch["label"][row], **columns}
     if case.column in ("label", "image", "mask", "boxes", "keypoints"):
-        return getattr(batch, case.column)[row]
+        return batch[case.column][row]
     found = columns[case.column]
     if f"{case.column}_length" in columns:
         length = int(columns[f"{case.column}_length"])

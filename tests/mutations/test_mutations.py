@@ -30,8 +30,8 @@ import raypipe.stores
 from raypipe.stores.arrow_columns import is_target
 from raypipe.stores.encodings import ENCODINGS
 from raypipe.stores.record import COLUMN_TYPES
-from raypipe.transform.columns import Kind
-from raypipe.transform.targets import DECODERS
+from raypipe.transform.fields import Kind
+from raypipe.transform.targets import TARGETS
 
 NUM_INPUTS = {
     **{"png": 1100, "jpeg": 1100, "webp": 800, "bmp": 700, "gif": 500, "tiff": 500},
@@ -122,7 +122,7 @@ def test_every_kind_of_column_and_target_has_damaged_values_in_every_format_that
     found: dict[str, set[str]] = {}
     for case in cases():
         found.setdefault(case.store, set()).add(case.form.split(",")[0])
-    kinds = {*get_args(Kind), *DECODERS}
+    kinds = {*get_args(Kind), *TARGETS}
     with_columns = {store for store, kinds_of in found.items() if "text" in kinds_of}
     assert with_columns == {"lmdb", "parquet", "arrow", "lance", "mds", "litdata", "tar"}
     for store in with_columns:

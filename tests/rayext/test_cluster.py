@@ -68,7 +68,6 @@ def test_trainers_that_make_the_stream_themselves_need_no_cpus_for_actors() -> N
         idle(4), TrainConfig(num_workers=4), 4, engine="inline", min_actors=3, max_actors=9, executions=2
     )
     assert alone == Allocation(4, False, 1.0, max_actors=0)
-    assert share(idle(1), TrainConfig(), cache="device", min_actors=2) == Allocation(1, False, 1.0, max_actors=0)
     message = r"1 trainer needs 4 CPUs \(1 x 4\); .* set train\.cpus_per_worker=2, or"
     with pytest.raises(ResourceError, match=message):
         share(idle(2), TrainConfig(cpus_per_worker=4), engine="inline")

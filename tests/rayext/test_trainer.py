@@ -23,8 +23,8 @@ from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, ResourceError
-from raypipe.failures import cause_of
 from raypipe.metrics.records import read_records
+from raypipe.rayext.failures import cause_of
 from raypipe.rayext.trainer import (
     BoundedScalingPolicy,
     DivisorScalingPolicy,

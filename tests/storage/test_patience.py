@@ -13,7 +13,7 @@ import pytest
 from s3_server import FaultyProxy, first
 
 from raypipe.errors import OutageError, StoreError
-from raypipe.failures import is_final
+from raypipe.rayext.failures import is_final
 from raypipe.storage import patience
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem

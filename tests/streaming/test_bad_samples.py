@@ -19,10 +19,10 @@ from full_disk import fill
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.maker import BadSampleBudget, record_bad
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
 from conftest import picture  # isort: skip
@@ -218,5 +218,5 @@ def test_a_label_that_is_damaged_or_too_large_makes_a_bad_sample_and_no_other_cl
         assert record["index"] == 5 and record["name"] and "the label" in record["error"]
 
 
-def rows_of(batch: HostBatch) -> list[list[float]]:
-    return [batch.label.tolist(), batch.index.tolist(), batch.weight.tolist()]
+def rows_of(batch: MicroBatch) -> list[list[float]]:
+    return [batch["label"].tolist(), batch.index.tolist(), batch.weight.tolist()]

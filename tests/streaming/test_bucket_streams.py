@@ -20,9 +20,9 @@ from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import _micro_batch_bytes
-from raypipe.streaming.row import batches_of, made_row
+from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 from conftest import picture  # isort: skip
 
@@ -50,8 +50,8 @@ def spec_of(
     )
 
 
-def shapes(batches: list[HostBatch], split: str = "train") -> set[tuple[int, ...]]:
-    return {batch.image.shape[1:3] for batch in batches if batch.at.split == split}
+def shapes(batches: list[MicroBatch], split: str = "train") -> set[tuple[int, ...]]:
+    return {batch["image"].shape[1:3] for batch in batches if batch.at.split == split}
 
 
 def test_each_micro_batch_has_the_shape_of_its_bucket_and_validations_that_of_the_transform() -> None:
@@ -59,7 +59,7 @@ def test_each_micro_batch_has_the_shape_of_its_bucket_and_validations_that_of_th
     found = list(host_batches(spec))
     assert shapes(found) == SIDES and shapes(found, "val") == {(8, 8)}
     assert all(
-        batch.image.shape[1:3] == spec.plan.bucket_of(batch.at) for batch in found if batch.at.split == "train"
+        batch["image"].shape[1:3] == spec.plan.bucket_of(batch.at) for batch in found if batch.at.split == "train"
     )
     assert _micro_batch_bytes(spec) == 4 * 14 * 14 * 3
     tail = digests(spec_of(), 4)
@@ -70,13 +70,13 @@ def test_each_micro_batch_has_the_shape_of_its_bucket_and_validations_that_of_th
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(decode: str, size: int) -> None:
     spec = spec_of(decode=decode)
-    maker = MicroBatchMaker(*spec.recipe)
+    maker = MicroBatchMaker(spec)
     places = spec.plan.micro_batches(spec.plan.start())
-    found, flat = list[HostBatch](), 0
+    found, flat = list[MicroBatch](), 0
     for block in cut(places, 1, {"train": size, "val": size}):
-        room = maker.room(block)
-        row = made_row([maker.make(at, room=room) for at in block], room)
-        flat += "flat.image" in row
+        memory = maker.memory(block)
+        row = block_row([maker.make(at, memory=memory).batch for at in block], memory)
+        flat += "image:shapes" in row
         assert all(column.shape[0] == 1 for column in row.values())
         found += batches_of(row)
     assert list(map(batch_digest, found)) == digests(spec)
@@ -96,14 +96,14 @@ def test_masks_go_with_images_of_each_shape() -> None:
     transform = TransformConfig(train="light", size=8, mask_column="seg")
     plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
     spec = StreamSpec(train, plan=plan, transform=transform)
-    maker = MicroBatchMaker(*spec.recipe)
+    maker = MicroBatchMaker(spec)
     block = list(spec.plan.micro_batches(spec.plan.start()))
-    row = made_row([maker.make(at, room=maker.room(block)) for at in block], maker.room(block))
-    found = list(batches_of(row))
+    memory = maker.memory(block)
+    found = list(batches_of(block_row([maker.make(at, memory=memory).batch for at in block], memory)))
     assert shapes(found) == SIDES and list(map(batch_digest, found)) == digests(spec)
     for batch in found:
-        assert batch.mask is not None and batch.mask.shape == batch.image.shape[:3]
-        assert (batch.mask == (batch.index % 200)[:, None, None]).all()
+        assert batch["mask"].shape == batch["image"].shape[:3]
+        assert (batch["mask"] == (batch.index % 200)[:, None, None]).all()
 
 
 @pytest.mark.parametrize("decode", ["cpu", "gpu"])
@@ -132,9 +132,8 @@ def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
             if batch.at.split == "train":
                 assert not bad & set(batch.index.tolist()) and batch.weight.all()
                 (sides,) = set(zip(columns["height"][batch.index], columns["width"][batch.index], strict=True))
-                assert {(40, 60): (12, 16), (50, 50): (14, 14), (60, 40): (16, 12)}[sides] == batch.image.shape[
-                    1:3
-                ]
+                expected = {(40, 60): (12, 16), (50, 50): (14, 14), (60, 40): (16, 12)}[sides]
+                assert batch["image"].shape[1:3] == expected
                 planned = spec.plan.indices(batch.at)
                 assert ((planned < 50) == (batch.index < 50)).all()
     assert num_bad >= 4
@@ -188,7 +187,7 @@ def test_a_function_of_the_user_gets_height_and_width_and_must_make_them(
     assert shapes(list(host_batches(follows))) == SIDES
     stays = spec_of(train="bucket_transforms:stays")
     with pytest.raises(ConfigError, match=r"made an image of .*14.*14.*must be \(12, 16\)"):
-        try_samples(stays.plan, stays.stores, stays.transforms, stays.transform, 5)
+        try_samples(stays, 5)
 
 
 def test_sizes_that_stand_beside_a_store_will_do_and_a_filter_leaves_samples_out(

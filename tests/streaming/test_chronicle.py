@@ -20,7 +20,7 @@ from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader, Source
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Supervisor
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
     monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
     said = []
 
-    def slow() -> Iterator[HostBatch]:
+    def slow() -> Iterator[MicroBatch]:
         while len(said) < 2:  # lines before there is a batch
             time.sleep(0.01)
             said.extend(capsys.readouterr().out.splitlines())
@@ -119,7 +119,7 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
             time.sleep(0.01)
             said.extend(capsys.readouterr().out.splitlines())
 
-    def stalled() -> Iterator[HostBatch]:
+    def stalled() -> Iterator[MicroBatch]:
         batches = inline_batches(spec, spec.plan.start(), 0, 1)
         yield from islice(batches, 6)
         until_told("waiting for train-")

@@ -23,7 +23,7 @@ from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 from conftest import CLASSES, picture  # isort: skip
 
@@ -107,9 +107,12 @@ def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStor
     )
 
 
-def row_of(batch: Batch | HostBatch) -> tuple[Any, ...]:
-    image = batch.image if isinstance(batch, HostBatch) else batch.image.permute(0, 2, 3, 1).numpy()
-    return str(batch.at), batch.index.tolist(), batch.label.tolist(), image.tobytes(), batch.num_bad
+def row_of(batch: Batch | MicroBatch) -> tuple[Any, ...]:
+    if isinstance(batch, MicroBatch):
+        image, label = batch["image"], batch["label"]
+    else:
+        image, label = batch.image.permute(0, 2, 3, 1).numpy(), batch.label
+    return str(batch.at), batch.index.tolist(), label.tolist(), image.tobytes(), batch.num_bad
 
 
 def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:

@@ -89,14 +89,13 @@ DRAWING: dict[str, dict[str, Any]] = {
     "views": {"train_transform": {"a": (noisy, 2)}, "val_transform": {"a": (CROP, 2)}},
     "columns": {**COLUMNS, "transform": TransformConfig(train="light", val="resize", size=8)},
     "decoded": {**COLUMNS, "transform": TransformConfig(train="light", val="resize", size=8, decode="gpu")},
-    "resident": {**COLUMNS, "transform": TransformConfig(train="small", val="resize", size=8)},
 }
 
 
 def drawing(stores: dict[str, Path], name: str, **pool: Any) -> StreamSpec:
     """A stream that draws from the generators of the process."""
-    pool = {"engine": "inline", "cache": "device" if name == "resident" else "off", **pool}
-    return StreamSpec(stores["train"], stores["val"], plan=PLAN, pool=PoolConfig(**pool), **DRAWING[name])
+    config = PoolConfig(engine="inline", **pool)
+    return StreamSpec(stores["train"], stores["val"], plan=PLAN, pool=config, **DRAWING[name])
 
 
 @pytest.mark.parametrize("threads", [0, 1])
@@ -113,7 +112,7 @@ def test_a_process_draws_the_same_as_if_there_were_no_stream(
 def test_the_driver_that_tries_samples_is_left_as_it_was(stores: dict[str, Path]) -> None:
     with undisturbed():
         spec = drawing(stores, "function")
-        sizes = try_samples(spec.plan, spec.stores, spec.transforms, spec.transform, 5)
+        sizes = try_samples(spec, 5)
         assert sizes == {"train": (8, 8), "val": (8, 8)}
 
 
@@ -123,7 +122,7 @@ def test_opencv_has_one_thread_where_micro_batches_are_made(stores: dict[str, Pa
 
     with undisturbed():
         spec = StreamSpec(stores["train"], plan=PLAN, train_transform=counted, pool=INLINE)
-        assert (next(inline_batches(spec, spec.plan.start())).image == 1).all()
+        assert (next(inline_batches(spec, spec.plan.start()))["image"] == 1).all()
 
 
 def test_a_stream_that_is_left_early_leaves_nothing_of_itself(stores: dict[str, Path]) -> None:
@@ -162,7 +161,7 @@ def test_what_draws_from_what_threads_share_is_made_by_the_thread_that_asks(
 @pytest.mark.usefixtures("cuda_or_pretended")
 def test_pixels_are_the_same_on_a_device_while_the_main_thread_draws(stores: dict[str, Path]) -> None:
     spec = drawing(stores, "function")
-    expected = [batch.image for batch in inline_batches(spec, spec.plan.start())]
+    expected = [batch["image"] for batch in inline_batches(spec, spec.plan.start())]
     for number, batch in enumerate(without_ray.every_batch(loader(spec, device="cuda"))):
         for _ in range(50):
             noisy(np.zeros((8, 8, 3), np.uint8))

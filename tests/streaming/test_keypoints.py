@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import without_ray
+from micro_batches import with_fields
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
@@ -21,14 +21,13 @@ from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.row import batches_of, made_row, read_schema, reads_of, source_row
+from raypipe.streaming.row import batches_of, block_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import Room, read_samples
 from raypipe.transform.contents import Images
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample, read_samples
 
 SIZE = (192, 256)
 KEYS = np.random.SeedSequence(3).generate_state(24, np.uint64).reshape(12, 2).tolist()
@@ -71,7 +70,7 @@ def test_a_keypoint_is_where_its_disc_is_and_the_image_is_the_same_without_it(na
     made, num_seen, num_marked = content(PIPELINES[name]), 0, 0
     alone = Images(build_transform(PIPELINES[name], 128), TransformConfig(size=128))
     for (image, points), key in zip(SCENES, KEYS, strict=True):
-        found = made.one(EncodedSample(image, keypoints=points), tuple(key))
+        found = made.one(EncodedSample(image, 0, {"joints": points}), tuple(key))
         pixels = found["image"]
         assert np.array_equal(pixels, alone.one(EncodedSample(image), tuple(key))["image"])
         assert found["keypoints"].shape == (3, 3) and found["keypoints"].dtype == np.float32
@@ -93,7 +92,7 @@ def test_a_keypoint_is_where_its_disc_is_and_the_image_is_the_same_without_it(na
 def test_a_crop_that_is_decoded_alone_has_the_same_keypoints() -> None:
     exact, whole = content("light", crop_decode="exact"), content("light", crop_decode="off")
     for (image, points), key in zip(SCENES, KEYS, strict=True):
-        sample = EncodedSample(image, keypoints=points)
+        sample = EncodedSample(image, 0, {"joints": points})
         one, other = exact.one(sample, tuple(key)), whole.one(sample, tuple(key))
         assert np.array_equal(one["keypoints"], other["keypoints"]) and np.array_equal(
             one["image"], other["image"]
@@ -113,32 +112,32 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
 def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -> None:
     spec = spec_of()
     hosts = list(without_ray.host_batches(spec))
-    assert hosts[0].keypoints is not None and hosts[0].keypoints.shape == (4, 5, 3)
-    assert (hosts[0].keypoints[:, 3:] == [0, 0, -1]).all() and (hosts[0].keypoints[:, :3, 2] != -1).all()
+    assert hosts[0]["keypoints"].shape == (4, 5, 3)
+    assert (hosts[0]["keypoints"][:, 3:] == [0, 0, -1]).all() and (hosts[0]["keypoints"][:, :3, 2] != -1).all()
     ring = list(on_device(iter(hosts), torch.device("cpu"), lambda at: 0, keep=20, ring=True))
     fed = list(without_ray.every_batch(loader(spec)))
     for host, one, other in zip(hosts, ring, fed, strict=True):
-        assert np.array_equal(one.keypoints, host.keypoints) and np.array_equal(other.keypoints, host.keypoints)
-    maker, room = MicroBatchMaker(*spec.recipe), Room(2)
-    block = [batch.at for batch in hosts[:2]]
-    reads = [
-        read_samples(spec.stores["train"], spec.plan.indices(at), spec.transform.target_columns) for at in block
-    ]
-    unpacked = reads_of(source_row(block, reads, read_schema(keypoints=True, columns=False)))
+        assert np.array_equal(one.keypoints, host["keypoints"]) and np.array_equal(
+            other.keypoints, host["keypoints"]
+        )
+    maker, block = MicroBatchMaker(spec), [batch.at for batch in hosts[:2]]
+    reads = [read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted) for at in block]
+    unpacked = reads_of(source_row(block, reads, read_schema(columns=True)))
     assert unpacked is not None
-    row = made_row([maker.make(at, read, room=room) for at, read in zip(block, unpacked, strict=True)], room)
+    memory = maker.memory(block)
+    all_made = [maker.make(at, read, memory=memory) for at, read in zip(block, unpacked, strict=True)]
+    row = block_row([made.batch for made in all_made], memory)
     assert [batch_digest(batch) for batch in batches_of(row)] == [batch_digest(batch) for batch in hosts[:2]]
-    moved = dataclasses.replace(hosts[0], keypoints=hosts[0].keypoints + 1)
+    moved = with_fields(hosts[0], {"keypoints": hosts[0]["keypoints"] + 1})
     assert batch_digest(moved) != batch_digest(hosts[0])
 
 
 def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:
-    for config, names in (({}, ["keypoints"]), ({"keypoints_column": ""}, [])):
+    for config, names in (({}, ["columns"]), ({"keypoints_column": ""}, [])):
         spec = spec_of(**config)
-        targets = spec.transform.target_columns
-        source = MicroBatchSource(spec.plan, spec.plan.start(), dict(spec.stores), targets=targets)
+        source = MicroBatchSource(spec.plan, spec.plan.start(), dict(spec.stores), wanted=spec.wanted)
         (task, *_) = source.get_read_tasks(1)
-        assert [name for name in task.schema.names if name == "keypoints"] == names
+        assert [name for name in task.schema.names if name == "columns"] == names
 
 
 def test_what_does_not_go_with_keypoints_ends_the_run() -> None:

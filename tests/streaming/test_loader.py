@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CLASSES, samples
+from micro_batches import to_decode
 from without_ray import every_batch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, StrengthConfig, TransformConfig
@@ -34,10 +35,9 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Epoch, Loader, Source
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.row import host_batches, made_row
+from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import Room
 from raypipe.transform.decode import decode
 
 CPU = torch.device("cpu")
@@ -57,14 +57,14 @@ class InProcess:
         self.spec, self.rank, self.world_size = spec, rank, world_size
 
     def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
-        maker, places = MicroBatchMaker(*self.spec.recipe), self.spec.plan.micro_batches(self.spec.plan.start())
+        maker, places = MicroBatchMaker(self.spec), self.spec.plan.micro_batches(self.spec.plan.start())
         for number, block in enumerate(cut(places, self.world_size, {"train": 2, "val": 2})):
             if number % self.world_size == self.rank:
-                room = Room(len(block))
-                all_made = [maker.make(at, room=room) for at in block]
+                memory = maker.memory(block)
+                all_made = [maker.make(at, memory=memory) for at in block]
                 for made in all_made:
                     maker.settle(made)
-                yield made_row(all_made, room)
+                yield block_row([made.batch for made in all_made], memory)
 
 
 def loader_of(source: InProcess, **options: Any) -> Loader:
@@ -194,11 +194,10 @@ def test_decoding_on_the_device_is_a_stage_of_its_own(encoded_spec: StreamSpec) 
 
 def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
     plain = delivered(encoded_spec, None)
-    maker, decoder = MicroBatchMaker(*encoded_spec.recipe), DeviceDecoder(16, CPU)
+    maker, decoder = MicroBatchMaker(encoded_spec), DeviceDecoder(16, CPU)
     for batch in plain.values():
         alone = maker.batch(batch.at)
-        assert alone.encoded is not None
-        assert torch.equal(decoder.decode(**alone.encoded).image, batch.image)
+        assert torch.equal(decoder.decode(**to_decode(alone)).image, batch.image)
         assert np.array_equal(alone.index, batch.index)
 
 
@@ -219,58 +218,34 @@ def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_
     assert sum(batch.num_fallback for batch in batches) >= 2
 
 
-def shared(spec: StreamSpec, share: float, **changes: Any) -> StreamSpec:
-    return spec.replace(transform=dataclasses.replace(spec.transform, gpu_share=share, **changes))
-
-
-def test_a_share_on_the_device_gives_the_rows_of_both_whatever_the_workers(encoded_spec: StreamSpec) -> None:
-    half = shared(encoded_spec, 0.5)
-    one, two = delivered(half, AUGMENT), delivered(half, AUGMENT, world_size=2)
-    assert set(one) == set(two) and len(one) == 16
-    assert all(torch.equal(batch.image, two[place].image) for place, batch in one.items())
-    batches = delivered(half, None)
-    on_cpu, on_device = delivered(shared(encoded_spec, 0.0), None), delivered(encoded_spec, None)
-    for place, batch in batches.items():
-        assert torch.equal(batch.image[3:], on_cpu[place].image[3:])
-        assert batch.index[3:].tolist() == on_cpu[place].index[3:].tolist()
-        for row in range(3):
-            is_png = batch.index[row] in (11, 13)  # of which the actor makes pixels, or a substitute
-            same = on_cpu if is_png or batch.index[row] != on_device[place].index[row] else on_device
-            assert torch.equal(batch.image[row], same[place].image[row])
-        assert batch.num_fallback == 0 and not batch.failed
-
-
-def test_damage_that_only_the_device_finds_costs_one_image_of_a_share(encoded_spec: StreamSpec) -> None:
+def test_damage_that_only_the_device_finds_costs_one_image(encoded_spec: StreamSpec) -> None:
     jpeg = encoded_spec.stores["train"].read(np.array([0]))["image"][0]
     progressive = cv2.imencode(".jpg", decode(jpeg), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])[1].tobytes()
     at = progressive.rindex(b"\xff\xc4") + 5  # behind the first scan, up to which a header goes
     damaged = progressive[:at] + b"\xff" * 16 + progressive[at + 16 :]
     store: Any = MemoryStore([jpeg, damaged, *[jpeg] * 4], [0] * 6)
     plan = PlanConfig(micro_batch_size=6, global_batch_size=6, shuffle="off", epochs=1)
-    half = StreamSpec(store, plan=plan, transform=shared(encoded_spec, 0.5).transform)
-    (batch,) = delivered(half, None).values()
+    spec = StreamSpec(store, plan=plan, transform=encoded_spec.transform)
+    (batch,) = delivered(spec, None).values()
     assert set(batch.failed) == {1} and batch.weight.tolist() == [1, 0, 1, 1, 1, 1]
     assert not batch.image[1].any() and all(batch.image[row].any() for row in (0, 2, 3, 4, 5))
-    assert (batch.num_decoded, batch.num_fallback, batch.num_bad) == (2, 1, 1)
-    strict = StreamSpec(store, plan=plan, transform=shared(encoded_spec, 0.5, on_bad_sample="raise").transform)
+    assert (batch.num_fallback, batch.num_bad) == (1, 1)
+    strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
     with pytest.raises(SampleError, match="sample 1: damaged JPEG"):
-        delivered(strict, None)
+        delivered(StreamSpec(store, plan=plan, transform=strict), None)
     # An actor that decodes it finds the same, and has a substitute.
-    (by_actors,) = delivered(
-        StreamSpec(store, plan=plan, transform=shared(encoded_spec, 0.0).transform), None
-    ).values()
+    actors = dataclasses.replace(encoded_spec.transform, decode="cpu")
+    (by_actors,) = delivered(StreamSpec(store, plan=plan, transform=actors), None).values()
     assert by_actors.weight.all() and by_actors.index[1] != 1
 
 
-def test_what_decodes_is_named_and_its_images_are_counted(encoded_spec: StreamSpec) -> None:
-    half = loader_of(InProcess(shared(encoded_spec, 0.5), 0, 1))
-    assert half.jpeg_decoder.startswith(("torchcodec ", "torchvision "))
-    num_decoded = sum(batch.num_decoded for batch in every_batch(half))
-    times = half.times("train") + half.times("val")
-    assert times.decoded == num_decoded > 0.4 * times.images
-    assert half.times("train").decode_s > 0 and half.times("val").decode_s > 0
-    nobody = loader_of(InProcess(shared(encoded_spec, 0.0), 0, 1))
-    assert nobody.jpeg_decoder == "" and sum(batch.num_decoded for batch in every_batch(nobody)) == 0
+def test_what_decodes_is_named_and_its_time_is_counted(encoded_spec: StreamSpec) -> None:
+    loader = loader_of(InProcess(encoded_spec, 0, 1))
+    assert loader.jpeg_decoder.startswith(("torchcodec ", "torchvision "))
+    assert [*every_batch(loader)]
+    assert loader.times("train").decode_s > 0 and loader.times("val").decode_s > 0
+    by_actors = encoded_spec.replace(transform=dataclasses.replace(encoded_spec.transform, decode="cpu"))
+    assert loader_of(InProcess(by_actors, 0, 1)).jpeg_decoder == ""
 
 
 def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:

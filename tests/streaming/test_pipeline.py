@@ -30,7 +30,7 @@ from raypipe.streaming.pipeline import dataset, splits, stream
 from raypipe.streaming.row import batches_of, host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors, start_supervisor
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 from conftest import CLASSES, picture, samples  # isort: skip
 
@@ -166,18 +166,11 @@ def test_the_digest_depends_on_the_seed_and_not_on_who_reads(stores: dict[str, P
     assert not set(without_ray.digests(other)[:12]) & set(read_apart[:12])
 
 
-def in_host_memory(batch: Batch) -> HostBatch:
-    assert batch.mask is not None and batch.boxes is not None
-    return HostBatch(
-        at=batch.at,
-        image=batch.image.permute(0, 2, 3, 1).numpy(),
-        label=batch.label,
-        weight=batch.weight.numpy(),
-        index=batch.index,
-        num_bad=batch.num_bad,
-        mask=batch.mask.numpy(),
-        boxes=batch.boxes.numpy(),
-    )
+def in_host_memory(batch: Batch) -> MicroBatch:
+    fields = {name: values.numpy() for name, values in batch.fields.items()}
+    assert fields.keys() == {"image", "label", "mask", "boxes"}
+    fields["image"] = batch.image.permute(0, 2, 3, 1).numpy()
+    return MicroBatch(batch.at, batch.index, batch.weight.numpy(), fields, batch.num_bad)
 
 
 def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: Path) -> None:
@@ -215,10 +208,10 @@ def test_every_training_sample_comes_at_most_once_and_every_validation_sample_on
     for batch in without_ray.host_batches(spec):
         real = batch.weight > 0
         seen.setdefault((batch.at.split, batch.at.epoch), []).extend(batch.index[real].tolist())
-        assert batch.image.dtype == np.uint8 and batch.image.shape == (8, 24, 24, 3)
-        assert not batch.image[~real].any()
+        assert batch["image"].dtype == np.uint8 and batch["image"].shape == (8, 24, 24, 3)
+        assert not batch["image"][~real].any()
         if batch.at.split == "train":
-            assert np.array_equal(batch.label, labels[batch.index])
+            assert np.array_equal(batch["label"], labels[batch.index])
     for epoch in (0, 1):
         assert len(seen["train", epoch]) == len(set(seen["train", epoch])) == 96
         assert seen["val", epoch] == list(range(22))
@@ -289,8 +282,8 @@ def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(t
         quarantine=(tmp_path / "one").as_uri(),
     )
 
-    def rows_of(batches: Iterable[HostBatch]) -> list[Any]:
-        return [(b.at, b.index.tolist(), b.label.tolist(), b.weight.tolist(), b.num_bad) for b in batches]
+    def rows_of(batches: Iterable[MicroBatch]) -> list[Any]:
+        return [(b.at, b.index.tolist(), b["label"].tolist(), b.weight.tolist(), b.num_bad) for b in batches]
 
     rows = rows_of(host_batches(splits(spec, spec.plan.start(), max_actors=2)[0]))
     other = spec.replace(quarantine=(tmp_path / "two").as_uri())

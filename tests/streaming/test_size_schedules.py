@@ -15,7 +15,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.pipeline import _micro_batch_bytes
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import HostBatch
+from raypipe.transform.fields import MicroBatch
 
 SIZES = {0: 8, 1: 12, 2: 16}
 
@@ -27,8 +27,8 @@ def spec_of(stores: dict[str, Path], plan: dict[str, Any] | None = None, **optio
     return StreamSpec(stores["train"], stores["val"], plan=PlanConfig(**given), transform=transform, pool=pool)
 
 
-def sides(batches: list[HostBatch]) -> set[tuple[str, int, tuple[int, ...]]]:
-    return {(batch.at.split, batch.at.epoch, batch.image.shape[1:3]) for batch in batches}
+def sides(batches: list[MicroBatch]) -> set[tuple[str, int, tuple[int, ...]]]:
+    return {(batch.at.split, batch.at.epoch, batch["image"].shape[1:3]) for batch in batches}
 
 
 def test_images_grow_over_the_epochs_and_validations_have_the_last_size(stores: dict[str, Path]) -> None:
@@ -93,6 +93,6 @@ def test_a_function_of_the_user_is_called_with_each_size_and_must_make_it(
         (epoch, (size, size)) for epoch, size in SIZES.items()
     }
     with pytest.raises(ConfigError, match=r"made an image of \(8, 8\), .* it must be \(16, 16\)"):
-        try_samples(stays.plan, stays.stores, stays.transforms, stays.transform, 5)
+        try_samples(stays, 5)
     with pytest.raises(ConfigError, match=r"must be \(12, 12\)"):
         next(batch for batch in host_batches(stays) if batch.at.epoch == 1)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -30,10 +29,10 @@ from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
-from raypipe.streaming.row import PLACE_SCHEMA, READ_SCHEMA, block_of, reader_seconds, reads_of
+from raypipe.streaming.row import PLACE_SCHEMA, block_of, read_schema, reader_seconds, reads_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.columns import SampleColumns
+from raypipe.transform.samples import Wanted
 
 from conftest import CLASSES, samples  # isort: skip
 
@@ -52,7 +51,7 @@ def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
     """With what `block_of` finds in each as "block"."""
     [task] = MicroBatchSource(plan, cursor, readers, block=block).get_read_tasks(1)
     tables = list(task())
-    schema = READ_SCHEMA if readers else PLACE_SCHEMA
+    schema = read_schema(columns=False) if readers else PLACE_SCHEMA
     assert all(table.schema == task.schema == schema and table.num_rows == 1 for table in tables)
     found = [{**table.to_pylist()[0], "block": block_of(table)} for table in tables]
     for table, row in zip(tables, found, strict=True):  # its time is measured, and no matter of the plan
@@ -70,7 +69,7 @@ def test_the_source_yields_the_micro_batches_of_the_plan_one_row_per_block(block
     assert [len(row["block"]) for row in found] == ([1] * 12 if block == 1 else [3, 1, 2] * 2)
     for row in found:
         indices = np.concatenate([plan.indices(at) for at in row["block"]]).tolist()
-        assert row["encoded"] == [None if i == PADDING else bytes([i]) * 3 for i in indices]
+        assert row["image"] == [None if i == PADDING else bytes([i]) * 3 for i in indices]
         assert row["label"] == [0 if i == PADDING else i * 10 for i in indices]
 
 
@@ -86,7 +85,7 @@ def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
     train, val = store(4), store(3)
     plan = Plan.from_stores(PlanConfig(epochs=1, micro_batch_size=2), train, val)
     found = rows(plan, plan.start(), {"val": val})
-    assert [row["encoded"] is None for row in found] == [True, True, False, False]
+    assert [row["image"] is None for row in found] == [True, True, False, False]
     assert [row["label"] is None for row in found] == [True, True, False, False]
     nobody_reads = rows(plan, plan.start(), {})
     assert nobody_reads == [{name: row[name] for name in (*PLACE_SCHEMA.names, "block")} for row in found]
@@ -191,16 +190,16 @@ def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None
     columns = {"seg": [b"m%d" % number for number in range(6)], "objects": boxes}
     train = MemoryStore([b"%d" % number for number in range(6)], None, columns=columns)
     plan = Plan.from_stores(PlanConfig(epochs=1, micro_batch_size=3, shuffle="off"), train)
-    targets = {"mask": "seg", "boxes": "objects"}
-    no_label = SampleColumns(reads_class=False)
-    source = MicroBatchSource(plan, plan.start(), {"train": train}, targets=targets, columns=no_label, block=2)
+    wanted = Wanted(label=False, columns=("seg", "objects"))
+    source = MicroBatchSource(plan, plan.start(), {"train": train}, wanted=wanted, block=2)
     (reads,) = map(reads_of, tables_of(source))
     assert reads is not None
-    samples = [sample for read, _ in reads for sample in read]
-    assert [[sample.image for sample in read] for read, _ in reads] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]
-    assert [labels.tolist() for _, labels in reads] == [[0, 0, 0], [0, 0, 0]]
-    assert [sample.mask for sample in samples] == columns["seg"]
-    assert [json.loads(sample.boxes) for sample in samples] == boxes
+    samples = [sample for read in reads for sample in read]
+    assert [[sample.image for sample in read] for read in reads] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]
+    assert [sample.label for sample in samples] == [0] * 6
+    assert [sample.columns for sample in samples] == [
+        {"seg": mask, "objects": each} for mask, each in zip(columns["seg"], boxes, strict=True)
+    ]
 
 
 # A store as a plain source

@@ -75,7 +75,7 @@ def test_a_size_that_nobody_wrote_down_ends_the_run_before_its_first_step(option
     with pytest.raises(ConfigError, match=rf"{sizes}.*; '(center|light)' .* 224 by default: set"):
         next(host_batches(made))
     with pytest.raises(ConfigError, match=sizes):  # on the driver of jobs/train.py
-        found = try_samples(made.plan, made.stores, made.transforms, made.transform, 8)
+        found = try_samples(made, 8)
         differing(made.transform, made.transforms, found)
 
 

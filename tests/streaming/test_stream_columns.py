@@ -23,11 +23,11 @@ from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.row import READ_SCHEMA, batches_of, made_row, read_schema, reads_of, source_row
+from raypipe.streaming.row import batches_of, block_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, renamed, spec_of
-from raypipe.transform.batch import HostBatch, Room
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
+from raypipe.transform.samples import EncodedSample
 
 from conftest import picture  # isort: skip
 
@@ -57,9 +57,14 @@ def spec(train: Any = None, **options: Any) -> StreamSpec:
     return StreamSpec(train or store(np.arange(NUM)), **{**given, **options})
 
 
-def check(batch: HostBatch) -> None:
+def columns_of(batch: MicroBatch) -> dict[str, Any]:
+    found = in_group(batch.fields, COLUMN)
+    return {name: values.unpacked() if isinstance(values, Ragged) else values for name, values in found.items()}
+
+
+def check(batch: MicroBatch) -> None:
     """What is in a batch is what the store holds of its samples."""
-    found = {name: column.unpacked() for name, column in batch.columns.items()}
+    found = columns_of(batch)
     assert [*found] == ["caption", "embedding", "tags", "tags_length", "raw", "meta", "meta.number"]
     for row, index in enumerate(batch.index.tolist()):
         if index == PADDING:
@@ -84,8 +89,10 @@ def test_a_batch_has_the_columns_of_its_samples_and_padding_is_empty() -> None:
 def test_images_and_order_are_those_without_columns() -> None:
     with_columns, without = host_batches(spec()), host_batches(spec(columns=()))
     for one, two in zip(with_columns, without, strict=True):
-        assert np.array_equal(one.image, two.image) and np.array_equal(one.index, two.index)
-        assert not two.columns and batch_digest(dataclasses.replace(one, columns={})) == batch_digest(two)
+        assert np.array_equal(one["image"], two["image"]) and np.array_equal(one.index, two.index)
+        assert not columns_of(two)
+        plain = dataclasses.replace(one, fields={name: one.fields[name] for name in two.fields})
+        assert batch_digest(plain) == batch_digest(two)
         assert batch_digest(one) != batch_digest(two)
 
 
@@ -108,8 +115,8 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
     table = pa.table({"image": IMAGES, "label": np.arange(NUM) / 2, **columns}, schema=schema)
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
     made = spec(str(tmp_path / "a.parquet"), val=str(tmp_path / "a.parquet"))
-    maker, plan = MicroBatchMaker(*made.recipe), made.plan
-    source = MicroBatchSource(plan, plan.start(), made.readers(), columns=made.columns, block=2)
+    maker, plan = MicroBatchMaker(made), made.plan
+    source = MicroBatchSource(plan, plan.start(), made.readers(), wanted=made.wanted, block=2)
     expected = {str(batch.at): batch for batch in host_batches(made)}
     seen = 0
     for task in source.get_read_tasks(1):
@@ -118,15 +125,14 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
             assert reads and row.schema.names[-1] == "columns"
             places = list(zip(row["step"][0].as_py(), row["micro"][0].as_py(), strict=True))
             split: Any = "val" if row["split"][0].as_py() else "train"
-            room, of_block = Room(len(reads)), []
-            for (step, micro), read in zip(places, reads, strict=True):
-                at = MicroBatchId(split, row["epoch"][0].as_py(), step, micro)
-                of_block.append(maker.make(at, read, room=room))
-            for batch in batches_of(through_arrow(made_row(of_block, room))):
+            block = [MicroBatchId(split, row["epoch"][0].as_py(), step, micro) for step, micro in places]
+            memory = maker.memory(block)
+            of_block = [maker.make(at, read, memory=memory).batch for at, read in zip(block, reads, strict=True)]
+            for batch in batches_of(through_arrow(block_row(of_block, memory))):
                 check(batch)
                 assert batch_digest(batch) == batch_digest(expected[str(batch.at)])
-                assert batch.label.tolist() == np.where(batch.index < 0, 0, batch.index / 2).tolist()
-                assert batch.label.dtype == np.float32
+                assert batch["label"].tolist() == np.where(batch.index < 0, 0, batch.index / 2).tolist()
+                assert batch["label"].dtype == np.float32
                 seen += 1
     assert seen == len(expected)
 
@@ -138,15 +144,15 @@ def through_arrow(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def test_a_block_of_padding_alone_travels() -> None:
     made = spec(val=store(np.arange(NUM)))
-    maker, at = MicroBatchMaker(*made.recipe), MicroBatchId("val", 0, 2, 1)
-    (batch,) = batches_of(through_arrow(made_row([maker.make(at)], Room())))
+    maker, at = MicroBatchMaker(made), MicroBatchId("val", 0, 2, 1)
+    (batch,) = batches_of(through_arrow(block_row([maker.make(at).batch])))
     assert (batch.index == PADDING).all()
     check(batch)
 
 
 def test_without_columns_a_row_of_a_reader_is_as_it_was() -> None:
     made = spec(store(np.arange(NUM), group_size=5), columns=())
-    for readers, schema in ((made.readers(), READ_SCHEMA), ({}, None)):
+    for readers, schema in ((made.readers(), read_schema(columns=False)), ({}, None)):
         source = MicroBatchSource(made.plan, made.plan.start(), readers)
         (row, *_) = source.get_read_tasks(1)[0]()
         assert schema is None or row.schema == schema
@@ -154,23 +160,24 @@ def test_without_columns_a_row_of_a_reader_is_as_it_was() -> None:
 
 
 def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
-    values = (
-        None,
-        "é\ud800",
-        b"\0",
-        np.float16(2),
-        np.arange(4).reshape(2, 2),
-        [1, [2.5, None]],
-        {"a": "b"},
-        True,
-    )
+    values = {
+        "": None,
+        "text\udc80": "é\ud800",
+        "bytes": b"\0",
+        "number": np.float16(2),
+        "array": np.arange(4).reshape(2, 2),
+        "list": [1, [2.5, None]],
+        "dict": {"a": "b"},
+        "bool": True,
+    }
     block = [MicroBatchId("train", 0, 0, 0)]
-    samples = [EncodedSample(b"x", columns=values), EncodedSample(None)]
-    read = reads_of(source_row(block, [(samples, np.array([1, 2]))], read_schema(keypoints=False, columns=True)))
+    samples = [EncodedSample(b"x", 1, values), EncodedSample(None, 2)]
+    read = reads_of(source_row(block, [samples], read_schema(columns=True)))
     assert read
-    found = read[0][0][0].columns
-    assert found[:3] == values[:3] and found[5:] == values[5:] and read[0][0][1].columns == ()
-    assert found[3].dtype == np.float16 and found[4].tolist() == [[0, 1], [2, 3]]
+    found, nothing = (sample.columns for sample in read[0])
+    assert [*found] == [*values] and nothing == {} and [sample.label for sample in read[0]] == [1, 2]
+    assert found["number"].dtype == np.float16 and found["array"].tolist() == [[0, 1], [2, 3]]
+    assert all(found[name] == values[name] for name in values if name not in ("number", "array"))
 
 
 def test_a_resume_and_two_ranks_give_the_same_columns() -> None:
@@ -186,18 +193,18 @@ def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> No
     images = [b"damaged" if number == 5 else image for number, image in enumerate(IMAGES)]
     config = dataclasses.replace(TRANSFORM, max_bad_fraction=1)
     train = store(np.arange(NUM), images=images, values={"caption": captions})
-    maker = MicroBatchMaker(*spec(train, val=train, transform=config).recipe)
+    maker = MicroBatchMaker(spec(train, val=train, transform=config))
     bad: dict[int, str] = {}
     for at in maker.plan.micro_batches(maker.plan.start()):
         made = maker.make(at)
-        bad |= {record["index"]: record["error"] for record in made.result.bad}
-        batch = made.host_batch()
+        bad |= {record["index"]: record["error"] for record in made.bad}
+        batch, captions_of = made.batch, columns_of(made.batch)["caption"]
         assert not np.isin(batch.index[batch.weight > 0], [3, 5]).any()
         for row in np.flatnonzero(batch.weight).tolist():
-            assert batch.columns["caption"].unpacked()[row] == VALUES["caption"][batch.index[row]]
-            assert batch.label[row] == batch.index[row]
+            assert captions_of[row] == VALUES["caption"][batch.index[row]]
+            assert batch["label"][row] == batch.index[row]
         for row in np.flatnonzero(batch.weight == 0).tolist():
-            assert batch.columns["caption"].unpacked()[row] == "" and batch.label[row] == 0
+            assert captions_of[row] == "" and batch["label"][row] == 0
     assert bad.keys() == {3, 5} and "column 'caption' has no value" in bad[3]
 
 
@@ -239,9 +246,9 @@ def test_a_store_without_the_label_is_refused_unless_the_user_wants_no_target(tm
             without = spec(given, **{**options, "label_column": None})
             assert not without.columns.has_target
         if "transform" not in options:
-            assert all(not batch.label.any() for batch in host_batches(without))
+            assert all(not batch["label"].any() for batch in host_batches(without))
     (batch, *_) = host_batches(spec(path, columns=(), label_column="labels"))
-    assert batch.label.tolist() == batch.index.tolist()
+    assert batch["label"].tolist() == batch.index.tolist()
     with pytest.raises(ConfigError, match=r"store\.columns names 'label', the target, and label_column is ''"):
         spec(columns=["label"], label_column="")
 
@@ -251,7 +258,7 @@ def test_without_a_target_a_label_that_is_there_is_not_read_and_no_cache_hands_i
 ) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     labels = np.arange(1, NUM + 1)
-    for pool in (dataclasses.replace(INLINE, cache=cache) for cache in ("off", "disk", "device")):
+    for pool in (dataclasses.replace(INLINE, cache=cache) for cache in ("off", "disk")):
         config = dataclasses.replace(TRANSFORM, train="small")
         options: Any = {"columns": (), "pool": pool, "transform": config}
         makers = [
@@ -272,7 +279,7 @@ def test_columns_are_named_for_addresses_as_in_a_runs_settings(tmp_path: Path) -
     alone = spec(path, val=Path(path), **named, **options)
     for each in (alone, spec({"a": path, "b": Path(path)}, **named, **options), spec_of(config)):
         (batch, *_) = host_batches(each)
-        assert batch.label.dtype == np.float32 and batch.label.tolist() == (batch.index % NUM).tolist()
+        assert batch["label"].dtype == np.float32 and batch["label"].tolist() == (batch.index % NUM).tolist()
     assert digests(spec_of(config)) == digests(alone)
     for setting, name in named.items():
         with pytest.raises(ConfigError, match=rf"{setting}='{name}' is for an address, and memory:"):
@@ -289,8 +296,8 @@ def test_a_target_of_lists_has_its_declared_length(tmp_path: Path) -> None:
     columns = {"tags": {"length": 2, "dtype": "float32"}}
     made = spec_of(dataclasses.replace(run, store=dataclasses.replace(named, columns=columns)))
     for batch in host_batches(made):
-        assert batch.label.dtype == np.float32 and not batch.columns
-        assert batch.label.tolist() == [lists[index] for index in batch.index]
+        assert batch["label"].dtype == np.float32 and not columns_of(batch)
+        assert batch["label"].tolist() == [lists[index] for index in batch.index]
 
 
 def test_tensors_go_through_the_ring_and_lists_stay_on_the_host() -> None:
@@ -298,8 +305,8 @@ def test_tensors_go_through_the_ring_and_lists_stay_on_the_host() -> None:
     batches = list(host_batches(made))
     devices = on_device(iter(batches), torch.device("cpu"), lambda at: 0, ring=True)
     for host, batch in zip(batches, devices, strict=True):
-        assert [*batch.columns] == [*host.columns]
-        assert batch.columns["embedding"].tolist() == host.columns["embedding"].values.tolist()
+        assert [*batch.columns] == [*in_group(host.fields, COLUMN)]
+        assert batch.columns["embedding"].tolist() == host["column.embedding"].tolist()
         assert batch.columns["meta.number"].dtype == torch.int32 and batch.target.dtype == torch.float64
         assert all(isinstance(tags, torch.Tensor) for tags in batch.columns["tags"])
         assert [tags.tolist() for tags in batch.columns["tags"]] == [VALUES["tags"][i] for i in batch.index]
@@ -321,11 +328,11 @@ def drawn(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 def test_a_function_named_in_the_configuration_makes_columns_and_the_target() -> None:
     config = dataclasses.replace(TRANSFORM, make_columns=f"{__name__}:drawn")
     made = spec(columns=["caption"], transform=config)
-    words = [batch.columns["word"].unpacked() for batch in host_batches(made)]
+    words = [columns_of(batch)["word"] for batch in host_batches(made)]
     again = spec(columns=["caption"], make_columns=drawn)
-    assert words == [batch.columns["word"].unpacked() for batch in host_batches(again)]
+    assert words == [columns_of(batch)["word"] for batch in host_batches(again)]
     assert len({tuple(each) for each in words}) > 2
-    assert {batch.label.dtype for batch in host_batches(made)} == {np.dtype(np.float32)}
+    assert {batch["label"].dtype for batch in host_batches(made)} == {np.dtype(np.float32)}
 
 
 def test_what_cannot_go_with_columns_is_refused_before_the_run(tmp_path: Path) -> None:
@@ -344,7 +351,7 @@ def test_stores_of_a_mixture_have_one_type_of_a_column() -> None:
     parts = {"a": store(np.arange(NUM)), "b": store(np.arange(NUM), images=IMAGES[::-1])}
     made = spec(parts)
     for batch in host_batches(made):
-        assert batch.columns["caption"].unpacked() == [VALUES["caption"][i % NUM] for i in batch.index]
+        assert columns_of(batch)["caption"] == [VALUES["caption"][i % NUM] for i in batch.index]
     with pytest.raises(ConfigError, match=r"column 'embedding' is float32 .* in .*, and float64"):
         spec({**parts, "b": store(np.arange(NUM), values={"embedding": VALUES["embedding"].astype(float)})})
 
@@ -357,12 +364,11 @@ def test_the_target_is_named_in_columns_by_its_own_name() -> None:
 def test_classes_are_checked_and_other_targets_are_not() -> None:
     for labels, fails in ((np.arange(NUM) + 50, True), (np.arange(NUM) + 50.5, False)):
         made = spec(store(labels))
-        arguments = made.plan, made.stores, made.transforms, made.transform, 10
         if fails:
             with pytest.raises(ConfigError, match=r"label \d+, outside"):
-                try_samples(*arguments, columns=made.columns)
+                try_samples(made, 10)
         else:
-            assert try_samples(*arguments, columns=made.columns) == {"train": (8, 8)}
+            assert try_samples(made, 10) == {"train": (8, 8)}
 
 
 def test_plain_loaders_have_columns_by_their_names() -> None:

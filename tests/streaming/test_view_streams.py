@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.plain import plain_loaders
-from raypipe.streaming.row import batches_of, made_row
+from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.learning import num_classes_of
-from raypipe.transform.batch import Room, read_samples
+from raypipe.transform.samples import read_samples
 from raypipe.transform.views import view_key
 
 VIEWS = {"global": {"transform": "light", "count": 2, "size": 16}, "local": ("light", 3), "whole": "resize"}
@@ -67,13 +67,16 @@ def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
 def test_a_block_is_its_micro_batches_whether_the_actor_or_a_reader_reads(
     spec: StreamSpec, expected: list[bytes]
 ) -> None:
-    maker, room = MicroBatchMaker(*spec.recipe), Room(3)
+    maker = MicroBatchMaker(spec)
     block = [at for at in spec.plan.micro_batches(spec.plan.start()) if at.micro == 0][:3]
     reads = [read_samples(spec.stores["train"], spec.plan.indices(at)) for at in block]
-    row = made_row([maker.make(at, read, room=room) for at, read in zip(block, reads, strict=True)], room)
+    memory = maker.memory(block)
+    all_made = [maker.make(at, read, memory=memory) for at, read in zip(block, reads, strict=True)]
+    row = block_row([made.batch for made in all_made], memory)
+    assert {"view.global", "view.whole", "label"} <= memory.arrays.keys() and "image" not in row
     assert row["view.global"].shape == (1, 3, 6, 2, 16, 16, 3) and row["view.whole"].shape == (1, 3, 6, 12, 12, 3)
     assert [batch_digest(batch) for batch in batches_of(row)] == expected[:6:2]
-    assert [*next(batches_of(row)).views] == [*VIEWS]
+    assert [*next(batches_of(row)).arrays("view")] == [*VIEWS]
 
 
 def test_cached_samples_give_the_same_views(
@@ -86,9 +89,14 @@ def test_cached_samples_give_the_same_views(
 
 def test_the_digest_knows_names_and_shapes_of_views(spec: StreamSpec) -> None:
     batch = next(without_ray.host_batches(spec))
-    other = {"other": batch.views["whole"]}
-    flat = {name: view.reshape(6, -1) for name, view in batch.views.items()}
-    found = [batch_digest(dataclasses.replace(batch, views=views)) for views in (batch.views, other, flat, {})]
+    views = batch.arrays("view")
+    other = {"other": views["whole"]}
+    flat = {name: view.reshape(6, -1) for name, view in views.items()}
+    rest = {name: values for name, values in batch.fields.items() if not name.startswith("view.")}
+    found = [
+        batch_digest(replace(batch, fields={**rest, **{f"view.{name}": view for name, view in made.items()}}))
+        for made in (views, other, flat, {})
+    ]
     assert len(set(found)) == 4
 
 
@@ -104,7 +112,7 @@ def test_a_batch_has_each_view_and_its_image_is_the_first_crop(spec: StreamSpec)
     assert batch.image.data_ptr() == batch.views["global"].data_ptr()
     host = next(without_ray.host_batches(spec))
     for name, view in batch.views.items():
-        assert np.array_equal(view.movedim(-3, -1).numpy(), host.views[name])
+        assert np.array_equal(view.movedim(-3, -1).numpy(), host[f"view.{name}"])
     val = next(epoch.val)
     assert val.views == {} and val.image.shape == (6, 3, 12, 12)
 
@@ -112,11 +120,12 @@ def test_a_batch_has_each_view_and_its_image_is_the_first_crop(spec: StreamSpec)
 def test_the_ring_carries_views_beside_validations_of_one_image(spec: StreamSpec) -> None:
     through = list(on_device(without_ray.host_batches(spec), CPU, lambda at: 0, keep=60, ring=True))
     for batch, host in zip(through, without_ray.host_batches(spec), strict=True):
-        assert batch.views.keys() == host.views.keys() and batch.target.tolist() == host.label.tolist()
+        assert batch.views.keys() == host.arrays("view").keys()
+        assert batch.target.tolist() == host["label"].tolist()
         for name, view in batch.views.items():
-            assert np.array_equal(view.movedim(-3, -1).numpy(), host.views[name])
-        if not host.views:
-            assert np.array_equal(batch.image.movedim(-3, -1).numpy(), host.image)
+            assert np.array_equal(view.movedim(-3, -1).numpy(), host[f"view.{name}"])
+        if not host.arrays("view"):
+            assert np.array_equal(batch.image.movedim(-3, -1).numpy(), host["image"])
 
 
 def test_each_crop_is_augmented_under_a_seed_of_its_own_and_normalised(spec: StreamSpec) -> None:
@@ -164,7 +173,7 @@ def test_what_does_not_go_with_views_is_refused_before_the_run(stores: dict[str,
         num_classes_of(RunConfig(), spec)
     function = spec_of(stores, returns_views)
     with pytest.raises(ConfigError, match=r"transform.train makes views, and a run trains a classifier"):
-        try_samples(function.plan, function.stores, function.transforms, function.transform, 5)
+        try_samples(function, 5)
 
 
 def test_a_function_of_views_is_a_stream_and_is_not_mixed_either(stores: dict[str, Path]) -> None:

@@ -187,7 +187,8 @@ def learn(learner: Learner, steps: range) -> dict[str, Any]:
             image = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
             host = np.arange(4)
             at = MicroBatchId("train", 0, step, micro)
-            batch = Batch(at, seed, image, torch.arange(4), torch.ones(4), host, host, 0)
+            fields = {"image": image, "label": torch.arange(4)}
+            batch = Batch(at, seed, fields, torch.ones(4), host, host, 0)
             learner.backward(batch, last=micro == 1)
         learner.end_step(step + 1)
     file = io.BytesIO()

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cv2
@@ -18,15 +19,17 @@ import albumentations as A  # noqa: N812
 import cloudpickle
 import torch
 import torchvision
+from micro_batches import run, samples_of, transform_of
 from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.streaming.maker import micro_batch_transform
-from raypipe.transform.batch import NUM_SUBSTITUTES, Attempt, MicroBatchTransform
+from raypipe.transform.batch import NUM_SUBSTITUTES, Attempt, Candidate, MicroBatchTransform
 from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.fields import MicroBatch
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample
 
 RNG = np.random.default_rng(0)
 IMAGES = [
@@ -174,7 +177,7 @@ def test_a_result_of_the_wrong_kind_is_a_config_error(transform: Any, message: s
     with pytest.raises(ConfigError, match=message):
         SampleTransform(transform)(NOISE.copy(), (1, 2))
     with pytest.raises(ConfigError, match=message):  # not a bad sample, whatever the policy
-        made(transform).run(columns(1, [encode_jpeg(NOISE)]), make_keys(1))
+        batch(made(transform), [encode_jpeg(NOISE)])
 
 
 def test_what_cannot_be_called_is_a_config_error() -> None:
@@ -195,169 +198,180 @@ FLIP = A.Compose([A.RandomCrop(32, 32), A.HorizontalFlip(p=0.5), A.GaussNoise(p=
 JPEGS = [encode_jpeg(image) for image in IMAGES]
 KEYS = make_keys(100, seed=7)
 
-
 OF_A_SPLIT = ("probe", "exact", "store_address", "sample_name")
 
 
 def made(transform: Any, **options: Any) -> MicroBatchTransform:
     """By a user's transform, and settings of a run or options of a split."""
     of_a_split = {name: options.pop(name) for name in OF_A_SPLIT if name in options}
-    return micro_batch_transform(transform, TransformConfig(**options), **of_a_split)
+    return transform_of(transform, TransformConfig(**options), **of_a_split)
 
 
-def columns(num: int, images: list[Any] | None = None, padding: int = 0) -> dict[str, Any]:
-    images = (JPEGS[:num] if images is None else images) + [None] * padding
-    index = np.concatenate([np.arange(num) + 20, np.full(padding, -1)])
-    samples = [EncodedSample(image) for image in images]
-    return {"image": samples, "label": np.arange(num + padding) * 3, "index": index}
+def batch(
+    transform: MicroBatchTransform, images: Sequence[bytes | None], *more: Any, **options: Any
+) -> tuple[MicroBatch, list[dict[str, Any]]]:
+    """A micro-batch of images, under KEYS, and the records of its bad samples."""
+    return run(transform, samples_of(images), KEYS, *more, **options)
 
 
-def substitute(position: int, attempt: int) -> tuple[Any, int, int, tuple[int, int]]:
-    """Of each position, attempts 0 and 1 are bad as well."""
-    index = 50 + (position + attempt) % 12
-    key = tuple(int(k) for k in KEYS[index])
-    return EncodedSample(b"bad" if attempt < 2 else JPEGS[index - 50]), index * 10, index, key  # type: ignore[return-value]
+def substitutes(row: int) -> Iterator[Candidate]:
+    """Of each row, the first two are bad as well."""
+    for number in range(NUM_SUBSTITUTES):
+        index = 50 + (row + number) % 12
+        k0, k1 = KEYS[index].tolist()
+        yield EncodedSample(b"bad" if number < 2 else JPEGS[index - 50], index * 10), index, (k0, k1)
 
 
 def test_a_micro_batch_is_one_array_of_its_samples_in_order() -> None:
-    result = made(FLIP).run(columns(8), KEYS[:8])
-    assert result.arrays["image"].shape == (8, 32, 32, 3) and result.arrays["image"].dtype == np.uint8
-    assert result.arrays["image"].flags.c_contiguous
-    assert result.label.tolist() == list(range(0, 24, 3)) and result.label.dtype == np.int64
-    assert result.index.tolist() == list(range(20, 28)) and result.index.dtype == np.int64
-    assert result.weight.tolist() == [1] * 8 and result.weight.dtype == np.float32
-    assert result.bad == []
+    found, bad = batch(made(FLIP), JPEGS[:8])
+    assert found["image"].shape == (8, 32, 32, 3) and found["image"].dtype == np.uint8
+    assert found["image"].flags.c_contiguous
+    assert found["label"].tolist() == list(range(0, 24, 3)) and found["label"].dtype == np.int64
+    assert found.index.tolist() == list(range(20, 28)) and found.index.dtype == np.int64
+    assert found.weight.tolist() == [1] * 8 and found.weight.dtype == np.float32
+    assert bad == []
     one_by_one = made(FLIP)
     for at in (5, 2, 7, 0):
-        alone = one_by_one.run(
-            {name: values[at : at + 1] for name, values in columns(8).items()}, KEYS[at : at + 1]
-        )
-        np.testing.assert_array_equal(alone.arrays["image"][0], result.arrays["image"][at])
+        alone, _ = run(one_by_one, samples_of(JPEGS[at : at + 1]), KEYS[at : at + 1])
+        np.testing.assert_array_equal(alone["image"][0], found["image"][at])
 
 
 def test_a_micro_batch_transform_survives_pickling() -> None:
     transform = made(FLIP, store_address="here.lmdb", exact=True)
-    before = transform.run(columns(8), KEYS[:8])
-    after = pickle.loads(cloudpickle.dumps(transform)).run(columns(8), KEYS[:8])
-    np.testing.assert_array_equal(before.arrays["image"], after.arrays["image"])
+    before, _ = batch(transform, JPEGS[:8])
+    after, _ = batch(pickle.loads(cloudpickle.dumps(transform)), JPEGS[:8])
+    np.testing.assert_array_equal(before["image"], after["image"])
 
 
-def test_columns_given_are_not_written_to() -> None:
-    given = columns(3, [JPEGS[0], b"bad", JPEGS[1]], padding=2)
-    given["label"].setflags(write=False)
-    given["index"].setflags(write=False)
-    made(FLIP).run(given, KEYS[:5], substitute)
+def test_indices_and_keys_given_are_not_written_to() -> None:
+    indices, keys = np.array([20, 21, 22, -1, -1]), KEYS[:5].copy()
+    for array in (indices, keys):
+        array.setflags(write=False)
+    samples = samples_of([JPEGS[0], b"bad", JPEGS[1], None, None])
+    made(FLIP).run(samples, indices, keys, substitutes)
 
 
 def test_padding_is_black_and_weighs_nothing_and_is_never_decoded() -> None:
-    result = made(FLIP).run(columns(3, padding=2), KEYS[:5])
-    assert result.weight.tolist() == [1, 1, 1, 0, 0]
-    assert result.label.tolist() == [0, 3, 6, 0, 0]
-    assert result.index.tolist() == [20, 21, 22, -1, -1]
-    assert not result.arrays["image"][3:].any() and result.arrays["image"][:3].any()
-    assert result.bad == []
+    found, bad = batch(made(FLIP), JPEGS[:3], padding=2)
+    assert found.weight.tolist() == [1, 1, 1, 0, 0]
+    assert found["label"].tolist() == [0, 3, 6, 0, 0]
+    assert found.index.tolist() == [20, 21, 22, -1, -1]
+    assert not found["image"][3:].any() and found["image"][:3].any()
+    assert bad == []
 
 
 @pytest.mark.parametrize("transform", [FLIP, v2.Resize((32, 32)), None], ids=["A", "v2", "none"])
 def test_padding_alone_has_the_shape_that_the_others_have(transform: Any) -> None:
-    good = made(transform).run(columns(1), KEYS[:1])
-    probed = made(transform, probe=lambda: map(EncodedSample, [b"", None, JPEGS[0]]))
-    result = probed.run(columns(0, padding=4), KEYS[:4])
-    assert (
-        result.arrays["image"].shape == (4, *good.arrays["image"].shape[1:]) and not result.arrays["image"].any()
-    )
+    good, _ = batch(made(transform), JPEGS[:1])
+    found, _ = batch(made(transform, probe=lambda: map(EncodedSample, [b"", None, JPEGS[0]])), [], padding=4)
+    assert found["image"].shape == (4, *good["image"].shape[1:]) and not found["image"].any()
+    assert found["label"].tolist() == [0] * 4 and found.index.tolist() == [-1] * 4
 
 
 def test_padding_alone_remembers_the_size_that_came_before() -> None:
     transform = made(None)
-    assert transform.run(columns(1), KEYS[:1]).arrays["image"].shape[1:3] == IMAGES[0].shape[:2]
-    assert transform.run(columns(0, padding=2), KEYS[:2]).arrays["image"].shape[1:3] == IMAGES[0].shape[:2]
+    assert batch(transform, JPEGS[:1])[0]["image"].shape[1:3] == IMAGES[0].shape[:2]
+    assert batch(transform, [], padding=2)[0]["image"].shape[1:3] == IMAGES[0].shape[:2]
 
 
 def test_padding_alone_of_unknown_size_is_a_config_error() -> None:
     for transform in (None, A.Compose([A.HorizontalFlip()])):
         with pytest.raises(ConfigError, match="no readable sample"):
-            made(transform, probe=lambda: [EncodedSample(b"")]).run(columns(0, padding=2), KEYS[:2])
+            batch(made(transform, probe=lambda: [EncodedSample(b"")]), [], padding=2)
 
 
 def test_a_sample_of_another_size_is_a_config_error_with_both_sizes() -> None:
     images = [np.zeros((20, 30, 3), np.uint8), np.zeros((20, 31, 3), np.uint8)]
     with pytest.raises(ConfigError, match=r"x.lmdb sample 21: .* 20x31 .*20x30 .*crop or resize"):
-        made(None, store_address="x.lmdb").run(columns(2, [encode_jpeg(i) for i in images]), KEYS[:2])
+        batch(made(None, store_address="x.lmdb"), [encode_jpeg(i) for i in images])
 
 
 def test_substitution_is_the_same_every_time_and_recorded() -> None:
-    given = columns(5, [JPEGS[0], None, JPEGS[2], b"", JPEGS[4]])
+    given = [JPEGS[0], None, JPEGS[2], b"", JPEGS[4]]
     named: dict[str, Any] = {"store_address": "x.lmdb", "sample_name": "key {}".format}
     transform = made(FLIP, **named)
-    first, again = (transform.run(given, KEYS[:5], substitute) for _ in range(2))
-    fresh = made(FLIP, **named).run(given, KEYS[:5], substitute)
-    for other in (again, fresh):
-        np.testing.assert_array_equal(first.arrays["image"], other.arrays["image"])
-        assert first.bad == other.bad
+    (first, bad), again = (batch(transform, given, substitutes) for _ in range(2))
+    for other, others_bad in (again, batch(made(FLIP, **named), given, substitutes)):
+        np.testing.assert_array_equal(first["image"], other["image"])
+        assert bad == others_bad
     assert first.index.tolist() == [20, 53, 22, 55, 24]
-    assert first.label.tolist() == [0, 530, 6, 550, 12]
+    assert first["label"].tolist() == [0, 530, 6, 550, 12]
     assert first.weight.tolist() == [1] * 5
     reasons = {21: (53, "no value"), 23: (55, "empty value (0 bytes)")}
-    assert first.bad == [
+    assert bad == [
         {"store": "x.lmdb", "index": i, "name": f"key {i}", "substitute": by, "error": error, "fault": "store"}
         for i, (by, error) in reasons.items()
     ]
-    alone = made(FLIP).run(columns(1, [JPEGS[3]]), KEYS[53:54])
-    np.testing.assert_array_equal(first.arrays["image"][1], alone.arrays["image"][0])  # pixels under its own key
+    alone, _ = run(made(FLIP), samples_of(JPEGS[3:4]), KEYS[53:54])
+    np.testing.assert_array_equal(first["image"][1], alone["image"][0])  # pixels under its own key
 
 
 def test_what_earlier_attempts_have_taught_is_heeded_for_samples_and_substitutes() -> None:
-    given, touched = columns(3), []
-    first, bad, last = given["index"].tolist()
-    attempt = Attempt({bad: "it crashed", 50: "so did this"}, touched.append)
+    touched = list[int]()
+    attempt = Attempt({21: "it crashed", 50: "so did this"}, touched.append)
 
-    def read(position: int, number: int) -> tuple[Any, int, int, tuple[int, int]]:
-        return given["image"][0], 0, 50 + number, (1, 2)
+    def stand_ins(row: int) -> Iterator[Candidate]:
+        return ((EncodedSample(JPEGS[0]), 50 + number, (1, 2)) for number in range(NUM_SUBSTITUTES))
 
-    result = made(None).run(given | {"image": [given["image"][0]] * 3}, make_keys(3), read, attempt)
-    assert touched == [first, bad, 50, 51, last]
-    assert result.index.tolist() == [first, 51, last]
-    assert [(r["index"], r["substitute"], r["error"]) for r in result.bad] == [(bad, 51, "it crashed")]
+    found, bad = batch(made(None), [JPEGS[0]] * 3, stand_ins, attempt=attempt)
+    assert touched == [20, 21, 50, 51, 22]
+    assert found.index.tolist() == [20, 51, 22]
+    assert [(r["index"], r["substitute"], r["error"]) for r in bad] == [(21, 51, "it crashed")]
+
+
+def test_a_sample_is_read_when_it_is_its_turn_and_not_at_all_where_it_must_not_be() -> None:
+    events = list[Any]()
+
+    def read(index: int) -> EncodedSample:
+        events.append(f"read {index}")
+        return EncodedSample(JPEGS[0], index)
+
+    attempt = Attempt({21: "it crashed"}, events.append)
+    samples = [functools.partial(read, index) for index in (20, 21, 22)]
+    found, _ = run(made(None, exact=True), samples, KEYS, attempt=attempt)
+    assert events == [20, "read 20", 21, 22, "read 22"]
+    assert found["label"].tolist() == [20, 0, 22] and found.weight.tolist() == [1, 0, 1]
+
+
+def test_a_label_that_is_none_makes_a_bad_sample() -> None:
+    samples = [EncodedSample(JPEGS[0], NO_LABEL), EncodedSample(JPEGS[1], -1)]
+    found, ((record),) = run(made(FLIP, exact=True), samples, KEYS)
+    assert found["label"].tolist() == [0, -1] and record["error"] == WRONG_LABEL
 
 
 def test_the_first_sample_may_be_bad() -> None:
-    result = made(FLIP).run(columns(2, [b"bad", JPEGS[1]]), KEYS[:2], substitute)
-    assert result.index.tolist() == [52, 21] and result.weight.tolist() == [1, 1]
+    found, _ = batch(made(FLIP), [b"bad", JPEGS[1]], substitutes)
+    assert found.index.tolist() == [52, 21] and found.weight.tolist() == [1, 1]
 
 
 def test_bad_substitutes_end_after_some_attempts() -> None:
     asked = []
 
-    def hopeless(position: int, attempt: int) -> tuple[Any, int, int, tuple[int, int]]:
-        asked.append((position, attempt))
-        return EncodedSample(b"worse"), 0, 90 + attempt, (0, 0)
+    def hopeless(row: int) -> Iterator[Candidate]:
+        for number in range(NUM_SUBSTITUTES):
+            asked.append((row, number))
+            yield EncodedSample(b"worse"), 90 + number, (0, 0)
 
     message = r"x.lmdb sample 21: no value; 8 substitutes were bad as well, the last one x.lmdb sample 97: not an"
     with pytest.raises(SampleError, match=message):
-        made(FLIP, store_address="x.lmdb").run(columns(2, [JPEGS[0], None]), KEYS[:2], hopeless)
+        batch(made(FLIP, store_address="x.lmdb"), [JPEGS[0], None], hopeless)
     assert asked == [(1, attempt) for attempt in range(NUM_SUBSTITUTES)]
     with pytest.raises(SampleError, match=r"sample 20: no value .*nothing to read a substitute with"):
-        made(FLIP).run(columns(1, [None]), KEYS[:1])
+        batch(made(FLIP), [None])
 
 
 def test_a_validation_keeps_the_row_of_a_bad_sample_at_weight_zero() -> None:
-    given = columns(4, [None, JPEGS[1], JPEGS[2][:-50], JPEGS[3]])
-    result = made(FLIP, store_address="x", exact=True).run(given, KEYS[:4], substitute)
-    assert result.weight.tolist() == [0, 1, 0, 1]
-    assert result.index.tolist() == [20, 21, 22, 23]
-    assert result.label.tolist() == [0, 3, 0, 9]  # one that cannot be read has none
-    assert (
-        not result.arrays["image"][[0, 2]].any()
-        and result.arrays["image"][1].any()
-        and result.arrays["image"][3].any()
-    )
-    assert [(bad["index"], bad["substitute"]) for bad in result.bad] == [(20, None), (22, None)]
-    assert result.bad[1]["error"].startswith("truncated JPEG")
-    nothing_good = made(FLIP, exact=True, probe=lambda: map(EncodedSample, JPEGS)).run(
-        columns(2, [None, b""]), KEYS[:2]
-    )
-    assert nothing_good.arrays["image"].shape == (2, 32, 32, 3) and not nothing_good.weight.any()
+    given = [None, JPEGS[1], JPEGS[2][:-50], JPEGS[3]]
+    found, bad = batch(made(FLIP, store_address="x", exact=True), given, substitutes)
+    assert found.weight.tolist() == [0, 1, 0, 1]
+    assert found.index.tolist() == [20, 21, 22, 23]
+    assert found["label"].tolist() == [0, 3, 0, 9]  # one that cannot be read has none
+    images = found["image"]
+    assert not images[[0, 2]].any() and images[1].any() and images[3].any()
+    assert [(record["index"], record["substitute"]) for record in bad] == [(20, None), (22, None)]
+    assert bad[1]["error"].startswith("truncated JPEG")
+    nothing_good, _ = batch(made(FLIP, exact=True, probe=lambda: map(EncodedSample, JPEGS)), [None, b""])
+    assert nothing_good["image"].shape == (2, 32, 32, 3) and not nothing_good.weight.any()
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -366,7 +380,7 @@ def test_raise_names_store_index_and_reason(exact: bool) -> None:
     with pytest.raises(
         SampleError, match=r"^x.lmdb sample 21 \(key 21\): not an image: starts with 6e 6f .*'substitute'"
     ):
-        transform.run(columns(2, [JPEGS[0], b"no"]), KEYS[:2], substitute)
+        batch(transform, [JPEGS[0], b"no"], substitutes)
 
 
 def test_an_exception_of_the_users_transform_is_a_bad_sample_with_its_name() -> None:
@@ -375,13 +389,12 @@ def test_an_exception_of_the_users_transform_is_a_bad_sample_with_its_name() -> 
             raise LookupError("not this one")
         return image[:32, :32]
 
-    result = made(picky).run(columns(3), KEYS[:3], substitute)
-    (bad,) = result.bad
+    _, (bad,) = batch(made(picky), JPEGS[:3], substitutes)
     assert bad["fault"] == "transform"
     assert re.search(r"^the transform failed at .*test_batch\.py:\d+ in picky: LookupError: not th", bad["error"])
     too_small = made(A.Compose([A.RandomCrop(500, 500)]), on_bad_sample="raise")
     with pytest.raises(SampleError, match=r"sample 20: the transform failed at .*albumentations.*: \w+"):
-        too_small.run(columns(1), KEYS[:1])
+        batch(too_small, JPEGS[:1])
 
 
 @pytest.mark.parametrize("error", [ConfigError("mine"), MemoryError("no room")])
@@ -390,13 +403,13 @@ def test_what_is_not_the_samples_fault_passes_through(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        made(fails).run(columns(1), KEYS[:1], substitute)
+        batch(made(fails), JPEGS[:1], substitutes)
 
 
 def test_decode_options_reach_the_decoder() -> None:
     big = encode_jpeg(cv2.resize(NOISE, (400, 300)))
-    assert made(None, decode_min_side=100).run(columns(1, [big]), KEYS[:1]).arrays["image"].shape[1] < 200
-    assert made(None).run(columns(1, [big]), KEYS[:1]).arrays["image"].shape[1:3] == (300, 400)
+    assert batch(made(None, decode_min_side=100), [big])[0]["image"].shape[1] < 200
+    assert batch(made(None), [big])[0]["image"].shape[1:3] == (300, 400)
 
 
 # --- crop-aware decode
@@ -408,20 +421,16 @@ def test_crop_decode_changes_neither_pixels_nor_bad_samples(pipeline: str) -> No
     jpegs[3] = (jpegs[3] or b"")[:-900]
     jpegs[7] = None
     transform = build_transform("light", 32) if pipeline == "light" else OTHERS[pipeline]()
-    keys = make_keys(len(jpegs))
-    off, exact = (
-        made(transform, crop_decode=mode, exact=True).run(columns(len(jpegs), jpegs), keys)
-        for mode in ("off", "exact")
+    (off, bad), (exact, bad_of_exact) = (
+        batch(made(transform, crop_decode=mode, exact=True), jpegs) for mode in ("off", "exact")
     )
-    assert np.array_equal(off.arrays["image"], exact.arrays["image"]) and np.array_equal(off.weight, exact.weight)
-    assert off.bad == exact.bad and [record["index"] for record in off.bad] == [23, 27]
+    assert np.array_equal(off["image"], exact["image"]) and np.array_equal(off.weight, exact.weight)
+    assert bad == bad_of_exact and [record["index"] for record in bad] == [23, 27]
 
 
 def test_scaled_crop_decode_is_another_mode_of_the_same_view() -> None:
     big = [encode_jpeg(cv2.resize(image, (800, 600))) for image in IMAGES[:4]]
-    light, keys = build_transform("light", 32), make_keys(4)
-    off, scaled = (
-        made(light, crop_decode=mode).run(columns(4, big), keys).arrays["image"] for mode in ("off", "scaled")
-    )
+    light = build_transform("light", 32)
+    off, scaled = (batch(made(light, crop_decode=mode), big)[0]["image"] for mode in ("off", "scaled"))
     difference = np.abs(off.astype(int) - scaled)
     assert 0 < difference.mean() < 3  # of 255

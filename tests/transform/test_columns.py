@@ -11,7 +11,8 @@ from raypipe.config import ColumnOptions, column_options
 from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.stores.base import MemoryStore
 from raypipe.transform.column_types import find_columns, type_of
-from raypipe.transform.columns import ColumnMaker, ColumnType, PackedColumn, SampleColumns
+from raypipe.transform.columns import ColumnMaker, ColumnType, SampleColumns
+from raypipe.transform.fields import COLUMN, BlockMemory, Ragged, Rows, in_group
 
 KEY = (3, 4)
 
@@ -33,8 +34,14 @@ def maker(values: dict[str, Any], declared: Any = None, function: Any = None) ->
 
 def made(columns: ColumnMaker, *rows: Any) -> dict[str, Any]:
     """The columns of a micro-batch of samples with these values; None = padding."""
-    every = [None if row is None else columns.one(row, KEY) for row in rows]
-    return {name: packed.unpacked() for name, packed in columns.pack(every).items()}
+    filled = Rows(BlockMemory(columns.columns.fields()), len(rows))
+    for number, row in enumerate(rows):
+        if row is None:
+            filled.leave_out(number)
+        else:
+            filled.put(number, number, columns.one(dict(zip(columns.columns.stored, row, strict=True)), KEY))
+    found = in_group(filled.finish(), COLUMN)
+    return {name: values.unpacked() if isinstance(values, Ragged) else values for name, values in found.items()}
 
 
 # What types are found
@@ -155,7 +162,7 @@ def test_numbers_that_are_written_as_text_or_bytes_are_read(stored: Any, dtype: 
 def test_no_array_is_unpickled() -> None:
     stored = array_bytes(np.array([{}], object))
     with pytest.raises(SampleError, match="holds no numbers"):
-        maker({"a": ["[1]"]}, {"a": {"dtype": "int64"}}).one([stored], KEY)
+        maker({"a": ["[1]"]}, {"a": {"dtype": "int64"}}).one({"a": stored}, KEY)
 
 
 def npy_of(shape: str, dtype: str = "<f8", values: bytes = b"") -> bytes:
@@ -169,14 +176,14 @@ def npy_of(shape: str, dtype: str = "<f8", values: bytes = b"") -> bytes:
 def test_a_npy_that_declares_more_than_it_holds_is_a_bad_sample(stored: bytes) -> None:
     columns = maker({"a": [array_bytes(np.arange(2.0))]}, {"a": {"dtype": "float64"}})
     with pytest.raises(SampleError, match=r"column 'a' holds no numbers: (truncated|damaged) \.npy"):
-        columns.one([stored], KEY)
+        columns.one({"a": stored}, KEY)
 
 
 def test_a_npy_whose_first_bytes_are_damaged_is_not_read_as_raw_numbers() -> None:
     whole = array_bytes(np.arange(8, dtype=np.float32))
     columns = maker({"a": [whole] * 3}, {"a": {"dtype": "float32"}})
     with pytest.raises(SampleError, match=r"column 'a' does not begin as a \.npy, as in the first samples"):
-        columns.one([b"\x92" + whole[1:]], KEY)
+        columns.one({"a": b"\x92" + whole[1:]}, KEY)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +198,7 @@ def test_a_npy_whose_first_bytes_are_damaged_is_not_read_as_raw_numbers() -> Non
 )
 def test_a_number_that_the_columns_dtype_cannot_hold_is_a_bad_sample(first: Any, value: Any, options: Any) -> None:
     with pytest.raises(SampleError, match=r"column 'a' has the number \S+, and float(32|64) cannot hold it"):
-        maker({"a": [first]}, {"a": options}).one([value], KEY)
+        maker({"a": [first]}, {"a": options}).one({"a": value}, KEY)
 
 
 def test_fields_of_structs_and_of_json_are_columns() -> None:
@@ -227,7 +234,7 @@ def test_a_value_unlike_those_of_the_first_samples_is_bad(
 ) -> None:
     values: Any = np.array([first]) if isinstance(first, np.generic) else [first]
     with pytest.raises(SampleError, match=message):
-        maker({"a": values}, {"a": options}).one([value], KEY)
+        maker({"a": values}, {"a": options}).one({"a": value}, KEY)
 
 
 # A function that makes columns
@@ -252,18 +259,18 @@ def test_what_a_function_draws_hangs_on_the_key_alone_and_not_as_the_transform_d
 
     for function in (keyed, globally):
         columns = maker({"a": [1]}, function=function)
-        drawn = [columns.one([1], key)["drawn"].tolist() for key in ((1, 2), (5, 6), (1, 2))]
+        drawn = [columns.one({"a": 1}, key)["column.drawn"].tolist() for key in ((1, 2), (5, 6), (1, 2))]
         assert drawn[0] == drawn[2] != drawn[1]
         assert columns.draws_globally == (function is globally)
     image = np.random.Generator(np.random.Philox(key=np.array([1, 2], np.uint64))).random(2).tolist()
-    assert maker({"a": [1]}, function=keyed).one([1], (1, 2))["drawn"].tolist() != image
+    assert maker({"a": [1]}, function=keyed).one({"a": 1}, (1, 2))["column.drawn"].tolist() != image
 
 
 def test_a_function_that_fails_makes_a_bad_sample_and_one_that_gives_no_dict_ends_the_run() -> None:
     columns = maker({"a": ["1"]}, function=lambda columns: {"b": int(columns["a"])})
     place = r"test_columns\.py:\d+ in <lambda>"
     with pytest.raises(TransformError, match=rf"transform\.make_columns failed at .*{place}: ValueError"):
-        columns.one(["x"], KEY)
+        columns.one({"a": "x"}, KEY)
     with pytest.raises(ConfigError, match="must return a dict"):
         maker({"a": [1]}, function=lambda columns: [1])
 
@@ -271,7 +278,7 @@ def test_a_function_that_fails_makes_a_bad_sample_and_one_that_gives_no_dict_end
 def test_a_column_that_a_function_leaves_out_has_no_value() -> None:
     columns = maker({"a": [1]}, function=lambda columns: {"b": 1} if columns["a"] else {})
     with pytest.raises(SampleError, match="column 'b' has no value"):
-        columns.one([0], KEY)
+        columns.one({"a": 0}, KEY)
 
 
 def test_a_column_that_nobody_makes_is_refused() -> None:
@@ -297,10 +304,3 @@ def test_a_target_is_numbers_of_one_shape() -> None:
     with pytest.raises(ConfigError, match="is the target, and is lists of int64"):
         maker({"label": [[1], [1, 2]]})
     assert SampleColumns().target is None and not SampleColumns()
-
-
-def test_packed_values_are_views_of_what_was_sent() -> None:
-    sent = np.arange(4)
-    parts = PackedColumn("ragged", sent, np.array([0, 1, 1, 4])).unpacked()
-    assert [part.tolist() for part in parts] == [[0], [], [1, 2, 3]]
-    assert np.shares_memory(parts[2], sent)

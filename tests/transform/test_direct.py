@@ -10,17 +10,20 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from micro_batches import run
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
 from raypipe.config import TransformConfig
-from raypipe.transform.batch import MicroBatchTransform, Room
+from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Images
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.direct import direct_pipeline
+from raypipe.transform.fields import BlockMemory
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import EncodedSample
 
 RNG = np.random.default_rng(0)
 # Of the target's size, smaller, larger, odd, long, and a single pixel.
@@ -204,9 +207,9 @@ def test_micro_batches_are_the_same_and_a_bad_sample_leaves_nothing_behind(name:
         content = Images(build_transform(name, TARGET), config)
         if not direct:
             content._transform._direct = None
-        transform, room = MicroBatchTransform(content, exact=True), Room(2)
-        for index in ([0, 1, 2, 3, 4], [0, 1, 2, -1, 4]):
-            transform.run({"image": samples, "label": [1] * 5, "index": index}, keys, room=room)
-        batches.append(room.arrays["image"])
+        transform, memory = MicroBatchTransform(content, exact=True), BlockMemory(content.fields, 2)
+        for indices in ([0, 1, 2, 3, 4], [0, 1, 2, -1, 4]):
+            run(transform, samples, keys, indices=indices, memory=memory)
+        batches.append(memory.arrays["image"])
     assert np.array_equal(*batches)
     assert not batches[0][:, 2:4].any() and batches[0][:, [0, 1, 4]].any((2, 3, 4)).all()

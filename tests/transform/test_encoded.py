@@ -8,14 +8,17 @@ import cv2
 import numpy as np
 import pytest
 from conftest import picture
+from micro_batches import run
 from PIL import Image
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.decode import decode, encode_jpeg, image_size
-from raypipe.transform.encoded import EncodedTransform, center_box, pack, random_resized_crop
-from raypipe.transform.sample_transform import EncodedSample, Key
+from raypipe.transform.encoded import CROP, DATA, FLIP, EncodedTransform, center_box, random_resized_crop
+from raypipe.transform.fields import Ragged
+from raypipe.transform.sample_transform import Key
+from raypipe.transform.samples import EncodedSample
 
 
 def made(preset: str, size: int) -> EncodedTransform:
@@ -24,9 +27,9 @@ def made(preset: str, size: int) -> EncodedTransform:
 
 def cut(transform: EncodedTransform, data: bytes | None, key: Key) -> tuple[tuple[int, ...], bool]:
     """The box, and whether it is flipped."""
-    image, box, flip = transform.one(EncodedSample(data), key)
-    assert image is data
-    return box, flip
+    made = transform.one(EncodedSample(data), key)
+    assert made[DATA] is data
+    return made[CROP], made[FLIP]
 
 
 def keys(num: int) -> np.ndarray:
@@ -174,30 +177,29 @@ def test_unknown_presets_and_sizes_are_refused() -> None:
         made("light", 0)
 
 
-def test_a_micro_batch_is_one_row_of_plain_arrays() -> None:
+def test_a_micro_batch_is_its_bytes_end_to_end_and_plain_arrays() -> None:
     images = [picture(0), b"", b"bad", picture(1)]
-    columns = {"image": [EncodedSample(i) for i in images], "label": [0] * 4, "index": [0, -1, 2, 3]}
-    result = MicroBatchTransform(made("light", 16), exact=True).run(columns, keys(4))
-    batch = result.arrays
-    assert {name: (array.dtype.str, array.shape) for name, array in batch.items()} == {
-        "data": ("|u1", (len(images[0]) + len(images[3]),)),
-        "offsets": ("<i8", (5,)),
+    transform = MicroBatchTransform(made("light", 16), exact=True)
+    batch, bad = run(transform, [*map(EncodedSample, images)], keys(4), indices=[0, -1, 2, 3])
+    assert {name: (array.dtype.str, array.shape) for name, array in batch.arrays("encoded").items()} == {
         "crop": ("<i4", (4, 4)),
         "flip": ("|b1", (4,)),
-        "ok": ("|b1", (4,)),
     }
-    assert batch["ok"].tolist() == [True, False, False, True]
-    assert [bad["index"] for bad in result.bad] == [2] and result.weight.tolist() == [1, 0, 0, 1]
-    parts = [batch["data"][a:b].tobytes() for a, b in zip(batch["offsets"], batch["offsets"][1:], strict=False)]
-    assert parts == [images[0], b"", b"", images[3]]
-    assert not batch["crop"][1:3].any()
+    data = batch.fields[DATA]
+    assert isinstance(data, Ragged) and data.unpacked() == [images[0], b"", b"", images[3]]
+    assert data.values.dtype == np.uint8 and data.offsets.dtype == np.int64
+    assert [record["index"] for record in bad] == [2] and batch.weight.tolist() == [1, 0, 0, 1]
+    assert not batch[CROP][1:3].any() and not batch[FLIP][1:3].any()
     box, flip = cut(made("light", 16), images[3], keys(4)[3])
-    assert (tuple(batch["crop"][3].tolist()), bool(batch["flip"][3])) == (box, flip)
+    assert (tuple(batch[CROP][3].tolist()), bool(batch[FLIP][3])) == (box, flip)
 
 
-def test_nothing_but_padding_packs() -> None:
-    batch = pack([None, None])
-    assert batch["data"].shape == (0,) and batch["offsets"].tolist() == [0, 0, 0] and not batch["ok"].any()
+def test_nothing_but_padding_is_a_micro_batch_whose_samples_nobody_reads() -> None:
+    probe = pytest.fail
+    batch, _ = run(MicroBatchTransform(made("light", 16), probe=probe), [], keys(2), padding=2)
+    data = batch.fields[DATA]
+    assert isinstance(data, Ragged) and data.values.shape == (0,) and data.offsets.tolist() == [0, 0, 0]
+    assert batch[CROP].tolist() == [[0] * 4] * 2 and not batch.weight.any()
 
 
 def test_the_header_is_all_that_is_read_of_a_whole_jpeg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,9 +216,10 @@ def test_the_settings_of_a_run_reach_its_actors() -> None:
 
     def maker(**settings: Any) -> MicroBatchMaker:
         transform = TransformConfig(train="light", size=16, **settings)
-        return MicroBatchMaker(*StreamSpec(store, plan=PlanConfig(micro_batch_size=2), transform=transform).recipe)
+        return MicroBatchMaker(StreamSpec(store, plan=PlanConfig(micro_batch_size=2), transform=transform))
 
     off, exact, scaled = (
-        maker(crop_decode=mode).batch(MicroBatchId("train", 0, 0, 0)).image for mode in ("off", "exact", "scaled")
+        maker(crop_decode=mode).batch(MicroBatchId("train", 0, 0, 0))["image"]
+        for mode in ("off", "exact", "scaled")
     )
     assert np.array_equal(off, exact) and not np.array_equal(off, scaled)

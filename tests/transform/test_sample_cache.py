@@ -33,7 +33,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.transform import sample_cache
 from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.sample_cache import SampleCache, open_caches
-from raypipe.transform.sample_transform import Decoded
+from raypipe.transform.samples import Decoded
 
 from conftest import picture  # isort: skip
 
@@ -384,8 +384,8 @@ def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(settings: dict
     store = mixed()
     without = spec_of(store, "off", transform)
     spec = spec_of(store, "disk", transform)
-    one, other = MicroBatchMaker(*spec.recipe), MicroBatchMaker(*spec.recipe)
-    expected = digests_of(without, MicroBatchMaker(*without.recipe))
+    one, other = MicroBatchMaker(spec), MicroBatchMaker(spec)
+    expected = digests_of(without, MicroBatchMaker(without))
     assert digests_of(spec, one, other) == expected
     found = one.caches["train"].find(np.arange(len(store)))
     assert set(found) == set(range(len(store))) - BAD
@@ -394,7 +394,7 @@ def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(settings: dict
         pixels = decode(data, min_side=transform.decode_min_side or None, exif=transform.apply_exif)
         assert np.array_equal(sample.pixels, pixels) and sample.label == index
     # All of it again, by a process that comes late.
-    assert digests_of(spec, MicroBatchMaker(*spec.recipe)) == expected
+    assert digests_of(spec, MicroBatchMaker(spec)) == expected
 
 
 def whole_side_of(size: int) -> Any:
@@ -406,8 +406,8 @@ def test_a_limit_that_holds_a_few_changes_no_pixel() -> None:
     transform = TransformConfig(size=16)
     off = spec_of(store, "off", transform)
     small = spec_of(store, "disk", transform, limit=30_000)
-    worker = MicroBatchMaker(*small.recipe)
-    assert digests_of(small, worker) == digests_of(off, MicroBatchMaker(*off.recipe))
+    worker = MicroBatchMaker(small)
+    assert digests_of(small, worker) == digests_of(off, MicroBatchMaker(off))
     assert 0 < len(worker.caches["train"].find(np.arange(40))) < 10 and worker.caches["train"].full
 
 
@@ -424,15 +424,15 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
     transform = TransformConfig(size=16)
     plan = {"epochs": 3, "val_interval": 0, "micro_batch_size": 8}
     spec, off = spec_of(store, "disk", transform, **plan), spec_of(store, "off", transform, **plan)
-    whole = digests_of(off, MicroBatchMaker(*off.recipe))
+    whole = digests_of(off, MicroBatchMaker(off))
     store.was_read = []
-    first = MicroBatchMaker(*spec.recipe)
+    first = MicroBatchMaker(spec)
     places = list(spec.plan.micro_batches(spec.plan.start()))
     begun = [batch_digest(first.batch(at)) for at in places[:3]]
     assert len(store.was_read) == 24
     del first  # the run ends in mid-epoch, and goes on in another process
     gc.collect()
-    second = MicroBatchMaker(*spec.recipe)
+    second = MicroBatchMaker(spec)
     assert begun + digests_of(spec, second, first=3) == whole
     assert sorted(store.was_read) == list(range(40))
 

@@ -8,9 +8,10 @@ from conftest import picture
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.encoded import EncodedTransform, center_box, random_resized_crop
+from raypipe.transform.encoded import CROP, EncodedTransform, center_box, random_resized_crop
 from raypipe.transform.presets import PRESETS, build_transform
-from raypipe.transform.sample_transform import EncodedSample, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import EncodedSample
 from raypipe.transform.sizes import size_in
 
 SCHEDULE = TransformConfig(size={20: 224, 0: 128, 10: 160})
@@ -78,7 +79,6 @@ def test_the_centre_box_has_the_ratio_of_the_size() -> None:
 def test_what_the_device_is_to_cut_follows_the_size() -> None:
     config = TransformConfig(train="center", decode="gpu", size={0: 32, 1: 64})
     for size, ratio in (((32, 64), 2.0), ((64, 32), 0.5), (None, 1.0)):
-        _, (_, _, height, width), _ = EncodedTransform("center", config, size).one(
-            EncodedSample(picture(0)), (0, 0)
-        )
+        made = EncodedTransform("center", config, size).one(EncodedSample(picture(0)), (0, 0))
+        _, _, height, width = made[CROP]
         assert width / height == pytest.approx(ratio, rel=0.07)

@@ -8,6 +8,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from micro_batches import run, transform_of
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
@@ -15,12 +16,11 @@ import albumentations as A  # noqa: N812
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.maker import micro_batch_transform
 from raypipe.streaming.spec import check_transforms
-from raypipe.transform.batch import Arrays, MicroBatchTransform
+from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample
+from raypipe.transform.samples import EncodedSample
 from raypipe.transform.targets import IGNORE
 
 BOTH = {"mask": "seg", "boxes": "objects"}
@@ -35,14 +35,16 @@ def scene(index: int, height: int = 192, width: int = 256) -> EncodedSample:
     mask[top : top + side, left : left + side] = 1
     image = encode_jpeg(np.repeat(mask[:, :, None] * np.uint8(240), 3, axis=2))
     boxes = [[left, top, left + side, top + side, index]]
-    return EncodedSample(image, cv2.imencode(".png", mask)[1].tobytes(), boxes)
+    columns = {"seg": cv2.imencode(".png", mask)[1].tobytes(), "objects": boxes}
+    return EncodedSample(image, 10 + index, columns)
+
+
+def other(column: str, value: Any) -> EncodedSample:
+    """The second scene with another value in a column."""
+    return SCENES[1]._replace(columns={**SCENES[1].columns, column: value})
 
 
 SCENES = [scene(index) for index in range(12)]
-
-
-def columns(samples: list[Any]) -> dict[str, Any]:
-    return {"image": samples, "label": np.arange(len(samples)), "index": np.arange(len(samples)) + 20}
 
 
 OF_A_SPLIT = ("probe", "exact", "store_address")
@@ -53,10 +55,10 @@ def both(transform: Any, columns: dict[str, str] = BOTH, **options: Any) -> Micr
     of_a_split = {name: options.pop(name) for name in OF_A_SPLIT if name in options}
     named = {f"{name}_column": column for name, column in columns.items()}
     config = TransformConfig(**{"max_boxes": 4} | named | options)
-    return micro_batch_transform(transform, config, **of_a_split)
+    return transform_of(transform, config, **of_a_split)
 
 
-def one(transform: Any, sample: EncodedSample, key: Any, **options: Any) -> Arrays:
+def one(transform: Any, sample: EncodedSample, key: Any, **options: Any) -> dict[str, Any]:
     return both(transform, **options).content.one(sample, tuple(key))
 
 
@@ -107,7 +109,7 @@ def test_what_a_preset_pads_is_no_class(name: str) -> None:
 def test_no_transform_leaves_all_as_it_is() -> None:
     image, mask, boxes = one(None, SCENES[3], (1, 2)).values()
     assert image.shape == (192, 256, 3) and mask.sum() == mask[mask == 1].sum() > 0
-    assert boxes.tolist() == [list(map(float, SCENES[3].boxes[0]))]
+    assert boxes.tolist() == [list(map(float, SCENES[3].columns["objects"][0]))]
 
 
 # The image is the same
@@ -141,12 +143,11 @@ def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None
 
 
 def test_the_crop_alone_gives_the_targets_that_the_whole_image_gives() -> None:
-    keys = KEYS[:12]
     off, exact = (
-        both(build_transform("heavy", 64), crop_decode=mode).run(columns(SCENES), keys).arrays
+        run(both(build_transform("heavy", 64), crop_decode=mode), SCENES, KEYS)[0].arrays()
         for mode in ("off", "exact")
     )
-    assert set(off) == {"image", "mask", "boxes"}
+    assert set(off) == {"image", "mask", "boxes", "label"}
     for name in off:
         np.testing.assert_array_equal(off[name], exact[name])
 
@@ -155,10 +156,8 @@ def test_the_crop_alone_gives_the_targets_that_the_whole_image_gives() -> None:
 
 
 def test_a_micro_batch_has_rows_of_all_three_and_padding_has_nothing() -> None:
-    given = columns([*SCENES[:3], EncodedSample(None)])
-    given["index"][3] = -1
-    result = both(pipeline("resize")).run(given, KEYS[:4])
-    image, mask, boxes = (result.arrays[name] for name in ("image", "mask", "boxes"))
+    batch, _ = run(both(pipeline("resize")), SCENES[:3], KEYS, padding=1)
+    image, mask, boxes = (batch[name] for name in ("image", "mask", "boxes"))
     assert image.shape == (4, 128, 128, 3) and mask.shape == (4, 128, 128) and boxes.shape == (4, 4, 5)
     assert (image.dtype, mask.dtype, boxes.dtype) == (np.uint8, np.uint8, np.float32)
     assert boxes[:3, 0, 4].tolist() == [0, 1, 2] and (boxes[:3, 1:, 4] == -1).all()
@@ -166,22 +165,22 @@ def test_a_micro_batch_has_rows_of_all_three_and_padding_has_nothing() -> None:
 
 
 def test_padding_alone_has_the_shape_that_the_others_have() -> None:
-    given = columns([EncodedSample(None)] * 2) | {"index": np.full(2, -1)}
-    result = both(None, probe=lambda: [EncodedSample(b""), SCENES[0]]).run(given, KEYS[:2])
-    assert {name: array.shape for name, array in result.arrays.items()} == {
+    batch, _ = run(both(None, probe=lambda: [EncodedSample(b""), SCENES[0]]), [], KEYS, padding=2)
+    assert {name: array.shape for name, array in batch.arrays().items()} == {
         "image": (2, 192, 256, 3),
         "mask": (2, 192, 256),
         "boxes": (2, 4, 5),
+        "label": (2,),
     }
 
 
 BAD = {
     "image": (SCENES[1]._replace(image=b"bad"), "not an image"),
-    "mask": (SCENES[1]._replace(mask=b"bad"), "the mask is no PNG"),
-    "no mask": (SCENES[1]._replace(mask=None), "the mask has no value"),
-    "size": (SCENES[1]._replace(mask=scene(0, height=191).mask), "the mask has 256x191 pixels"),
-    "boxes": (SCENES[1]._replace(boxes=[[5, 5, 4, 6, 1]]), "is empty"),
-    "no boxes": (SCENES[1]._replace(boxes=None), "the boxes have no value"),
+    "mask": (other("seg", b"bad"), "the mask is no PNG"),
+    "no mask": (other("seg", None), "the mask has no value"),
+    "size": (other("seg", scene(0, height=191).columns["seg"]), "the mask has 256x191 pixels"),
+    "boxes": (other("objects", [[5, 5, 4, 6, 1]]), "is empty"),
+    "no boxes": (other("objects", None), "the boxes have no value"),
 }
 
 
@@ -190,30 +189,32 @@ BAD = {
 def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> None:
     sample, message = BAD[name]
     made = build_transform(preset, 128)
-    key = tuple(KEYS[9].tolist())
-    result = both(made).run(columns([SCENES[0], sample]), KEYS[:2], lambda *_: (SCENES[9], 5, 77, key))
-    assert result.index.tolist() == [20, 77] and message in result.bad[0]["error"]
-    alone = one(made, SCENES[9], key)
-    np.testing.assert_array_equal(result.arrays["mask"][1], alone["mask"])
-    np.testing.assert_array_equal(result.arrays["boxes"][1, : len(alone["boxes"])], alone["boxes"])
+    k0, k1 = KEYS[9].tolist()
+    batch, (bad,) = run(both(made), [SCENES[0], sample], KEYS, lambda _: [(SCENES[9], 77, (k0, k1))])
+    assert batch.index.tolist() == [20, 77] and message in bad["error"]
+    assert batch["label"].tolist() == [10, 19]
+    alone = one(made, SCENES[9], (k0, k1))
+    np.testing.assert_array_equal(batch["mask"][1], alone["mask"])
+    np.testing.assert_array_equal(batch["boxes"][1, : len(alone["boxes"])], alone["boxes"])
+    assert (batch["boxes"][1, len(alone["boxes"]) :, 4] == -1).all()
     with pytest.raises(SampleError, match=rf"sample 21: .*{message}"):
-        both(made, on_bad_sample="raise").run(columns([SCENES[0], sample]), KEYS[:2])
+        run(both(made, on_bad_sample="raise"), [SCENES[0], sample], KEYS)
 
 
 def test_a_bad_sample_of_a_validation_has_neither_mask_nor_boxes() -> None:
-    result = both(pipeline("resize"), exact=True).run(columns([BAD["mask"][0], SCENES[1]]), KEYS[:2])
-    assert result.weight.tolist() == [0, 1]
-    assert not result.arrays["image"][0].any() and (result.arrays["mask"][0] == IGNORE).all()
-    assert (result.arrays["boxes"][0, :, 4] == -1).all() and result.arrays["boxes"][1, 0, 4] == 1
+    batch, _ = run(both(pipeline("resize"), exact=True), [BAD["mask"][0], SCENES[1]], KEYS)
+    assert batch.weight.tolist() == [0, 1]
+    assert not batch["image"][0].any() and (batch["mask"][0] == IGNORE).all()
+    assert (batch["boxes"][0, :, 4] == -1).all() and batch["boxes"][1, 0, 4] == 1
 
 
 def test_more_boxes_than_there_is_room_for_end_the_run_whatever_is_seen_of_them() -> None:
-    far = SCENES[0]._replace(boxes=[[0, 0, 3, 3, 1]] * 5)
+    far = other("objects", [[0, 0, 3, 3, 1]] * 5)
     transform = both(A.Compose([A.Crop(50, 50, 100, 100)]), store_address="x.lmdb")
     with pytest.raises(
         ConfigError, match=r"x.lmdb sample 21: it has 5 boxes, .* transform.max_boxes is 4: raise it"
     ):
-        transform.run(columns([SCENES[1], far]), KEYS[:2])
+        run(transform, [SCENES[1], far], KEYS)
 
 
 def test_a_mask_that_is_none_any_more_is_a_config_error() -> None:
@@ -222,7 +223,7 @@ def test_a_mask_that_is_none_any_more_is_a_config_error() -> None:
 
     floats = A.Compose([A.Lambda(mask=halved)])
     with pytest.raises(ConfigError, match="the transform made a mask of float64"):
-        both(floats).run(columns([SCENES[0]]), KEYS[:1])
+        run(both(floats), SCENES[:1], KEYS)
 
 
 class Mine(A.DualTransform):
@@ -238,7 +239,7 @@ def test_a_transform_that_cannot_move_boxes_makes_bad_samples_that_name_it() -> 
 def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
     cut = both(A.Compose([A.RandomGridShuffle((6, 6), p=1)]), max_boxes=1)
     with pytest.raises(ConfigError, match=r"sample 20: it has \d+ boxes, and transform.max_boxes is 1: raise it"):
-        cut.run(columns([SCENES[0]]), KEYS[:1])
+        run(cut, SCENES[:1], KEYS)
 
 
 # Settings
@@ -246,7 +247,7 @@ def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
 
 def test_without_targets_there_are_none() -> None:
     assert set(one(None, SCENES[0], (1, 2), columns={})) == {"image"}
-    assert set(both(None, {}).run(columns(SCENES[:2]), KEYS[:2]).arrays) == {"image"}
+    assert set(run(both(None, {}), SCENES[:2], KEYS)[0].fields) == {"image", "label"}
 
 
 @pytest.mark.parametrize(

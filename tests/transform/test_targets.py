@@ -17,13 +17,9 @@ import albumentations as A  # noqa: N812
 from torchvision.transforms import v2
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.base import MemoryStore
-from raypipe.transform.batch import read_encoded
-from raypipe.transform.columns import SampleColumns
+from raypipe.streaming.values import pack_values, unpack_values
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import EncodedSample
 from raypipe.transform.targets import (
-    as_bytes,
     decode_boxes,
     decode_keypoints,
     decode_mask,
@@ -33,6 +29,11 @@ from raypipe.transform.targets import (
 
 CLASSES = np.random.default_rng(0).integers(0, 4, (20, 30), dtype=np.uint8)
 SIZE = (20, 30)
+
+
+def shipped(value: Any) -> Any:
+    """A value as a reader sends it."""
+    return unpack_values(pack_values({"boxes": value}))["boxes"]
 
 
 def png(pixels: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
@@ -150,7 +151,7 @@ FLAT = [number for box in BOXES for number in box]
     ids=["lists", "flat", "array", "flat array", "tuples", "JSON", "flat JSON", "JSON as bytes", "float32"],
 )
 def test_all_forms_of_boxes_mean_the_same_and_so_do_their_bytes(value: Any) -> None:
-    for form in (value, as_bytes(value)):
+    for form in (value, shipped(value)):
         boxes = decode_boxes(form, SIZE)
         assert boxes.dtype == np.float32
         np.testing.assert_array_equal(boxes, np.array(BOXES, np.float32))
@@ -158,7 +159,7 @@ def test_all_forms_of_boxes_mean_the_same_and_so_do_their_bytes(value: Any) -> N
 
 @pytest.mark.parametrize("value", [[], [[]], b"", "", "[]", b" [] ", np.empty((0, 5)), np.empty(0, np.float32)])
 def test_what_is_empty_is_no_boxes(value: Any) -> None:
-    for form in (value, as_bytes(value)):
+    for form in (value, shipped(value)):
         assert decode_boxes(form, SIZE).shape == (0, 5)
 
 
@@ -205,19 +206,6 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
 def test_boxes_that_are_malformed_are_a_bad_sample_with_the_reason(value: Any, message: str) -> None:
     with pytest.raises(SampleError, match=message):
         decode_boxes(value, SIZE)
-
-
-# Reading
-
-
-def test_targets_are_read_with_their_images_and_labels_are_0_where_they_are_not_wanted() -> None:
-    columns = {"seg": [b"m0", b"m1"], "objects": [[[0, 0, 1, 1, 2]], []]}
-    store = MemoryStore([b"a", b"b"], None, columns=columns)
-    no_label = SampleColumns(reads_class=False)
-    samples, labels = read_encoded(store, np.array([1, 0]), {"mask": "seg", "boxes": "objects"}, no_label)
-    assert samples == [EncodedSample(b"b", b"m1", []), EncodedSample(b"a", b"m0", [[0, 0, 1, 1, 2]])]
-    assert labels.tolist() == [0, 0] and labels.dtype == np.int64
-    assert read_encoded(store, np.array([0]), {"mask": "seg"}, no_label)[0] == [EncodedSample(b"a", b"m0", None)]
 
 
 # Pipelines
@@ -288,7 +276,7 @@ def test_none_stays_none() -> None:
 def test_keypoints_have_the_forms_of_boxes_and_may_lie_outside_of_the_image(value: Any) -> None:
     found = decode_keypoints(value, (40, 48))
     assert found.dtype == np.float32 and found.tolist() == [[1, 2, 0], [-5, 60.5, 3]]
-    assert decode_keypoints(as_bytes(value), (40, 48)).tolist() == found.tolist()
+    assert decode_keypoints(shipped(value), (40, 48)).tolist() == found.tolist()
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from typing import Any
 import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
+from micro_batches import run, transform_of
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
-from raypipe.streaming.maker import micro_batch_transform
 from raypipe.transform.contents import Images
-from raypipe.transform.sample_transform import Decoded
+from raypipe.transform.samples import Decoded
 from raypipe.transform.user_code import place_of
 
 IMAGE = Decoded(np.zeros((8, 8, 3), np.uint8), 0)
@@ -108,10 +108,8 @@ def test_the_end_of_a_debugger_or_of_the_program_is_no_bad_sample(error: type[Ba
     def transform(image: np.ndarray) -> np.ndarray:
         raise error
 
-    micro_batch = micro_batch_transform(transform, TransformConfig())
-    columns = {"image": [IMAGE], "label": np.zeros(1, np.int64), "index": np.zeros(1, np.int64)}
     with pytest.raises(error):
-        micro_batch.run(columns, np.zeros((1, 2), np.uint64), lambda *_: (IMAGE, 0, 1, (0, 0)))
+        run(transform_of(transform), [IMAGE], np.zeros((1, 2), np.uint64), lambda _: [(IMAGE, 1, (0, 0))])
 
 
 def test_only_the_users_code_is_at_fault_for_what_it_raises() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import picture
+from micro_batches import run, transform_of
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
@@ -16,12 +17,12 @@ from torchvision.transforms import v2
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
-from raypipe.streaming.maker import micro_batch_transform
 from raypipe.transform import contents
 from raypipe.transform.contents import Images
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform, check_transform, num_pixels
-from raypipe.transform.sample_transform import Decoded, EncodedSample, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.transform_steps import brief, without_files
 from raypipe.transform.views import VIEW_PRESETS, find_views, view_key
 
@@ -211,14 +212,14 @@ def test_find_views_takes_the_size_of_the_settings_where_a_view_has_none() -> No
 
 
 def test_a_micro_batch_has_black_views_where_there_is_no_sample() -> None:
-    transform = micro_batch_transform({"a": (CROP, 2), "b": "center"}, TransformConfig(size=8), exact=True)
-    images = [EncodedSample(picture(0)), EncodedSample(b"damaged"), EncodedSample(None), EncodedSample(picture(1))]
-    columns = {"image": images, "label": [1, 2, 0, 3], "index": [10, 11, -1, 12]}
-    result = transform.run(columns, np.arange(8, dtype=np.uint64).reshape(4, 2))
-    assert {name: array.shape for name, array in result.arrays.items()} == {
-        "view.a": (4, 2, 16, 16, 3),
-        "view.b": (4, 8, 8, 3),
+    transform = transform_of({"a": (CROP, 2), "b": "center"}, TransformConfig(size=8), exact=True)
+    samples = [*map(EncodedSample, (picture(0), b"damaged", None, picture(1)), (1, 2, 0, 3))]
+    batch, bad = run(transform, samples, np.arange(8, dtype=np.uint64).reshape(4, 2), indices=[10, 11, -1, 12])
+    assert {name: array.shape for name, array in batch.arrays("view").items()} == {
+        "a": (4, 2, 16, 16, 3),
+        "b": (4, 8, 8, 3),
     }
-    assert result.weight.tolist() == [1, 0, 0, 1] and [bad["index"] for bad in result.bad] == [11]
-    for array in result.arrays.values():
+    assert {*batch.fields} == {"view.a", "view.b", "label"} and batch["label"].tolist() == [1, 0, 0, 3]
+    assert batch.weight.tolist() == [1, 0, 0, 1] and [record["index"] for record in bad] == [11]
+    for array in batch.arrays("view").values():
         assert array.dtype == np.uint8 and not array[1:3].any() and array[0].any() and array[3].any()

@@ -14,7 +14,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, CursorError, OutageError, ResourceError, SampleError
-from raypipe.failures import cause_of, is_final, told
+from raypipe.rayext.failures import cause_of, is_final, told
 from raypipe.rayext.trainer import OnlyDeathsPolicy
 
 LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())

@@ -1,0 +1,94 @@
+"""The rows of an execution, as one rank takes them; the end of an iteration leaves nothing of it behind.
+
+Ray Data, left in the middle, keeps a thread that waits for ever, and a ring of references that keeps actors alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raypipe.rayext.failures import cause_of
+from raypipe.rayext.ours import ours
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
+
+_RAY_DATA_THREAD = "iter_threaded"
+_MAKES_BATCHES = "_create_batch_iterator"
+_THREAD_S = 5.0  # for a call to Ray that it is in
+
+Row = dict[str, np.ndarray]
+
+
+class Ended:
+    """A rank's split of a stream that has ended; Ray Data would run an execution for it, and log that."""
+
+    def iter_batches(self, **options: Any) -> Iterator[Row]:
+        """Nothing."""
+        return iter(())
+
+
+def rows(iterator: DataIterator) -> Generator[Row, None, None]:
+    """The rows of a rank's split, zero-copy and read-only; let go of one before the next.
+
+    Raises:
+        RaypipeError: the error that an actor raised, without the layers around it.
+    """
+    failure: BaseException | None = None
+    before, threads = set(threading.enumerate()), list[threading.Thread]()
+    made = _record_batch_iterators(iterator)
+    try:
+        with ours():
+            found = iter(
+                iterator.iter_batches(
+                    batch_size=None,  # type: ignore[arg-type]
+                    batch_format="numpy",
+                    prefetch_batches=1,
+                )
+            )
+        while True:
+            with ours():
+                row: Any = next(found, None)
+            if row is None:
+                break
+            if not threads:
+                threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
+            yield row
+            del row  # or its block would be held until the next one has come
+    except Exception as error:
+        failure = cause_of(error)
+    finally:
+        found = None  # type: ignore[assignment]
+        vars(iterator).pop(_MAKES_BATCHES, None)
+        del iterator
+        for each in made:
+            # Ray Data stops its prefetcher's thread at the end alone: left before, the thread waits for ever.
+            getattr(getattr(each, "_prefetcher", None), "stop", lambda: None)()
+        made.clear()
+        # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
+        # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
+        gc.collect()
+        # Nobody waits for these. One that calls Ray after `ray.shutdown()` ends the process: exit code 1, no word.
+        for thread in threads:
+            thread.join(_THREAD_S)
+    # Here, and not above: the error would hold on to the frames of the execution.
+    if failure is not None:
+        raise failure
+
+
+def _record_batch_iterators(iterator: Any) -> list[Any]:
+    """A list that gets what Ray Data will make to iterate this iterator's batches."""
+    made = list[Any]()
+    if make := getattr(iterator, _MAKES_BATCHES, None):
+
+        def create(*args: Any, **options: Any) -> Any:
+            made.append(make(*args, **options))
+            return made[-1]
+
+        setattr(iterator, _MAKES_BATCHES, create)
+    return made

@@ -1,0 +1,81 @@
+"""Bad samples of a stream: their record, and how many of them a run tolerates."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from raypipe.errors import BadSamplesError, SampleError, TransformError
+from raypipe.plan.places import MicroBatchId
+from raypipe.storage.files import write_text
+from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.patience import impatient
+from raypipe.stores.base import title_of
+
+logger = logging.getLogger(__name__)
+
+# Where a record has failed, this process tries none again: an object store that is gone says so after minutes, and
+# a run should not wait for it at every bad sample.
+_without_records: set[str] = set()
+
+
+def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by: str = "") -> None:
+    """Log bad samples, and write them as one JSON-lines object per micro-batch.
+
+    It is named by the micro-batch's place, so that a retry of the same one, on any node, writes the same again.
+    Where it cannot be written, that is logged, once in a process, and the log alone has them from then on.
+
+    Args:
+        folder_uri: of the quarantine; empty = log only.
+        at: the micro-batch.
+        bad: one record per sample.
+        by: who found them, where that is not an actor; part of the name.
+    """
+    lines = [json.dumps({**vars(at), **record}) for record in bad]
+    for line in lines:
+        logger.warning("bad sample: %s", line)
+    if not folder_uri or folder_uri in _without_records:
+        return
+    try:
+        with impatient():
+            filesystem, folder = open_filesystem(folder_uri)
+            filesystem.create_dir(folder, recursive=True)
+            write_text(join(folder_uri, f"{at}{by and '-' + by}.jsonl"), "".join(line + "\n" for line in lines))
+    except Exception as error:  # a full disk, an object store that is gone, whatever it is
+        _without_records.add(folder_uri)
+        logger.warning("bad samples cannot be recorded in %s, but in this log: %s", folder_uri, error)
+
+
+@dataclass
+class BadSampleBudget:
+    """How many bad samples a run tolerates before it stops.
+
+    Attributes:
+        max_fraction: largest share of the samples seen, in [0, 1].
+        grace: this many are always tolerated, since one in the first ten says little about a rate.
+    """
+
+    max_fraction: float = 0.01
+    grace: int = 10
+    num_bad: int = 0
+    num_seen: int = 0
+
+    def spend(self, bad: list[dict[str, Any]], num_seen: int) -> None:
+        """Count further samples seen, and the records of those that were bad.
+
+        Raises:
+            BadSamplesError: more than max(grace, max_fraction × seen) have been bad.
+        """
+        self.num_bad += len(bad)
+        self.num_seen += num_seen
+        if bad and self.num_bad > max(self.grace, self.max_fraction * self.num_seen):
+            title = title_of(bad[-1]["store"], bad[-1]["index"], bad[-1]["name"])
+            kind = TransformError if bad[-1].get("fault") == TransformError.fault else SampleError
+            raise BadSamplesError(
+                f"{self.num_bad} of {self.num_seen} samples are bad, more than"
+                f" transform.max_bad_fraction={self.max_fraction:g} allows (the first {self.grace} are free);"
+                f" the last one is {title}: {bad[-1]['error']}."
+                f" Raise transform.max_bad_fraction, or {kind.advice}"
+            )

@@ -1,0 +1,258 @@
+"""Fields: what a sample of a stream has, by name; a micro-batch of them; and the memory that it is filled in.
+
+    field                one sample                           a micro-batch of B
+    image                uint8 (H, W, 3), or as the           (B, H, W, 3)
+                         transform makes arrays
+    view.NAME            the same, or (n, H, W, 3)            (B, H, W, 3), (B, n, H, W, 3)
+    mask                 uint8 (H, W)                         (B, H, W)
+    boxes, keypoints     float32 (k, 5), (k, 3)               (B, K, 5), (B, K, 3), padded
+    label                int64, or the target's array         (B,), (B, …)
+    column.NAME          see `raypipe.transform.columns`      (B, …), or `Ragged`
+    encoded.data         bytes, for the device to decode      `Ragged`
+    encoded.crop, .flip  int32 (4,), bool: what to cut        (B, 4), (B,)
+
+`stream_fields` in `raypipe.transform.contents` lists those of a stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.transform.memory import reused_arrays
+
+Kind = Literal["array", "ragged", "text", "bytes", "json"]
+
+IMAGE, LABEL = "image", "label"
+VIEW, COLUMN, ENCODED = "view", "column", "encoded"
+"""Groups of fields, whose names are GROUP.NAME."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of the samples of a stream.
+
+    Attributes:
+        kind: "array" (numbers of one shape), "ragged" (numbers of any length), "text", "bytes", or "json".
+        dtype: of numbers, numpy's name; empty = as the first sample has it.
+        shape: of a sample's array; of a ragged one, that of its elements; None = as the first sample has it.
+        fill: rows that do not count hold it, and rows that are padded: a number, or one for each entry of the last
+            axis.
+        is_padded: a sample may have fewer entries along the first axis than the shape.
+        on_device: it goes to the training device. Only arrays do.
+    """
+
+    kind: Kind = "array"
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    fill: float | tuple[float, ...] = 0
+    is_padded: bool = False
+    on_device: bool = True
+
+
+class Ragged(NamedTuple):
+    """The values of B samples of any length, end to end.
+
+    Attributes:
+        kind: of the field, but "array".
+        values: of "ragged" (n, …); else their bytes, uint8 (n,).
+        offsets: int64 (B + 1,); sample b is values[offsets[b] : offsets[b + 1]].
+    """
+
+    kind: Kind
+    values: np.ndarray
+    offsets: np.ndarray
+
+    @staticmethod
+    def of(kind: Kind, samples: Sequence[Any], like: Field) -> Ragged:
+        """Of samples: arrays, or bytes; None = nothing."""
+        if kind == "ragged":
+            nothing = np.empty((0, *(like.shape or ())), like.dtype)
+            parts: Sequence[Any] = [nothing if sample is None else sample for sample in samples]
+            values = np.concatenate([nothing, *parts])
+        else:
+            blank = b"null" if kind == "json" else b""
+            contents: list[bytes] = [blank if sample is None else sample for sample in samples]
+            parts, values = contents, np.frombuffer(b"".join(contents), np.uint8)
+        return Ragged(kind, values, np.cumsum([0, *map(len, parts)], dtype=np.int64))
+
+    def copied(self) -> Ragged:
+        """The same in memory of its own."""
+        return Ragged(self.kind, self.values.copy(), self.offsets.copy())
+
+    def unpacked(self) -> list[Any]:
+        """B arrays, texts, bytes, or what JSON holds."""
+        parts = [self.values[start:end] for start, end in itertools.pairwise(self.offsets.tolist())]
+        if self.kind == "ragged":
+            return parts
+        contents = [part.tobytes() for part in parts]
+        if self.kind == "bytes":
+            return contents
+        texts = [content.decode("utf-8", "surrogatepass") for content in contents]
+        return texts if self.kind == "text" else list(map(json.loads, texts))
+
+
+def in_group(fields: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """The entries of a group, by the names that they have in it."""
+    parts = {name: name.partition(".") for name in fields}
+    return {rest: fields[name] for name, (first, _, rest) in parts.items() if first == group and rest}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch in host memory, possibly read-only. Padding, and bad samples of a validation, have weight 0.
+
+    Attributes:
+        at: its place.
+        index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
+        weight: float32 (B,), 1 or 0.
+        fields: by name: arrays (B, …), and `Ragged`.
+        num_bad: samples that were replaced or left out.
+        read_s, work_s: seconds that were spent on reading it, and on it in all.
+    """
+
+    at: MicroBatchId
+    index: np.ndarray
+    weight: np.ndarray
+    fields: dict[str, np.ndarray | Ragged]
+    num_bad: int = 0
+    read_s: float = 0.0
+    work_s: float = 0.0
+
+    def arrays(self, group: str = "") -> dict[str, np.ndarray]:
+        """The arrays among the fields, or those of a group by the names that they have in it."""
+        found = in_group(self.fields, group) if group else self.fields
+        return {name: values for name, values in found.items() if isinstance(values, np.ndarray)}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """An array among the fields."""
+        values = self.fields[name]
+        assert isinstance(values, np.ndarray)
+        return values
+
+
+class BlockMemory:
+    """The memory of `count` micro-batches of one block, which is shipped as one piece.
+
+    Args:
+        fields: of the stream. What the first sample shows of them is noted here.
+
+    Attributes:
+        arrays: by name, each (count, B, …); none before the first sample has come.
+    """
+
+    def __init__(self, fields: dict[str, Field], count: int = 1) -> None:
+        self.fields, self.arrays = fields, dict[str, np.ndarray]()
+        self._count, self._taken = count, 0
+
+    def take(self, num_samples: int) -> dict[str, np.ndarray]:
+        """The arrays (B, …) of the next micro-batch; the fields have shapes."""
+        if not self.arrays:
+            self.arrays = reused_arrays(
+                {
+                    name: ((self._count, num_samples, *(each.shape or ())), np.dtype(each.dtype))
+                    for name, each in self.fields.items()
+                    if each.kind == "array"
+                }
+            )
+        self._taken += 1
+        return {name: array[self._taken - 1] for name, array in self.arrays.items()}
+
+
+@dataclass
+class Rows:
+    """The rows of a micro-batch, which are filled one after the other.
+
+    Args:
+        memory: where its arrays lie.
+        num_samples: B.
+
+    Attributes:
+        index, weight: see `MicroBatch`.
+    """
+
+    memory: BlockMemory
+    num_samples: int
+    index: np.ndarray = field(init=False)
+    weight: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.index = np.full(self.num_samples, PADDING, np.int64)
+        self.weight = np.zeros(self.num_samples, np.float32)
+        self._missing, self._lists = list[int](), dict[str, list[Any]]()
+        self._image: np.ndarray | None = None
+        self._arrays = self.memory.take(self.num_samples) if _are_known(self.memory.fields) else None
+
+    def image(self, row: int) -> np.ndarray | None:
+        """Memory that a row's image may be made in; None = it is not known yet."""
+        images = self._arrays.get(IMAGE) if self._arrays else None
+        self._image = None if images is None else images[row]
+        return self._image
+
+    def put(self, row: int, index: int, sample: Mapping[str, Any]) -> None:
+        """Fill a row with a sample, by fields."""
+        if self._arrays is None:
+            self.begin(sample)
+        assert self._arrays is not None
+        for name, value in sample.items():
+            array = self._arrays.get(name)
+            if array is None:
+                self._lists.setdefault(name, [None] * self.num_samples)[row] = value
+            elif value is not self._image:
+                each = self.memory.fields[name]
+                if each.is_padded:
+                    array[row, : len(value)] = value
+                    array[row, len(value) :] = each.fill
+                else:
+                    array[row] = value
+        self.index[row], self.weight[row] = index, 1
+
+    def leave_out(self, row: int, index: int = PADDING) -> None:
+        """Fill a row that does not count: padding, or a sample that is bad."""
+        self._missing.append(row)
+        self.index[row] = index
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the shapes of all fields are known."""
+        return self._arrays is not None
+
+    def begin(self, sample: Mapping[str, Any]) -> None:
+        """Learn the shapes of the fields by a sample."""
+        learn(self.memory.fields, sample)
+        self._arrays = self.memory.take(self.num_samples)
+
+    def finish(self) -> dict[str, np.ndarray | Ragged]:
+        """The fields of the micro-batch."""
+        assert self._arrays is not None
+        found: dict[str, np.ndarray | Ragged] = {}
+        for name, each in self.memory.fields.items():
+            if each.kind == "array":
+                array = self._arrays[name]
+                if self._missing:
+                    array[self._missing] = each.fill
+                found[name] = array
+            else:
+                samples = self._lists.get(name, [None] * self.num_samples)
+                found[name] = Ragged.of(each.kind, samples, each)
+        return found
+
+
+def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
+    """Note what a sample shows of its fields: shapes, dtypes, and the views that a function makes."""
+    if any(name not in fields for name in sample):  # it makes views, where an image was expected
+        fields.pop(IMAGE, None)
+    for name, value in sample.items():
+        each = fields.get(name, Field())
+        if each.kind == "array" and each.shape is None:
+            fields[name] = replace(each, dtype=value.dtype.name, shape=value.shape)
+
+
+def _are_known(fields: Mapping[str, Field]) -> bool:
+    return all(each.kind != "array" or each.shape is not None for each in fields.values())

@@ -1,0 +1,95 @@
+"""Micro-batches of samples that a test has at hand, as an actor makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from raypipe.config import TransformConfig
+from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.transform.batch import MicroBatchTransform, Sample, Substitutes
+from raypipe.transform.contents import build_content
+from raypipe.transform.direct import Box
+from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
+from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged, Rows
+from raypipe.transform.samples import EncodedSample
+
+AT = MicroBatchId("train", 0, 0, 0)
+FIRST = 20
+"""The index of the first sample, unless indices are given."""
+
+
+def transform_of(transform: Any, config: TransformConfig | None = None, **of_a_split: Any) -> MicroBatchTransform:
+    """By a user's transform, settings of a run, and options of a split."""
+    config = config or TransformConfig()
+    return MicroBatchTransform(build_content(transform, config), on_bad_sample=config.on_bad_sample, **of_a_split)
+
+
+def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
+    """Samples with the labels 0, 3, 6, …"""
+    return [EncodedSample(image, 3 * row) for row, image in enumerate(images)]
+
+
+def run(
+    transform: MicroBatchTransform,
+    samples: Sequence[Sample],
+    keys: np.ndarray,
+    substitutes: Substitutes | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    padding: int = 0,
+    **more: Any,
+) -> tuple[MicroBatch, list[dict[str, Any]]]:
+    """A micro-batch, and the records of its bad samples.
+
+    Args:
+        keys: uint64, of as many samples at least.
+        indices: None = from FIRST on.
+        padding: this many rows of padding follow the samples.
+        more: see `MicroBatchTransform.run`.
+    """
+    given = [*(range(FIRST, FIRST + len(samples)) if indices is None else indices), *[PADDING] * padding]
+    samples = [*samples, *[EncodedSample(None)] * padding]
+    rows, bad = transform.run(samples, np.array(given), keys[: len(given)], substitutes, **more)
+    return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), bad
+
+
+def with_fields(batch: MicroBatch, fields: Mapping[str, np.ndarray | Ragged]) -> MicroBatch:
+    """A copy with other or more fields."""
+    return replace(batch, fields={**batch.fields, **fields})
+
+
+def plain(batch: MicroBatch) -> dict[str, Any]:
+    """All that a micro-batch holds, as values that compare."""
+
+    def values(value: Any) -> Any:
+        if isinstance(value, Ragged):
+            return value.kind, values(value.values), values(value.offsets)
+        return (str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value
+
+    found = {**vars(batch), **batch.fields}
+    del found["fields"]
+    return {name: values(value) for name, value in found.items()}
+
+
+def to_decode(batch: MicroBatch) -> dict[str, np.ndarray]:
+    """The arguments of `DeviceDecoder.decode` for an encoded micro-batch."""
+    data = batch.fields[DATA]
+    assert isinstance(data, Ragged)
+    arrays = {"data": data.values, "offsets": data.offsets, "crop": batch[CROP], "flip": batch[FLIP]}
+    return {**arrays, "ok": batch.weight > 0}
+
+
+def cuts_to_decode(cuts: Sequence[tuple[bytes, Box, bool] | None]) -> dict[str, np.ndarray]:
+    """The same for encoded images with their boxes and flips; None = padding."""
+    memory = BlockMemory(dict(ENCODED_FIELDS))
+    rows = Rows(memory, len(cuts))
+    for row, cut in enumerate(cuts):
+        if cut:
+            rows.put(row, row, dict(zip(ENCODED_FIELDS, cut, strict=True)))
+        else:
+            rows.leave_out(row)
+    return to_decode(MicroBatch(AT, rows.index, rows.weight, rows.finish()))

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.data
+from ray import cloudpickle
+from ray.data import DataContext
+from ray.data._internal import stats
+from ray.data._internal.execution.operators import actor_pool_map_operator
+from ray.data._internal.stats import _StatsManager
+
+import raypipe
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.rayext.cluster import LOCAL_CLUSTER
+from raypipe.rayext.execution import Settings, context_of
+from raypipe.rayext.ours import is_ours, ours
+
+CALLS = ["register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the methods of Ray Data's actor of statistics that were called, of a local cluster."""
+    monkeypatch.setenv(LOCAL_CLUSTER, "1")
+    called: list[str] = []
+
+    class Method:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def remote(self, *args: Any, **options: Any) -> Any:
+            called.append(self.name)
+            return ray.put("an identifier")
+
+    class Actor:
+        def __getattr__(self, name: str) -> Method:
+            return Method(name)
+
+    monkeypatch.setattr(stats, "get_or_create_stats_actor", Actor)
+    context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)  # puts the patches in place
+    return called
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What Ray Data's executor logs, for people."""
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger("ray.data._internal.execution.streaming_executor"), Handler()
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
+    asked: list[str], lines: list[str], stores: dict[str, Path]
+) -> None:
+    plan, transform = PlanConfig(micro_batch_size=10), TransformConfig(train="small", size=8)
+    pool = PoolConfig(cpus_per_actor=0.5, max_actors=1)
+    stream = raypipe.stream(stores["train"], plan=plan, transform=transform, pool=pool)
+    with ours():
+        rows = iter(stream.iter_batches(batch_size=None, prefetch_batches=0))
+        assert "image" in next(rows)
+    assert asked == [] and lines == []
+
+    class Identity:  # in here: actors cannot import this module
+        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            return batch
+
+    dataset: Any = ray.data.range(2).map_batches(Identity, concurrency=1, num_cpus=0.1)
+    others = iter(dataset.iter_batches(batch_size=None))
+    assert next(others)["id"].tolist()
+    executor = dataset._current_executor
+    of = {type(each).__module__.partition(".")[0] for each in executor._backpressure_policies}
+    of |= {
+        type(each).__module__.partition(".")[0]
+        for each in (executor._cluster_autoscaler, executor._actor_autoscaler)
+    }
+    assert of == {"ray"}
+    list(others)
+    assert {"register_dataset", "update_execution_metrics"} <= set(asked) and any(
+        "execution" in line for line in lines
+    )
+    before = len(asked), len(lines)
+    with ours():
+        list(rows)
+    assert (len(asked), len(lines)) == before
+
+
+def test_in_a_local_cluster_our_executions_ask_for_none_of_the_actors(asked: list[str]) -> None:
+    with ours():
+        first, second = (_StatsManager.gen_dataset_id_from_stats_actor() for _ in range(2))
+        assert first != second and len(first) == 32
+        for name in CALLS:
+            getattr(_StatsManager, name)(1, 2, 3)
+        tracker = actor_pool_map_operator.get_or_create_actor_location_tracker()
+        sent = cloudpickle.loads(cloudpickle.dumps(tracker))  # to each actor
+        assert sent.update_actor_location.remote("actor", "node") is None
+        assert actor_pool_map_operator.get_actor_locations(("actor",)) == {}
+    assert asked == []
+
+
+def test_in_any_other_cluster_ray_keeps_its_statistics(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
+    monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
+    with ours():
+        _StatsManager.update_iteration_metrics(None, "dataset")  # type: ignore[arg-type]
+    assert asked == ["update_iteration_metrics"]
+
+
+def test_work_is_ours_by_thread_and_by_context() -> None:
+    assert not is_ours()
+    with ours():
+        seen = []
+        other = threading.Thread(target=lambda: seen.append(is_ours()))
+        other.start()
+        other.join()
+        assert is_ours() and seen == [False]
+    assert not is_ours()
+    before = DataContext.get_current()
+    DataContext._set_current(context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1))
+    try:
+        assert is_ours()
+    finally:
+        DataContext._set_current(before)

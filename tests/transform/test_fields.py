@@ -1,0 +1,285 @@
+"""Fields of samples, the memory of a block, and the rows that are filled in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from micro_batches import AT, run, samples_of, transform_of, with_fields
+
+from raypipe.config import TransformConfig
+from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.fields import (
+    BlockMemory,
+    Field,
+    MicroBatch,
+    Ragged,
+    Rows,
+    in_group,
+    learn,
+)
+
+KEYS = np.arange(20, dtype=np.uint64).reshape(10, 2)
+
+
+def fields() -> dict[str, Field]:
+    """Of each kind; the shape of the image is not known yet."""
+    return {
+        "image": Field(),
+        "boxes": Field("array", "float32", (3, 2), (0.0, -1.0), is_padded=True),
+        "label": Field("array", "int64", ()),
+        "column.score": Field("array", "float32", (), 0.5),
+        "column.tags": Field("ragged", "int16"),
+        "column.text": Field("text"),
+        "column.raw": Field("bytes"),
+        "column.meta": Field("json"),
+    }
+
+
+def sample(number: int, num_boxes: int = 1) -> dict[str, Any]:
+    return {
+        "image": np.full((2, 3, 3), number, np.uint8),
+        "boxes": np.full((num_boxes, 2), number, np.float32),
+        "label": number,
+        "column.score": np.float32(number),
+        "column.tags": np.arange(number, dtype=np.int16),
+        "column.text": "é".encode() * number,
+        "column.raw": bytes([number]) * number,
+        "column.meta": b'{"number": %d}' % number,
+    }
+
+
+def filled(memory: BlockMemory, *numbers: int | None, num_boxes: int = 1) -> MicroBatch:
+    """Of samples by their numbers; None = a row that is left out."""
+    rows = Rows(memory, len(numbers))
+    for row, number in enumerate(numbers):
+        if number is None:
+            rows.leave_out(row)
+        else:
+            rows.put(row, 10 + number, sample(number, num_boxes))
+    return MicroBatch(AT, rows.index, rows.weight, rows.finish())
+
+
+def unpacked(batch: MicroBatch, name: str) -> list[Any]:
+    values = batch.fields[name]
+    assert isinstance(values, Ragged)
+    return values.unpacked()
+
+
+# Rows
+
+
+def test_each_field_has_the_values_of_its_samples_in_order() -> None:
+    batch = filled(BlockMemory(fields()), 1, 2)
+    assert list(batch.fields) == list(fields())
+    assert batch["image"].shape == (2, 2, 3, 3) and batch["image"][:, 0, 0, 0].tolist() == [1, 2]
+    assert batch["boxes"].tolist() == [[[1, 1], [0, -1], [0, -1]], [[2, 2], [0, -1], [0, -1]]]
+    assert batch["label"].tolist() == [1, 2] and batch["column.score"].tolist() == [1, 2]
+    assert [tags.tolist() for tags in unpacked(batch, "column.tags")] == [[0], [0, 1]]
+    assert unpacked(batch, "column.text") == ["é", "éé"] and unpacked(batch, "column.raw") == [b"\1", b"\2\2"]
+    assert unpacked(batch, "column.meta") == [{"number": 1}, {"number": 2}]
+    assert batch.index.tolist() == [11, 12] and batch.index.dtype == np.int64
+    assert batch.weight.tolist() == [1, 1] and batch.weight.dtype == np.float32
+
+
+def test_rows_that_are_left_out_hold_the_fill_of_each_field_and_count_for_nothing() -> None:
+    memory = BlockMemory(fields(), 2)
+    filled(memory, 3, 3, 3)  # what lies there before
+    batch = filled(memory, None, 4, None)
+    assert batch.index.tolist() == [-1, 14, -1] and batch.weight.tolist() == [0, 1, 0]
+    for row in (0, 2):
+        assert not batch["image"][row].any() and batch["label"][row] == 0 and batch["column.score"][row] == 0.5
+        assert batch["boxes"][row].tolist() == [[0, -1]] * 3
+    assert [tags.tolist() for tags in unpacked(batch, "column.tags")] == [[], [0, 1, 2, 3], []]
+    assert unpacked(batch, "column.text") == ["", "éééé", ""] and unpacked(batch, "column.raw")[::2] == [b"", b""]
+    assert unpacked(batch, "column.meta") == [None, {"number": 4}, None]
+
+
+def test_a_bad_sample_leaves_nothing_of_what_it_had_begun_in_its_row() -> None:
+    memory = BlockMemory(fields())
+    learn(memory.fields, sample(1))
+    rows = Rows(memory, 2)
+    image = rows.image(0)
+    assert image is not None
+    image[:] = 77
+    rows.leave_out(0, 5)
+    rows.put(1, 6, sample(1))
+    assert not rows.finish()["image"][0].any()  # type: ignore[union-attr]
+    assert rows.index.tolist() == [5, 6] and rows.weight.tolist() == [0, 1]
+
+
+def test_a_row_may_be_left_out_before_the_first_sample_shows_the_shapes() -> None:
+    batch = filled(BlockMemory(fields()), None, 2)
+    assert batch["image"].shape == (2, 2, 3, 3) and not batch["image"][0].any() and batch["image"][1].all()
+
+
+def test_padding_alone_has_the_shapes_that_another_sample_shows() -> None:
+    rows = Rows(BlockMemory(fields()), 2)
+    rows.leave_out(0)
+    rows.leave_out(1)
+    assert not rows.has_begun
+    rows.begin(sample(3))
+    found = rows.finish()
+    assert rows.has_begun and not rows.weight.any()
+    assert isinstance(found["image"], np.ndarray) and found["image"].shape == (2, 2, 3, 3)
+    assert not found["image"].any()
+
+
+def test_an_image_that_is_made_in_its_row_is_not_copied_and_another_is() -> None:
+    memory = BlockMemory(fields())
+    assert Rows(memory, 2).image(0) is None, "its shape is not known yet"
+    learn(memory.fields, sample(1))
+    rows = Rows(memory, 2)
+    for row in range(2):
+        out = rows.image(row)
+        assert out is not None and out.shape == (2, 3, 3)
+        image = np.full((2, 3, 3), 5, np.uint8) if row else out
+        if not row:
+            out[:] = 9
+        rows.put(row, row, {**sample(1), "image": image})
+    found = rows.finish()["image"]
+    assert isinstance(found, np.ndarray) and found[:, 0, 0, 0].tolist() == [9, 5]
+
+
+# The memory of a block
+
+
+def test_micro_batches_of_a_block_lie_in_one_piece_one_after_the_other() -> None:
+    memory = BlockMemory(fields(), 3)
+    batches = [filled(memory, number, number + 1) for number in (1, 3, 5)]
+    assert memory.arrays.keys() == {"image", "boxes", "label", "column.score"}
+    assert memory.arrays["image"].shape == (3, 2, 2, 3, 3)
+    assert memory.arrays["label"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    for number, batch in enumerate(batches):
+        for name, array in memory.arrays.items():
+            assert np.shares_memory(array[number], batch[name])
+    starts = [array.__array_interface__["data"][0] for array in memory.arrays.values()]
+    assert starts == sorted(starts) and starts[-1] - starts[0] < 1000, "one piece"
+
+
+def test_boxes_are_padded_anew_in_memory_that_held_more_of_them() -> None:
+    fields_of = {"boxes": Field("array", "float32", (500_000, 2), (0.0, -1.0), is_padded=True)}
+    many = Rows(BlockMemory(dict(fields_of)), 1)
+    many.put(0, 0, {"boxes": np.full((500_000, 2), 7, np.float32)})
+    array = many.finish()["boxes"]
+    assert isinstance(array, np.ndarray)
+    at = array.__array_interface__["data"][0]
+    del many, array
+    few = Rows(BlockMemory(dict(fields_of)), 1)
+    few.put(0, 0, {"boxes": np.full((2, 2), 5, np.float32)})
+    found = few.finish()["boxes"]
+    assert isinstance(found, np.ndarray) and found.__array_interface__["data"][0] == at, "the same memory"
+    assert (found[0, :2] == 5).all() and (found[0, 2:] == [0, -1]).all()
+
+
+def test_blocks_of_a_transform_do_not_share_memory() -> None:
+    known = fields()
+    first, second = (filled(BlockMemory(known, 1), number) for number in (1, 2))
+    assert first["image"][0, 0, 0, 0] == 1 and not np.shares_memory(first["image"], second["image"])
+
+
+def test_a_transform_makes_each_micro_batch_in_the_memory_that_it_is_given() -> None:
+    images = [encode_jpeg(np.full((8, 8, 3), 40 * number, np.uint8)) for number in range(4)]
+    transform = transform_of("resize", TransformConfig(size=8))
+    memory = BlockMemory(transform.content.fields, 2)
+    one, _ = run(transform, samples_of(images), KEYS, memory=memory)
+    two, _ = run(transform, samples_of(images[:3]), KEYS, padding=1, memory=memory)
+    alone, _ = run(transform, samples_of(images), KEYS)
+    assert np.shares_memory(one["image"], memory.arrays["image"][0])
+    assert np.shares_memory(two["image"], memory.arrays["image"][1])
+    assert np.array_equal(one["image"], alone["image"]) and np.array_equal(two["image"][:3], alone["image"][:3])
+    assert not np.shares_memory(alone["image"], memory.arrays["image"]) and not two["image"][3].any()
+
+
+# Learning
+
+
+def test_a_sample_shows_the_shapes_that_nobody_knew_and_changes_no_others() -> None:
+    known = fields()
+    learn(known, sample(1))
+    assert known["image"] == Field("array", "uint8", (2, 3, 3))
+    assert {**known, "image": Field()} == fields()
+    learn(known, {**sample(1), "image": np.zeros((9, 9, 3), np.float32)})
+    assert known["image"] == Field("array", "uint8", (2, 3, 3))
+
+
+def test_views_of_a_function_take_the_place_of_the_image() -> None:
+    rows = Rows(BlockMemory({"image": Field(), "label": Field("array", "int64", ())}), 2)
+    views = {"view.a": np.ones((4, 4, 3), np.uint8), "view.b": np.ones((2, 3, 3, 3), np.uint16)}
+    rows.put(0, 5, {**views, "label": 3})
+    rows.leave_out(1)
+    found = rows.finish()
+    assert found.keys() == {"view.a", "view.b", "label"} == rows.memory.fields.keys()
+    batch = MicroBatch(AT, rows.index, rows.weight, found)
+    assert batch["view.a"].shape == (2, 4, 4, 3) and batch["view.b"].shape == (2, 2, 3, 3, 3)
+    assert batch["view.b"].dtype == np.uint16 and batch["view.b"][0].all() and not batch["view.b"][1].any()
+
+
+def test_a_function_of_views_shows_them_by_its_first_sample_even_to_padding() -> None:
+    def views(image: np.ndarray) -> dict[str, np.ndarray]:
+        return {"left": image[:, :4], "right": image[:, 4:]}
+
+    jpeg = encode_jpeg(np.full((8, 8, 3), 99, np.uint8))
+    padded = transform_of(views, probe=lambda: samples_of([None, jpeg]))
+    batch, _ = run(padded, [], KEYS, padding=2)
+    assert {name: array.shape for name, array in batch.arrays("view").items()} == dict.fromkeys(
+        ("left", "right"), (2, 8, 4, 3)
+    )
+    assert "image" not in batch.fields and not batch["view.left"].any()
+
+
+# Ragged
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples", "expected"),
+    [
+        ("ragged", [np.array([1, 2]), None, np.array([], np.int64)], [[1, 2], [], []]),
+        ("text", ["é".encode(), None, "\ud800".encode("utf-8", "surrogatepass")], ["é", "", "\ud800"]),
+        ("bytes", [b"\0\xff", None, b""], [b"\0\xff", b"", b""]),
+        ("json", [b"[1, null]", None, b'"a"'], [[1, None], None, "a"]),
+        ("bytes", [None, None], [b"", b""]),
+    ],
+)
+def test_samples_of_any_length_come_out_as_they_went_in(kind: Any, samples: list[Any], expected: Any) -> None:
+    made = Ragged.of(kind, samples, Field(kind, "int64"))
+    assert made.kind == kind and made.offsets.dtype == np.int64 and len(made.offsets) == len(samples) + 1
+    found = made.unpacked()
+    assert [each.tolist() for each in found] == expected if kind == "ragged" else found == expected
+
+
+def test_lists_of_arrays_keep_dtype_and_shape_of_their_elements_with_no_sample_too() -> None:
+    like = Field("ragged", "float32", (2, 3))
+    some = Ragged.of("ragged", [np.ones((4, 2, 3), np.float32), None], like)
+    assert some.values.shape == (4, 2, 3) and some.values.dtype == np.float32
+    nothing = Ragged.of("ragged", [None, None], like)
+    assert nothing.values.shape == (0, 2, 3) and nothing.values.dtype == np.float32
+    assert [part.shape for part in nothing.unpacked()] == [(0, 2, 3)] * 2
+
+
+def test_unpacked_lists_are_views_of_what_was_sent_and_a_copy_has_memory_of_its_own() -> None:
+    sent = np.arange(4)
+    ragged = Ragged("ragged", sent, np.array([0, 1, 1, 4]))
+    parts = ragged.unpacked()
+    assert [part.tolist() for part in parts] == [[0], [], [1, 2, 3]]
+    assert np.shares_memory(parts[2], sent)
+    copy = ragged.copied()
+    assert not np.shares_memory(copy.values, sent) and not np.shares_memory(copy.offsets, ragged.offsets)
+    assert copy.kind == "ragged" and copy.values.tolist() == sent.tolist()
+
+
+# Micro-batches
+
+
+def test_a_group_has_its_fields_by_the_names_that_they_have_in_it() -> None:
+    given = {"image": 0, "view.a": 1, "view.b.c": 2, "column.view": 3, "view": 4, "view.": 5}
+    assert in_group(given, "view") == {"a": 1, "b.c": 2}
+    assert in_group(given, "column") == {"view": 3} and in_group(given, "other") == {}
+
+
+def test_arrays_are_those_fields_that_are_no_lists() -> None:
+    batch = with_fields(filled(BlockMemory(fields()), 1), {"view.a": np.ones(1)})
+    assert {*batch.arrays()} == {"image", "boxes", "label", "column.score", "view.a"}
+    assert {*batch.arrays("column")} == {"score"} and {*batch.arrays("view")} == {"a"}
+    assert batch["label"] is batch.fields["label"]

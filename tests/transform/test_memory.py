@@ -1,0 +1,91 @@
+"""Memory that is used again, and never while somebody holds on to it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pyarrow as pa
+
+from raypipe.transform.memory import reused_arrays, reused_memory
+
+NUM_BYTES = 3 * 700 * 700 * 3
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_memory_is_used_again_once_nobody_holds_on_to_it() -> None:
+    first = reused_memory(NUM_BYTES)
+    at = address(first)
+    assert first.shape == (NUM_BYTES,) and first.dtype == np.uint8 and type(first) is np.ndarray
+    del first
+    second = reused_memory(NUM_BYTES)
+    assert address(second) == at
+
+
+def test_memory_is_not_used_again_as_long_as_a_view_is_there() -> None:
+    first = reused_memory(NUM_BYTES).reshape(3, 700, 700, 3)
+    at = address(first)
+    held: list[object] = [first[1:, 3], first.reshape(-1)[5:], memoryview(first), pa.py_buffer(first[None])]
+    del first
+    while held:
+        gc.collect()
+        assert address(reused_memory(NUM_BYTES)) != at
+        held.pop()
+    assert at in {address(array) for array in [reused_memory(NUM_BYTES) for _ in range(3)]}
+
+
+def test_small_and_other_sizes_have_memory_of_their_own() -> None:
+    del [reused_memory(NUM_BYTES)][0]
+    assert reused_memory(2 * NUM_BYTES).shape == (2 * NUM_BYTES,)
+    assert reused_memory(16).shape == (16,) and reused_memory(0).size == 0
+
+
+def test_threads_never_get_the_same_memory() -> None:
+    wrong: list[int] = []
+
+    def use(mark: int) -> None:
+        for _ in range(200):
+            array = reused_memory(1 << 20)
+            array[::4096] = mark
+            if not (array[::4096] == mark).all():
+                wrong.append(mark)
+
+    threads = [threading.Thread(target=use, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_arrays_of_any_dtype_lie_aligned_in_one_piece_and_never_overlap() -> None:
+    kinds = {
+        "odd": ((3, 700, 701), np.dtype(np.uint8)),
+        "none": ((0, 5), np.dtype(np.float64)),
+        "bools": ((3,), np.dtype(bool)),
+        "boxes": ((2, 4, 5), np.dtype(np.float32)),
+        "number": ((), np.dtype(np.int64)),
+    }
+    arrays = reused_arrays(kinds)
+    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == kinds
+    for number, array in enumerate(arrays.values(), 1):
+        assert array.flags.c_contiguous and array.flags.writeable and not address(array) % array.itemsize
+        array[...] = number % 2 if array.dtype == bool else number
+    expected = {"odd": 1, "none": 2, "bools": 1, "boxes": 4, "number": 5}
+    assert all((array == expected[name]).all() for name, array in arrays.items())
+    first, last = arrays["odd"], arrays["number"]
+    assert 0 <= address(last) - address(first) - first.nbytes < 500
+
+
+def test_the_memory_of_arrays_is_not_used_again_as_long_as_one_of_them_is_there() -> None:
+    kinds = {"image": ((2, 800, 800), np.dtype(np.uint8)), "label": ((2,), np.dtype(np.int64))}
+    arrays = reused_arrays(kinds)
+    at, label = address(arrays["image"]), arrays["label"]
+    del arrays
+    assert address(reused_arrays(kinds)["image"]) != at
+    del label
+    assert at in {address(arrays["image"]) for arrays in [reused_arrays(kinds) for _ in range(3)]}

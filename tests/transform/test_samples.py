@@ -1,0 +1,69 @@
+"""Samples as a store has them: which of them are read, and which labels are classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.stores.base import MemoryStore
+from raypipe.transform.samples import NO_LABEL, EncodedSample, Wanted, read_samples
+
+TARGETS = {"seg": [b"m0", b"m1"], "objects": [[[0, 0, 1, 1, 2]], []]}
+
+
+class Watched(MemoryStore):
+    """It notes what is read of it."""
+
+    def read(self, indices: np.ndarray, columns: Any) -> dict[str, Any]:
+        self.read_of = indices.tolist(), tuple(columns)
+        return super().read(indices, columns)
+
+
+def test_samples_come_in_the_order_asked_for_with_columns_by_the_stores_names() -> None:
+    store = MemoryStore([b"a", b"b"], [3, 4], columns=TARGETS)
+    found = read_samples(store, np.array([1, 0, 1]), Wanted(columns=("objects", "seg")))
+    b = EncodedSample(b"b", 4, {"objects": [], "seg": b"m1"})
+    assert found == [b, EncodedSample(b"a", 3, {"objects": [[0, 0, 1, 1, 2]], "seg": b"m0"}), b]
+
+
+def test_labels_are_0_and_are_not_read_where_they_are_not_wanted() -> None:
+    store = Watched([b"a", b"b"], None, columns=TARGETS)
+    found = read_samples(store, np.array([1, 0]), Wanted(False, ("seg",)))
+    assert found == [EncodedSample(b"b", 0, {"seg": b"m1"}), EncodedSample(b"a", 0, {"seg": b"m0"})]
+    assert store.read_of == ([1, 0], ("image", "seg"))
+    assert read_samples(store, np.array([1]), Wanted(False)) == [EncodedSample(b"b")]
+
+
+def test_padding_is_not_read_and_has_neither_image_nor_columns() -> None:
+    store = Watched([b"a", b"b"], [3, 4], columns=TARGETS)
+    found = read_samples(store, np.array([-1, 1, -1]), Wanted(columns=("seg",)))
+    nothing = EncodedSample(None, 0, {})
+    assert found == [nothing, EncodedSample(b"b", 4, {"seg": b"m1"}), nothing]
+    assert store.read_of == ([1], ("image", "label", "seg"))
+    assert read_samples(store, np.array([-1, -1])) == [nothing, nothing]
+
+
+def test_a_label_that_no_class_can_be_is_marked() -> None:
+    class Labeled(MemoryStore):
+        def read(self, indices: np.ndarray, columns: Any) -> dict[str, Any]:
+            return {**super().read(indices, columns), "label": labels}
+
+    for labels in ([7, None, 1 - 2**63, 2**63], np.array([7, 2**64 - 1, 2**62, 2**63], np.uint64)):
+        found = [sample.label for sample in read_samples(Labeled([b"a"] * 4, [0] * 4), np.arange(4))]
+        assert found[0] == 7 and found[1] == found[3] == NO_LABEL
+        assert found[2] == int(labels[2]) and {type(label) for label in found} == {int}
+
+
+@pytest.mark.parametrize("labels", [np.array([0.5, 1]), np.zeros((2, 3), np.int64)])
+def test_labels_that_are_no_classes_end_the_run_with_their_type(labels: np.ndarray) -> None:
+    store = MemoryStore([b"a", b"b"], labels)
+    with pytest.raises(ConfigError, match=rf"labels of {labels.dtype} \(.*\), which are no classes: name"):
+        read_samples(store, np.arange(2))
+
+
+def test_a_column_that_the_store_lacks_is_an_error() -> None:
+    with pytest.raises(StoreError, match="has no column 'other'"):
+        read_samples(MemoryStore([b"a"], [0]), np.arange(1), Wanted(columns=("other",)))

@@ -55,8 +55,6 @@ def quiet_console() -> None:
             _rays = handler
             dispatcher.remove_handler(name)
             dispatcher.add_handler(name, _print)  # by Ray's name: Ray takes it away when it disconnects
-            of_ray: Any = worker  # what its own processes say comes past the handlers
-            of_ray.print_to_stdstream = lambda data, *_, **__: _print(data)
 
 
 @contextlib.contextmanager
@@ -108,11 +106,29 @@ def _print(data: dict[str, Any]) -> None:
                 _shown(text, values)
             elif text:
                 print(text, flush=True)
-        elif _NOISE.search(line):
-            continue
-        elif is_json() and not line.startswith("{"):  # a crash of Python's or C's, a print of a user's, Ray's own
-            progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
-        else:
+        elif not _NOISE.search(line):
             left.append(line)
     if left:
         _rays({**data, "lines": left})
+
+
+_rays_worker: Any = worker
+_rays_print = _rays_worker.print_worker_logs
+
+
+def _print_lines(data: dict[str, Any], *args: Any, **options: Any) -> None:
+    """Print lines of Ray's processes, by a handler or not, as JSON if this process's lines are."""
+    if is_json():
+        lines, objects = data["lines"], []
+        if data.get("pid") == "autoscaler":
+            lines = _rays_worker.filter_autoscaler_events(lines)
+        for line in lines:
+            if line.startswith("{"):
+                objects.append(line)
+            else:  # a print of a user's, a crash of Python's, a word of Ray's own
+                progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
+        data = {**data, "lines": objects}
+    _rays_print(data, *args, **options)
+
+
+_rays_worker.print_worker_logs = _print_lines

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -9,8 +10,9 @@ import threading
 from typing import Any
 
 import pytest
+from ray._private import worker
 
-from raypipe.logs import progress, relay_progress, relayed
+from raypipe.logs import configure_logs, progress, relay_progress, relayed
 from raypipe.rayext import console as rays
 from raypipe.train.console import RunConsole, _clock
 
@@ -80,6 +82,20 @@ def test_of_rays_lines_progress_goes_to_who_shows_it_noise_nowhere_and_all_else_
     rays._print({"pid": 3, "is_err": False, "lines": noise})
     assert told == [("epoch 1", {"step": 3})]
     assert left == [{"pid": 3, "is_err": False, "lines": ["a user's print"]}]
+
+
+def test_all_lines_of_rays_processes_are_json_where_this_processes_are(capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"pid": "raylet", "ip": "10.0.0.1", "is_err": False, "lines": ["A worker\ndied", '{"message": "mine"}']}
+    configure_logs("json")
+    try:
+        worker.print_to_stdstream(data, ignore_prefix=True)
+        said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    finally:
+        configure_logs("text")
+    assert [line["message"] for line in said] == ["A worker\ndied", "mine"]
+    assert said[0]["pid"] == "raylet" and said[0]["ip"] == "10.0.0.1"
+    worker.print_to_stdstream(data | {"lines": ["another word"]}, ignore_prefix=False)
+    assert "(raylet" in (shown := capsys.readouterr().out) and "another word" in shown
 
 
 def test_time_that_is_left() -> None:

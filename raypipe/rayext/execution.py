@@ -27,6 +27,7 @@ from ray.data._internal.execution.backpressure_policy.backpressure_policy import
 from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
+from raypipe.rayext.limits import draining
 from raypipe.rayext.ours import KEY, take_process
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
@@ -204,6 +205,7 @@ class Turns:
         # The reader runs on this process's node: for a task on a node that has fallen silent, which is no actor's,
         # Ray waits for ever, though it calls the node dead.
         self._flow.reader._ray_remote_args["scheduling_strategy"] = here()
+        self._node = ray.get_runtime_context().get_node_id()
         self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())
         self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
         self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
@@ -220,6 +222,8 @@ class Turns:
         self._keeper.keep(now, made=flow.made, queued=flow.queued(), ranks_waiting=ranks_waiting)
         if now - self._shown_at >= _METRICS_PERIOD_S:
             self._shown_at, waiting = now, flow.waiting()
+            if self._node in draining():  # where Ray starts nothing more: a reader that must be there would fail
+                flow.reader._ray_remote_args["scheduling_strategy"] = "DEFAULT"
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
             if flow.made - waiting != self._left:

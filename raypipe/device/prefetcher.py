@@ -59,7 +59,7 @@ class Batch:
         num_decoded: samples that the device decoded.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
         source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
-            `plan.layout.sources`; -1 for padding; None if the plan is no mixture.
+            `plan.sources`; -1 for padding; None if the plan is no mixture.
         mask: uint8 (B, H, W), a class per pixel, 255 where there is none; None if the stream has no masks.
         columns: what store.columns names, by name: numbers as tensors (B, …) of their dtype; else lists of B on
             the host: tensors of any length, text, bytes, or what JSON holds (docs/columns.md).

@@ -22,8 +22,8 @@ import numpy as np
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import BadSamplesError, ConfigError, SampleError, TransformError
 from raypipe.logs import log_place
-from raypipe.plan.draws import Drawn
 from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.samplers import Draws
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join, open_filesystem
@@ -129,10 +129,10 @@ class MicroBatchMaker:
         found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
         return next(found, None)
 
-    def batch(self, at: MicroBatchId, drawn: Drawn | None = None) -> HostBatch:
+    def batch(self, at: MicroBatchId, draws: Draws | None = None) -> HostBatch:
         """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
         with process_kept(self.draws_globally() is not None):  # the first compares with the validation
-            made = self.make(at, drawn=drawn)
+            made = self.make(at, draws=draws)
         self.settle(made)
         return made.host_batch()
 
@@ -142,7 +142,7 @@ class MicroBatchMaker:
         given: Read | None = None,
         attempt: Attempt = FIRST_ATTEMPT,
         room: Room | None = None,
-        drawn: Drawn | None = None,
+        draws: Draws | None = None,
     ) -> Made:
         """Make one micro-batch; reads the store unless a reader has done so.
 
@@ -150,12 +150,13 @@ class MicroBatchMaker:
             given: what a reader has read.
             attempt: what is known of it.
             room: where its arrays are put; None = arrays of its own.
-            drawn: its samples, where the plan has been asked for them.
+            draws: its draws, where the plan has been asked for them.
         """
         started = time.perf_counter()
         self._log_place(at)
         self._attempt = attempt
-        indices, repeats = drawn or self.plan.draws(at)
+        draws = draws or self.plan.draw(at)
+        indices = draws.indices
         cache = self.caches.get(at.split)
         kept = cache.find(indices) if cache else {}
         samples: list[Sample | ReadSample]
@@ -179,13 +180,13 @@ class MicroBatchMaker:
 
         def read_substitute(position: int, attempt: int) -> tuple[ReadSample, int, int, Key]:
             index = self.plan.substitute(at, int(indices[position]), attempt)
-            repeat = None if repeats is None else repeats[position : position + 1]
-            k0, k1 = self.plan.sample_keys(at, np.array([index]), repeat)[0].tolist()
+            row = Draws(*(column[position : position + 1] for column in draws))
+            k0, k1 = self.plan.sample_keys(at.split, row._replace(indices=np.array([index])))[0].tolist()
             return functools.partial(self._read, at.split, index), 0, index, (k0, k1)
 
         result = self._transform(at).run(
             {"image": samples, "label": labels, "index": indices},
-            self.plan.sample_keys(at, indices, repeats),
+            self.plan.sample_keys(at.split, draws),
             read_substitute,
             attempt,
             room,
@@ -225,8 +226,7 @@ class MicroBatchMaker:
 
     def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
         kept = self.plan.kept[split]
-        num_samples = len(self._stores[split]) - kept.num_left_out
-        for index in kept.indices(np.arange(min(16, num_samples))).tolist():
+        for index in kept.indices(np.arange(min(16, kept.size))).tolist():
             if self._attempt.before_sample:
                 self._attempt.before_sample(index)
             if index not in self._attempt.bad:
@@ -346,8 +346,9 @@ def try_samples(
     sizes: dict[Split, tuple[int, int]] = {}
     for split, store in stores.items():
         at = MicroBatchId(split, 0, 0, 0)
-        indices = plan.indices(at)
-        indices = indices[indices != PADDING][:num]
+        draws = plan.draw(at)
+        rows = np.flatnonzero(draws.indices != PADDING)[:num]
+        indices = draws.indices[rows]
         buckets = plan.config.sides_in(split)
         several = sizes_of(config, split, buckets) if has_sizes(config, split, buckets) else []
         content, *others = (
@@ -366,7 +367,7 @@ def try_samples(
             check_labels(labels, num_classes, titles.__getitem__)
         maker = ColumnMaker(columns) if columns else None
         bad = []
-        keys = plan.sample_keys(at, indices).tolist()
+        keys = plan.sample_keys(split, draws)[rows].tolist()
         for sample, label, title, (k0, k1) in zip(samples, labels.tolist(), titles, keys, strict=True):
             try:
                 if label == NO_LABEL:

@@ -26,6 +26,7 @@ from raypipe.logs import progress
 from raypipe.lookup import num_cpus
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import Split
+from raypipe.plan.samplers import Draws
 from raypipe.stores.base import Columns, Store, check_columns, name_of, title_of
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -88,9 +89,9 @@ class ResidentStream:
         places = (at for at in plan.micro_batches(cursor) if at.micro % self._world_size == self._rank)
         for _, segment in groupby(places, lambda at: (at.split, at.epoch)):
             while block := list(islice(segment, _BLOCK)):
-                drawn, repeats = plan.block_draws(block)
+                draws = plan.draw_block(block)
                 for number, at in enumerate(block):
-                    yield self._maker.batch(at, (drawn[number], None if repeats is None else repeats[number]))
+                    yield self._maker.batch(at, Draws(*(column[number] for column in draws)))
 
     def whole_batches(self, cursor: Cursor) -> Iterator[HostBatch]:
         """The same with their images, in host memory."""
@@ -140,7 +141,7 @@ class _Part:
     def __init__(self, spec: StreamSpec, split: Split, transform: ResidentTransform) -> None:
         self._spec, self._store, self._transform = spec, spec.stores[split], transform
         kept = spec.plan.kept[split]
-        self._indices = np.sort(kept.indices(np.arange(len(self._store) - kept.num_left_out)))
+        self._indices = np.sort(kept.indices(np.arange(kept.size)))
         self._sides = self._first_sides()
         self.num_bytes = (len(self._indices) + 1) * self._sides[0] * self._sides[1] * 3
         self._values: dict[str, Any] = {}

@@ -178,13 +178,12 @@ def _leaves(
         parts = [(*source.in_bucket(bucket), of_bucket) for bucket, of_bucket in enumerate(seeds)]
     leaves = list[Leaf]()
     for numbers, selection, key in parts:
+        shuffle = Shuffle(kind, selection.size, key, groups, config.window_groups)
         if weights is None:
-            shuffle = Shuffle(kind, selection.size, key, groups, config.window_groups)
             leaves.append(Permuted(shuffle, selection, offset, per_lap))
         else:
             classes = None if source.classes is None else source.classes[numbers]
-            order = kind, key, selection, groups, config.window_groups
-            leaves.append(Weighted(weights[numbers], size or selection.size, *order, classes, offset))
+            leaves.append(Weighted(weights[numbers], shuffle, selection, size, classes, offset))
     return tuple(leaves)
 
 

@@ -144,7 +144,7 @@ class Bucketed(Lapped):
         per_lap: int = 0,
     ) -> None:
         self._buckets, self.unit, self._seed, self._shuffles = list(buckets), unit, seed, shuffles
-        self._counts, self._quotas = [bucket.num_samples // unit for bucket in buckets], None
+        self._counts, self._quotas = [bucket.selection.size // unit for bucket in buckets], None
         if num_places:
             shares = as_shares([bucket.weight for bucket in buckets])
             self._quotas = Quotas({0: shares}, num_places, seed)
@@ -163,7 +163,9 @@ class Bucketed(Lapped):
         inside = (places - (ends - counts)[numbers]) * self.unit + rows
 
         def draw(number: int, where: np.ndarray) -> Draws:
-            bucket = self._buckets[number].resized(counts[number] * self.unit)
+            bucket = self._buckets[number]
+            if isinstance(bucket, Weighted):
+                bucket = bucket.resized(counts[number] * self.unit)
             return bucket.draw_lap(lap, inside[where])
 
         return draw_parts(numbers, draw)._replace(buckets=numbers)

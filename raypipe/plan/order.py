@@ -151,13 +151,13 @@ class Shuffle:
     def __init__(
         self, kind: ShuffleKind, size: int, seed: int, groups: np.ndarray | None = None, window_groups: int = 0
     ) -> None:
-        self.kind, self.size, self.seed = kind, size, seed
-        self.groups, self.window_groups = np.empty(0, np.int64), 0
-        self._pass: tuple[int, np.ndarray, np.ndarray] | None = None
-        if kind == "window":
-            assert groups is not None and groups[-1] == size, "windows are of groups"
-            self.groups = np.asarray(groups, np.int64)
-            self.window_groups = window_groups or default_window_groups(self.groups)
+        self.kind, self.size, self.seed, self.groups = kind, size, seed, groups
+        self.window_groups = window_groups or (0 if groups is None else default_window_groups(groups))
+        self._given, self._pass = window_groups, (-1, np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def of(self, size: int, groups: np.ndarray | None) -> Shuffle:
+        """The same of so many numbers, in other groups."""
+        return Shuffle(self.kind, size, self.seed, groups, self._given)
 
     def numbers(self, lap: int, positions: np.ndarray) -> np.ndarray:
         """The numbers, int64 (n,), at int64 positions (n,) of a pass."""
@@ -165,7 +165,7 @@ class Shuffle:
             return positions
         if self.kind == "global":
             return permute(positions, self.size, _order_keys(self.seed, lap))
-        order, offsets = self.layout(lap)
+        groups, order, offsets = self.layout(lap)
         starts = np.append(offsets[: -1 : self.window_groups], self.size)
         windows = np.searchsorted(starts, positions, side="right") - 1
         rows = np.empty(len(positions), np.int64)
@@ -174,19 +174,19 @@ class Shuffle:
             keys = derive_keys(NUM_ROUNDS, self.seed, Domain.WINDOW, lap, window)
             rows[inside] = start + permute(positions[inside] - start, end - start, keys)
         place = np.searchsorted(offsets, rows, side="right") - 1
-        return self.groups[order[place]] + rows - offsets[place]
+        return groups[order[place]] + rows - offsets[place]
 
-    def layout(self, lap: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order (G,) of the groups in a pass, and their offsets by position (G + 1,)."""
-        if self._pass is None or self._pass[0] != lap:
+    def layout(self, lap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Offsets of the groups (G + 1,); their order in a pass (G,), and their offsets by position (G + 1,)."""
+        assert self.groups is not None, "windows are of groups"
+        if self._pass[0] != lap:
             num_groups = len(self.groups) - 1
             order = permute(np.arange(num_groups), num_groups, _order_keys(self.seed, lap))
-            offsets = np.append(0, np.cumsum(np.diff(self.groups)[order]))
-            self._pass = lap, order, offsets
-        return self._pass[1:]
+            self._pass = lap, order, np.append(0, np.cumsum(np.diff(self.groups)[order]))
+        return self.groups, *self._pass[1:]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_pass": None}
+        return {**self.__dict__, "_pass": (-1, None, None)}
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from raypipe.plan.order import Domain, Shuffle, ShuffleKind, derive_keys
+from raypipe.plan.order import Domain, Shuffle, derive_keys
 from raypipe.plan.places import PADDING
 from raypipe.plan.selection import Selection
 
@@ -99,7 +99,7 @@ class Permuted(Lapped):
 
     def __init__(self, shuffle: Shuffle, selection: Selection, offset: int = 0, per_lap: int = 0) -> None:
         self.shuffle, self.selection, self._offset = shuffle, selection, offset
-        self.num_samples = self.size = self.weight = shuffle.size
+        self.size = self.weight = shuffle.size
         self.per_lap = per_lap or self.size
 
     def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
@@ -110,11 +110,6 @@ class Permuted(Lapped):
     def sample_of(self, key: int) -> int:
         """One of the samples, chosen by a key."""
         return int(self._indices(np.array([key % self.size]))[0])
-
-    def resized(self, size: int) -> Permuted:
-        """The same: a pass is cut off where less is drawn."""
-        assert size <= self.size
-        return self
 
     def signature(self) -> str:
         """A hash of what it draws from."""
@@ -139,13 +134,10 @@ class Weighted(Lapped):
 
     Args:
         weights: of the samples, by number, int64 (n,), see `as_integers`; all 0 = nothing is ever drawn.
-        size: L, draws in a pass.
-        kind: of the shuffle.
-        seed: of the keys.
+        shuffle: of the samples' numbers; draw numbers are shuffled likewise.
         selection: which samples these are.
-        groups: of shuffle "window": offsets of the groups in numbers of samples.
-        window_groups: see `Shuffle`; of groups of draws.
-        classes: of the samples, (n,), for shuffle "global"; None = samples of a weight are a class.
+        size: L, draws in a pass; 0 = as many as there are samples.
+        classes: of the samples, (n,), for a global shuffle; None = samples of a weight are a class.
         offset: of the store's samples in a joined store.
 
     Attributes:
@@ -155,26 +147,22 @@ class Weighted(Lapped):
     def __init__(
         self,
         weights: np.ndarray,
-        size: int,
-        kind: ShuffleKind,
-        seed: int,
+        shuffle: Shuffle,
         selection: Selection,
-        groups: np.ndarray | None = None,
-        window_groups: int = 0,
+        size: int = 0,
         classes: np.ndarray | None = None,
         offset: int = 0,
     ) -> None:
-        self.num_samples, self.size, self.per_lap = len(weights), size, size
-        self._kind, self._seed, self.selection, self._offset = kind, seed, selection, offset
-        self._groups, self._window_groups = groups if kind == "window" else None, window_groups
+        self.shuffle, self.selection, self._offset = shuffle, selection, offset
+        self.size = self.per_lap = size or selection.size
         self._arranged: np.ndarray | None = None
-        if kind == "global":
+        if shuffle.kind == "global":
             arranged = np.argsort(weights if classes is None else classes, kind="stable")
             self._arranged = arranged.astype(np.min_scalar_type(len(weights)))
             weights = weights[arranged]
         self.cumulative = np.append(0, np.cumsum(weights))
         self.weight = int(self.cumulative[-1])
-        self._shuffle: tuple[int, Shuffle] | None = None
+        self._lap_shuffle: tuple[int, Shuffle] | None = None
 
     def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
         """See `Lapped.draw_lap`."""
@@ -219,19 +207,18 @@ class Weighted(Lapped):
 
     def _start(self, lap: int) -> int:
         """Where the first draw of a pass falls, in [0, Σ)."""
-        return int(derive_keys(1, self._seed, Domain.WEIGHTED, lap)[0]) * self.weight >> 64
+        return int(derive_keys(1, self.shuffle.seed, Domain.WEIGHTED, lap)[0]) * self.weight >> 64
 
     def _shuffle_of(self, lap: int) -> Shuffle:
         """The order of a pass's draw numbers; the groups begin at different draws from pass to pass."""
-        if self._groups is None:
-            return Shuffle(self._kind, self.size, self._seed)
-        if self._shuffle is None or self._shuffle[0] != lap:
-            groups = self._first_draws(lap, self._groups)
-            self._shuffle = lap, Shuffle("window", self.size, self._seed, groups, self._window_groups)
-        return self._shuffle[1]
+        if self.shuffle.groups is None:
+            return self.shuffle.of(self.size, None)
+        if self._lap_shuffle is None or self._lap_shuffle[0] != lap:
+            self._lap_shuffle = lap, self.shuffle.of(self.size, self._first_draws(lap, self.shuffle.groups))
+        return self._lap_shuffle[1]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_shuffle": None}
+        return {**self.__dict__, "_lap_shuffle": None}
 
 
 class Repeated(Sampler):

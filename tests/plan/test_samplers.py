@@ -23,9 +23,17 @@ def permuted(kind: Any, size: int, seed: int = 3, per_lap: int = 0, offset: int 
     return Permuted(Shuffle(kind, size, seed), Selection([], size), offset, per_lap)
 
 
-def weighted(weights: Any, size: int, kind: Any = "global", seed: int = 3, *more: Any, **options: Any) -> Weighted:
-    weights = as_integers(np.asarray(weights))
-    return Weighted(weights, size, kind, seed, Selection([], len(weights)), *more, **options)
+def weighted(
+    weights: Any,
+    size: int,
+    kind: Any = "global",
+    seed: int = 3,
+    groups: Any = None,
+    k: int = 0,
+    classes: Any = None,
+) -> Weighted:
+    num, weights = len(weights), as_integers(np.asarray(weights))
+    return Weighted(weights, Shuffle(kind, num, seed, groups, k), Selection([], num), size, classes)
 
 
 def drawn(sampler: Sampler, first: int, num: int) -> list[tuple[int, int, int]]:
@@ -138,7 +146,7 @@ def test_each_sample_is_drawn_as_often_as_its_weight_says_rounded_down_or_up(
     weights: list[float], size: int, shuffle: str, lap: int
 ) -> None:
     groups = np.unique([0, len(weights) // 3, len(weights)])
-    sampler = weighted(weights, size, shuffle, 7, groups, 1)
+    sampler = weighted(weights, size, shuffle, 7, groups if shuffle == "window" else None, 1)
     draws = draws_of(sampler, lap)
     counts, exact = Counter(index for index, _ in draws), as_integers(np.array(weights)).tolist()
     for index, weight in enumerate(exact):
@@ -177,7 +185,7 @@ def test_samples_of_a_group_stay_in_its_window() -> None:
 
 
 def test_what_is_left_out_is_never_drawn_and_indices_are_the_stores() -> None:
-    sampler = Weighted(np.array([1, 1, 2]), 8, "off", 5, Selection([0, 2], 5))
+    sampler = Weighted(np.array([1, 1, 2]), Shuffle("off", 3, 5), Selection([0, 2], 5), 8)
     assert Counter(index for index, _ in draws_of(sampler, 0)) == {1: 2, 3: 2, 4: 4}
 
 

@@ -405,7 +405,7 @@ def test_windows_keep_to_the_groups_of_the_store(left_out: set[int], group_size:
     rows = sampler_of(plan).draw_lap(1, np.arange(plan.num_train)).indices
     assert np.array_equal(rows[:num_drawn], plan.draw_epoch(1, np.arange(num_drawn)).indices)
     assert sorted(rows.tolist()) == sorted(set(range(60)) - left_out)
-    starts = [*order_of(plan).layout(1)[1][::k].tolist(), plan.num_train]
+    starts = [*order_of(plan).layout(1)[2][::k].tolist(), plan.num_train]
     windows = [np.unique(rows[start:end] // group_size).tolist() for start, end in itertools.pairwise(starts)]
     assert max(map(len, windows)) <= k
     groups = [group for window in windows for group in window]

@@ -94,6 +94,6 @@ def _times(plan: Plan, epoch: int) -> np.ndarray | None:
             times += np.bincount(draws.indices, minlength=len(times))
         return times[selection.indices(np.arange(plan.num_train))]
     assert plan.training
-    leaf = plan.training.leaves[0][0]
+    sampler = plan.training.store_samplers[0][0]
     is_whole = not plan.sources and not plan.config.buckets
-    return leaf.counts(0) * plan.config.repeats if is_whole and isinstance(leaf, Weighted) else None
+    return sampler.counts(0) * plan.config.repeats if is_whole and isinstance(sampler, Weighted) else None

@@ -90,7 +90,8 @@ def _of_buckets(plan: Plan, contents: Contents) -> dict[str, Any]:
     is_fixed = not (plan.sources or config.weights or config.class_balance)
     num_draws = plan.steps_per_epoch * plan.global_batch_size
     buckets: dict[str, dict[str, Any]] = {}
-    sizes = [[leaf.selection.size for leaf in leaves] for leaves in plan.training.leaves] if plan.training else []
+    assert plan.training
+    sizes = [[bucket.selection.size for bucket in source] for source in plan.training.store_samplers]
     for name, of_stores in zip(config.buckets, zip(*sizes, strict=True), strict=True):
         num = sum(of_stores)
         draws = contents.buckets.get(name)

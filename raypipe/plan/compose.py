@@ -27,7 +27,7 @@ from raypipe.section import shown
 # Versions of orders and keys: an old cursor must not continue under a new order. Plain plans with seeds of 32 bits
 # are still those of the first version.
 _VERSION, _PLAIN_VERSION = 2, 1
-Leaf = Permuted | Weighted
+StoreSampler = Permuted | Weighted
 """What draws the samples of one source, or of one bucket of it."""
 
 
@@ -66,14 +66,14 @@ class Training:
     Attributes:
         sampler: position, counted through the run, → draws.
         steps: in an epoch.
-        leaves: of each source, of each bucket of it (one where there are none): what draws its samples.
+        store_samplers: of each source, of each bucket of it (one where there are none): what draws its samples.
         content: what determines all this, as JSON has it.
         mixture: of several sources.
     """
 
     sampler: Sampler
     steps: int
-    leaves: tuple[tuple[Leaf, ...], ...]
+    store_samplers: tuple[tuple[StoreSampler, ...], ...]
     content: list[Any]
     mixture: Mixture | None = None
 
@@ -112,27 +112,27 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
     # An epoch of the store's own length is a pass, cut off after the last whole step.
     per_epoch, per_lap = steps * per_step, 0 if wanted else steps * per_step
     if config.buckets:
-        leaves = _leaves(config, source, config.seed)
+        samplers = _samplers(config, source, config.seed)
         num_places = per_epoch // unit if is_weighted else 0
         shuffles = _shuffle(config, source)[0] == "global"
-        sampler: Sampler = Bucketed(leaves, unit, config.seed, num_places, shuffles, per_lap)
+        sampler: Sampler = Bucketed(samplers, unit, config.seed, num_places, shuffles, per_lap)
     else:
-        (sampler,) = leaves = _leaves(config, source, config.seed, per_epoch, per_lap)
-    content = _content(config, source, () if config.is_plain else leaves)
+        (sampler,) = samplers = _samplers(config, source, config.seed, per_epoch, per_lap)
+    content = _content(config, source, () if config.is_plain else samplers)
     if not config.is_plain:
         content.append(per_epoch if wanted else 0)
-    return Training(_repeated(config, sampler), steps, (leaves,), content)
+    return Training(_repeated(config, sampler), steps, (samplers,), content)
 
 
 def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: np.ndarray) -> Training:
     """What the training epochs draw of several sources, by names; for `offsets` and errors see `Plan.of`."""
-    leaves, content = list[tuple[Leaf, ...]](), list[Any]()
+    samplers, content = list[tuple[StoreSampler, ...]](), list[Any]()
     for number, (name, source) in enumerate(sources.items()):
         if not source.selection.size:
             raise ConfigError(f"{source.address} has no samples: leave {name!r} out of store.train")
         seed = int(derive_keys(1, config.seed, Domain.SOURCE, number)[0])
-        leaves.append(_leaves(config, source, seed, offset=int(offsets[number])))
-        content.append(_content(config, source, leaves[-1]))
+        samplers.append(_samplers(config, source, seed, offset=int(offsets[number])))
+        content.append(_content(config, source, samplers[-1]))
     sizes = [source.selection.size for source in sources.values()]
     by_epoch, wanted = _shares(config, list(sources), sizes), config.epoch_samples
     if isinstance(wanted, str) or not wanted:
@@ -141,16 +141,16 @@ def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: 
     shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
     unit, per_step = bucket_unit(config), _draws_per_step(config)
     if config.buckets:
-        mixture = mix_buckets(leaves, shares, per_step // unit, unit, config.seed)
+        mixture = mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
     else:
-        mixture = Mixture([leaf for (leaf,) in leaves], Quotas(shares, per_step, config.seed), config.seed)
+        mixture = Mixture([sampler for (sampler,) in samplers], Quotas(shares, per_step, config.seed), config.seed)
     content.append([list(shares.items()), steps])
-    return Training(_repeated(config, mixture), steps, tuple(leaves), content, mixture)
+    return Training(_repeated(config, mixture), steps, tuple(samplers), content, mixture)
 
 
-def _leaves(
+def _samplers(
     config: PlanConfig, source: Source, seed: int, size: int = 0, per_lap: int = 0, offset: int = 0
-) -> tuple[Leaf, ...]:
+) -> tuple[StoreSampler, ...]:
     """What draws the samples of a source, of each bucket where there are any.
 
     Args:
@@ -176,15 +176,15 @@ def _leaves(
             int(derive_keys(1, seed, Domain.BUCKET_ORDER, bucket)[0]) for bucket in range(len(config.buckets))
         ]
         parts = [(*source.in_bucket(bucket), of_bucket) for bucket, of_bucket in enumerate(seeds)]
-    leaves = list[Leaf]()
+    samplers = list[StoreSampler]()
     for numbers, selection, key in parts:
         shuffle = Shuffle(kind, selection.size, key, groups, config.window_groups)
         if weights is None:
-            leaves.append(Permuted(shuffle, selection, offset, per_lap))
+            samplers.append(Permuted(shuffle, selection, offset, per_lap))
         else:
             classes = None if source.classes is None else source.classes[numbers]
-            leaves.append(Weighted(weights[numbers], shuffle, selection, size, classes, offset))
-    return tuple(leaves)
+            samplers.append(Weighted(weights[numbers], shuffle, selection, size, classes, offset))
+    return tuple(samplers)
 
 
 def _shuffle(config: PlanConfig, source: Source) -> tuple[ShuffleKind, np.ndarray | None]:
@@ -199,11 +199,11 @@ def _shuffle(config: PlanConfig, source: Source) -> tuple[ShuffleKind, np.ndarra
     return kind, source.selection.numbers(source.groups)
 
 
-def _content(config: PlanConfig, source: Source, leaves: Sequence[Leaf]) -> list[Any]:
-    """What a fingerprint has of the settings, of a source and of its leaves, which a plain plan does not give."""
+def _content(config: PlanConfig, source: Source, samplers: Sequence[StoreSampler]) -> list[Any]:
+    """What a fingerprint has of the settings, of a source and of its samplers, none where the plan is plain."""
     kind, groups = _shuffle(config, source)
     content: list[Any] = [
-        _VERSION if leaves or config.seed >= 1 << 32 else _PLAIN_VERSION,
+        _VERSION if samplers or config.seed >= 1 << 32 else _PLAIN_VERSION,
         config.micro_batch_size,
         config.per_step,
         config.seed,
@@ -215,8 +215,9 @@ def _content(config: PlanConfig, source: Source, leaves: Sequence[Leaf]) -> list
     ]
     if source.selection.num_left_out:
         content.append(source.selection.signature())
-    if leaves:
-        content += [config.buckets, [leaf.signature() for leaf in leaves], config.repeats, config.repeats_in]
+    if samplers:
+        signatures = [sampler.signature() for sampler in samplers]
+        content += [config.buckets, signatures, config.repeats, config.repeats_in]
     return content
 
 

@@ -327,7 +327,7 @@ class Plan:
         key = int(derive_keys(1, self.config.seed, Domain.SUBSTITUTE, at.epoch, index, attempt)[0])
         source = int(self.source_of(np.array([index]))[0]) if self.sources else 0
         bucket = self.draw(at).buckets[0] if self.config.buckets else 0
-        return self.training.leaves[source][bucket].sample_of(key)
+        return self.training.store_samplers[source][bucket].sample_of(key)
 
 
 @lru_cache(maxsize=64)

@@ -70,7 +70,7 @@ def test_epochs_of_a_length_walk_through_all_places_of_a_pass() -> None:
     plan = plan_of(varied(50), micro_batch_size=2, global_batch_size=4, epoch_samples=12, epochs=12)
     assert plan.steps_per_epoch == 3
     assert plan.training
-    per_pass = sum(bucket.selection.size // 2 * 2 for bucket in plan.training.leaves[0])
+    per_pass = sum(bucket.selection.size // 2 * 2 for bucket in plan.training.store_samplers[0])
     run = [index for _, drawn in micro_batches(plan) for index, _ in drawn]
     assert 46 <= per_pass <= 50 and len(set(run[:per_pass])) == per_pass == len(set(run[per_pass : 2 * per_pass]))
 

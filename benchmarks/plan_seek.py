@@ -3,7 +3,7 @@
 python benchmarks/plan_seek.py
 
 Buckets have a table of their samples, 4 to 8 bytes for each. For 10^9 samples the benchmark has none, and a bucket
-is an order of so many numbers; for 10^7 it has them, and says what it takes to make them.
+is so many numbers; for 10^7 it has them, and says what it takes to make them.
 """
 
 from __future__ import annotations
@@ -17,51 +17,43 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from raypipe.config import PlanConfig
-from raypipe.plan.buckets import Bucket, mixed
-from raypipe.plan.draws import Draws, Once, Passes, Repeated, Walk
-from raypipe.plan.layout import lay_out
-from raypipe.plan.mixture import Mixture, Turns, as_shares
-from raypipe.plan.order import GlobalOrder
-from raypipe.plan.selection import Chosen, JoinedSelection, Kept
+from raypipe.plan.mixture import Mixture, Quotas, as_shares, mix_buckets
+from raypipe.plan.order import Shuffle
+from raypipe.plan.samplers import Permuted, Repeated, Sampler
+from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.planning import make_plan
 
 _SIZES = [700_000_000, 250_000_000, 49_000_000, 1_000_000]
 _BATCH, _MICRO_BATCH, _STEPS, _EPOCH = 1024, 128, 100_000, 57
-_SHARES = {epoch: as_shares([1 + epoch, 2, 1, 1]) for epoch in range(0, 60, 10)}
+_SHARES = {epoch * _STEPS: as_shares([1 + epoch, 2, 1, 1]) for epoch in range(0, 60, 10)}
 _BUCKETS = ["192x256", "224x224", "256x192"]
 _NUM_TABLES = 10_000_000
 
 
-class _Numbers(Chosen):
-    """A bucket's samples without a table: as many as are said."""
-
-    def __init__(self, num: int) -> None:
-        self.chosen = np.broadcast_to(np.uint8(0), num)
+def _permuted(num: int, seed: int, offset: int = 0) -> Permuted:
+    return Permuted(Shuffle("global", num, seed), Selection([], num), offset)
 
 
-def _bucket(num: int, seed: int) -> Bucket:
-    return Bucket(_Numbers(num), Once(GlobalOrder(num, seed)))
-
-
-def plans() -> dict[str, Callable[[], Draws]]:
+def samplers() -> dict[str, Callable[[], Sampler]]:
     """What is looked into, by name."""
-    whole, per_epoch = Passes(Once(GlobalOrder(sum(_SIZES), 1))), _STEPS * _BATCH
-    offsets = np.append(0, np.cumsum(_SIZES))
-    leaves = [Once(GlobalOrder(size, number)) for number, size in enumerate(_SIZES)]
-    parts = [Passes(leaf, int(offset)) for leaf, offset in zip(leaves, offsets, strict=False)]
-    buckets = [[_bucket(size // 2, 1), _bucket(size // 3, 2), _bucket(size // 6, 3)] for size in _SIZES]
+    offsets = np.append(0, np.cumsum(_SIZES)).tolist()
+    sources = list(enumerate(zip(_SIZES, offsets, strict=False)))
 
-    def mixture() -> Draws:
-        return Walk(Mixture(parts, Turns(_SHARES, _STEPS, _BATCH, seed=1)), per_epoch)
+    def mixture() -> Sampler:
+        parts = [_permuted(size, number, offset) for number, (size, offset) in sources]
+        return Mixture(parts, Quotas(_SHARES, _BATCH, 1), 1)
 
-    def in_buckets() -> Draws:
-        places = _BATCH // _MICRO_BATCH
-        return Walk(mixed(buckets, offsets, _SHARES, _STEPS, places, _MICRO_BATCH, seed=1), per_epoch)
+    def in_buckets() -> Sampler:
+        buckets = [
+            [_permuted(size // part, number, offset) for number, part in enumerate((2, 3, 6))]
+            for _, (size, offset) in sources
+        ]
+        return mix_buckets(buckets, _SHARES, _BATCH // _MICRO_BATCH, _MICRO_BATCH, 1)
 
     return {
-        "each sample once": lambda: Once(GlobalOrder(sum(_SIZES), 1)),
-        "epochs of any length": lambda: Walk(whole, per_epoch),
+        "each sample once": lambda: _permuted(sum(_SIZES), 1),
         "mixture of four": mixture,
         "mixture, repeated": lambda: Repeated(mixture(), 2, _MICRO_BATCH),
         "mixture in buckets": in_buckets,
@@ -69,14 +61,13 @@ def plans() -> dict[str, Callable[[], Draws]]:
     }
 
 
-def with_tables(weights: Sequence[str]) -> tuple[Draws, float, float]:
+def with_tables(weights: Sequence[str]) -> tuple[Sampler, float, float]:
     """A mixture in buckets over 10^7 samples, with seconds and MiB that it took to lay out."""
     rng = np.random.default_rng(0)
     parts = {}
     for number, size in enumerate(np.array(_SIZES) * _NUM_TABLES // sum(_SIZES)):
         columns = {name: rng.integers(200, 800, size) for name in ("width", "height", *weights)}
         parts[f"s{number}"] = _Sized(columns)
-    store = JoinedStore(parts)
     config = PlanConfig(
         micro_batch_size=_MICRO_BATCH,
         global_batch_size=_BATCH,
@@ -85,12 +76,11 @@ def with_tables(weights: Sequence[str]) -> tuple[Draws, float, float]:
         mixture={f"s{number}": 1 for number in range(len(_SIZES))},
         epoch_samples="longest",
     )
-    kept = JoinedSelection([Kept(np.array([], np.int64)) for _ in parts], store.offsets)
     started = time.perf_counter()
-    layout = lay_out(config, store, kept)
-    laid_out_s, mib = time.perf_counter() - started, len(pickle.dumps(layout)) / 2**20
-    assert layout.draws is not None
-    return layout.draws, laid_out_s, mib
+    training = make_plan(config, JoinedStore(parts)).training
+    laid_out_s, mib = time.perf_counter() - started, len(pickle.dumps(training)) / 2**20
+    assert training
+    return training.sampler, laid_out_s, mib
 
 
 class _Sized(MemoryStore):
@@ -110,25 +100,24 @@ class _Sized(MemoryStore):
 
 def main() -> None:
     found = {}
-    plans()["mixture in buckets, repeated"]().draws(
-        0, np.arange(2)
-    )  # what is imported at first use is no part of it
+    # What is imported at first use is no part of it.
+    samplers()["mixture in buckets, repeated"]().draw(np.arange(2))
     print(f"{sum(_SIZES):,} samples            seek, ms   peak, MiB")
 
-    def seek(name: str, draws: Callable[[], Draws], first: int) -> None:
-        positions = np.arange(first, first + _MICRO_BATCH)
+    def seek(name: str, sampler: Callable[[], Sampler], first: int) -> None:
+        positions = np.arange(first, first + _MICRO_BATCH) + _EPOCH * _STEPS * _BATCH
         started = time.perf_counter()
-        draws().draws(_EPOCH, positions)  # one that has seen nothing
+        sampler().draw(positions)  # one that has seen nothing
         seek_ms = 1e3 * (time.perf_counter() - started)
         tracemalloc.start()
-        draws().draws(_EPOCH, positions)
+        sampler().draw(positions)
         peak_mib = tracemalloc.get_traced_memory()[1] / 2**20
         tracemalloc.stop()
         found[name] = {"seek_ms": round(seek_ms, 2), "peak_mib": round(peak_mib, 2)}
         print(f"{name:29} {seek_ms:8.2f}   {peak_mib:9.2f}")
 
-    for name, draws in plans().items():
-        seek(name, draws, _MICRO_BATCH * 78_125)
+    for name, sampler in samplers().items():
+        seek(name, sampler, _MICRO_BATCH * 78_125)
     print(f"\n{_NUM_TABLES:,} samples, with tables")
     for name, weights in {"mixture in buckets, tables": (), "the same by weights": ("weight",)}.items():
         laid_out, seconds, mib = with_tables(weights)

@@ -8,12 +8,13 @@ import numpy as np
 
 from raypipe import pages
 from raypipe.commands.inspection import evenly
+from raypipe.commands.plan_contents import Contents, contents_of
 from raypipe.pages import Series, number
-from raypipe.plan.buckets import Bucketed
-from raypipe.plan.contents import Contents, contents_of
+from raypipe.plan.compose import bucket_unit
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import as_uri
+from raypipe.stores.scan import numbers_of
 from raypipe.streaming.spec import StreamSpec
 
 _NUM_EPOCHS = 200  # whose sources are looked at: a chart shows no more
@@ -39,8 +40,11 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
     """
     plan, store = spec.plan, spec.stores["train"]
     epochs = evenly(plan.config.epochs, _NUM_EPOCHS).tolist()
-    contents = contents_of(plan, store, epochs)
-    config, times = plan.config, contents.times
+    config, labels = plan.config, None
+    if (config.weights or config.class_balance) and "label" in store.columns:
+        labels = numbers_of(store, "label", "--show-plan")
+    contents = contents_of(plan, epochs, labels)
+    times = contents.times
     num_draws = plan.steps_per_epoch * plan.global_batch_size
     found: dict[str, Any] = {
         "plan": plan.fingerprint,
@@ -82,26 +86,28 @@ def summary(spec: StreamSpec) -> tuple[dict[str, Any], Contents]:
 
 def _of_buckets(plan: Plan, contents: Contents) -> dict[str, Any]:
     """See `summary`; only those that draw each sample once in a pass leave any over."""
-    config, stores = plan.config, plan.layout.buckets
-    leaf = plan.layout.leaves[0] if plan.layout.leaves else None
-    fixed = leaf if isinstance(leaf, Bucketed) and not leaf.has_weights else None
+    config, unit = plan.config, bucket_unit(plan.config)
+    is_fixed = not (plan.sources or config.weights or config.class_balance)
     num_draws = plan.steps_per_epoch * plan.global_batch_size
     buckets: dict[str, dict[str, Any]] = {}
-    for name, of_stores in zip(config.buckets, zip(*stores, strict=True), strict=True):
-        num = sum(bucket.size for bucket in of_stores)
+    assert plan.training
+    sizes = [[bucket.selection.size for bucket in source] for source in plan.training.store_samplers]
+    for name, of_stores in zip(config.buckets, zip(*sizes, strict=True), strict=True):
+        num = sum(of_stores)
         draws = contents.buckets.get(name)
         buckets[name] = {
             "samples": num,
-            "left_over": num % fixed.unit if fixed else 0,
+            "left_over": num % unit if is_fixed else 0,
             "micro_batches": draws and draws[0] // config.micro_batch_size,
             "share": draws and [each / num_draws for each in draws],
         }
     found: dict[str, Any] = {"buckets": buckets, "buckets_left_over": None}
-    if fixed and not config.epoch_samples:
-        found["buckets_left_over"] = (fixed.size * config.repeats - num_draws) // config.micro_batch_size
-    if plan.val_buckets:
-        counts = zip(config.buckets, plan.val_buckets.sizes, plan.val_buckets.counts, strict=True)
-        found["val_buckets"] = {name: {"samples": num, "micro_batches": count} for name, num, count in counts}
+    if is_fixed and not config.epoch_samples:
+        pass_draws = sum(bucket["samples"] // unit * unit for bucket in buckets.values())
+        found["buckets_left_over"] = (pass_draws * config.repeats - num_draws) // config.micro_batch_size
+    if plan.validation and config.val_buckets:
+        counts = zip(config.buckets, plan.validation.buckets, plan.validation.counts, strict=True)
+        found["val_buckets"] = {name: {"samples": each.size, "micro_batches": num} for name, each, num in counts}
     return found
 
 

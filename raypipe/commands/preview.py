@@ -9,7 +9,7 @@ micro-batch in which the sample stands in that epoch: a tile is what a run of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed, check_mixable
 from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store
 from raypipe.streaming.maker import MicroBatchMaker
@@ -36,6 +37,8 @@ from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import find_views, makes_views
 
 MAX_TILES = 1000  # about 40 megapixels
+# To find samples by drawing takes some seconds for so many.
+_MAX_LOOKED_AT, _LOOKED_AT = 1 << 24, 1 << 16
 Stages = tuple[MicroBatch, np.ndarray, np.ndarray, Mixed | None]
 
 
@@ -72,7 +75,7 @@ class Preview:
         views, by which `columns` are then called."""
         rows = [[self._decoded(index)] for index in indices]
         for epoch in epochs:
-            places = [self.plan.find(epoch, index) for index in indices]
+            places = find(self.plan, epoch, indices)
             # Each micro-batch once, and one at a time.
             for at in dict.fromkeys(at for at, _ in places if at is not None):
                 host = self._maker.batch(at)
@@ -81,7 +84,9 @@ class Preview:
                     if place == at:
                         row += shown(position)
             reason = "not in this epoch: its draws are others"
-            if self.plan.layout.order is not None:
+            if self.plan.steps_per_epoch * self.plan.global_batch_size > _MAX_LOOKED_AT:
+                reason = f"not among the first {_MAX_LOOKED_AT} draws of this epoch"
+            elif self.plan.config.is_plain:
                 left_out = len(self.store) % self.plan.global_batch_size
                 reason = f"not in this epoch: its last {left_out} samples make no whole step"
             for row, (place, _) in zip(rows, places, strict=True):
@@ -271,13 +276,31 @@ def preview(
     return {"output": output, "samples": len(shown), "epochs": epochs}
 
 
+def find(plan: Plan, epoch: int, indices: Sequence[int]) -> list[tuple[MicroBatchId | None, int]]:
+    """The first micro-batch of a training epoch that draws each sample, None where none does, and the row there.
+
+    Only the first 16 million draws are looked at.
+    """
+    num_draws = min(plan.steps_per_epoch * plan.global_batch_size, _MAX_LOOKED_AT)
+    first_drawn: dict[int, int] = {}
+    for first in range(0, num_draws, _LOOKED_AT):
+        drawn = plan.draw_epoch(epoch, np.arange(first, min(num_draws, first + _LOOKED_AT))).indices
+        for row in np.flatnonzero(np.isin(drawn, indices)).tolist():
+            first_drawn.setdefault(int(drawn[row]), first + row)
+        if len(first_drawn) == len(set(indices)):
+            break
+    places = list[tuple[MicroBatchId | None, int]]()
+    for index in indices:
+        number, row = divmod(first_drawn.get(index, 0), plan.config.micro_batch_size)
+        at = MicroBatchId("train", epoch, *divmod(number, plan.config.per_step))
+        places.append((at if index in first_drawn else None, row))
+    return places
+
+
 def _first_of(plan: Plan, num: int) -> list[int]:
     """The first samples of a run, each once; fewer where an epoch's first draws are of fewer."""
-    num_draws = num
-    if plan.layout.order is None:
-        num_draws = min(8 * num, plan.steps_per_epoch * plan.global_batch_size)
-    drawn, _ = plan.train_draws(0, np.arange(num_draws))
-    return list(dict.fromkeys(drawn.tolist()))[:num]
+    num_draws = min(8 * num, plan.steps_per_epoch * plan.global_batch_size)
+    return list(dict.fromkeys(plan.draw_epoch(0, np.arange(num_draws)).indices.tolist()))[:num]
 
 
 def _note(made: Preview) -> str:

@@ -18,10 +18,10 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import shown
 from raypipe.pages import Series
 from raypipe.plan.places import MicroBatchId
-from raypipe.plan.schedule import Plan
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import as_uri
 from raypipe.stores.base import Store
+from raypipe.streaming.planning import make_plan
 from raypipe.transform.decode import encode_jpeg, resize_short_side
 from raypipe.transform.decode_array import as_rgb, decode_any
 
@@ -80,7 +80,7 @@ def mixing(store: Store, shuffle: str, micro_batch: int) -> float | None:
     """
     config: Any = {"epochs": 1, "micro_batch_size": max(1, min(micro_batch, len(store))), "shuffle": shuffle}
     try:
-        plan = Plan.from_stores(PlanConfig(**config), store)
+        plan = make_plan(PlanConfig(**config), store)
     except ConfigError:
         return None
     places = [

@@ -56,7 +56,7 @@ class Batch:
         num_fallback: samples that the device should have decoded, but the host had to.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
         source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
-            `plan.layout.sources`; -1 for padding; None if the plan is no mixture.
+            `plan.sources`; -1 for padding; None if the plan is no mixture.
     """
 
     at: MicroBatchId

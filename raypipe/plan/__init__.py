@@ -1,1 +1,1 @@
-"""Position → index and seed: the order of an epoch, the schedule of a run, the place in it. Numpy only."""
+"""Position → draws and keys: samplers, the schedule of a run, the place in it. Numpy only."""

@@ -1,14 +1,15 @@
-"""Mixtures: which store each draw of a global batch comes from: exact, and found in O(log) for any batch.
+"""Mixtures, and buckets of one store: several samplers by quotas. Numpy only.
 
-Of the G draws of a batch, store i of weight w_i (their sum is 1) has ⌊G·w_i⌋, and of the r draws that are left
-over one or none. Who has them is drawn systematically: the fractions f_i of G·w_i lie end to end on a line, whose
-length is r; the marks u, u + 1, … , u + r - 1 fall on those that have one more.
+Of the G places of a batch, a part of share w_i (the sum of all is 1) has ⌊G·w_i⌋, and one or none of the r places
+that are left over. Systematic sampling says which: the fractions f_i of G·w_i lie end to end on a line, whose
+length is r; the marks u, u + 1, … , u + r - 1 fall on the parts that have one more.
 
     fractions   |--- 0 ----|-- 1 --|--- 2 ----|------ 3 ------|     r = 2
     marks          ^                     ^                          u = 0.2
 
-u goes round by the golden ratio from batch to batch, so that a store's total is always near b·G·w_i. What a store
-had before batch b is a sum of floors, which an algorithm like Euclid's adds up. Shares are integers over 2^40.
+u goes round by the golden ratio from batch to batch, so that the total of a part is always near b·G·w_i. Its
+places before batch b are a sum of floors, which an algorithm like Euclid's adds up in O(log b). Shares are
+integers over 2^40.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from raypipe.plan.draws import Drawn, Part
 from raypipe.plan.order import NUM_ROUNDS, Domain, derive_keys, permute, shuffled
+from raypipe.plan.samplers import Draws, Lapped, Permuted, Sampler, Weighted, draw_parts
 
 ONE = 1 << 40
-"""What the weights of a mixture add up to."""
+"""What the shares of all parts add up to."""
+# A batch of more places is not shuffled whole, to look up a few of them.
+_MAX_SHUFFLED = 1 << 12
 _STEP = int(ONE * 0.6180339887498949) | 1  # odd, so that u takes all ONE values
 
 
@@ -56,134 +59,214 @@ def floor_sum(num: int, modulus: int, factor: int, addend: int) -> int:
         modulus, factor = factor, modulus
 
 
-class Seats:
-    """How many draws of each batch each store has, for one set of weights.
+@dataclass(frozen=True)
+class _Era:
+    """The batches of one set of shares.
 
-    Args:
-        shares: of each store, see `as_shares`.
-        batch_size: G.
-        start: where the marks of the first batch are, in [0, ONE).
+    Attributes:
+        first: the first of them.
+        before: places of each part in the batches before.
+        whole: ⌊G·w_i⌋ of each part.
+        ends: where the fractions of the parts before each one end on the line, in units of ONE.
+        start: u of the first batch.
     """
 
-    def __init__(self, shares: Sequence[int], batch_size: int, start: int) -> None:
-        parts = [divmod(batch_size * share, ONE) for share in shares]
-        self._whole = [whole for whole, _ in parts]
-        self._ends = list(accumulate((rest for _, rest in parts), initial=0))
-        self._start = start
-
-    def of(self, batch: int) -> list[int]:
-        """Draws of each store in a batch."""
-        mark = (_STEP * batch + self._start) % ONE
-        marks = [-((mark - end) // ONE) for end in self._ends]  # below each end
-        return [w + b - a for w, a, b in zip(self._whole, marks, marks[1:], strict=False)]
-
-    def before(self, batch: int) -> list[int]:
-        """Draws of each store in all batches before one."""
-        round_trips = floor_sum(batch, ONE, _STEP, self._start)
-        marks = [round_trips - floor_sum(batch, ONE, _STEP, self._start - end) for end in self._ends]
-        return [batch * w + b - a for w, a, b in zip(self._whole, marks, marks[1:], strict=False)]
+    first: int
+    before: list[int]
+    whole: list[int]
+    ends: list[int]
+    start: int
 
 
-class Turns:
-    """Whose turn it is: which part each place of a run is of, and the how-manieth place of that part it is.
+class Quotas:
+    """How many places of each batch each part has, by shares that may change at some batches.
 
     Args:
-        shares: from epoch → share of each part, see `as_shares`; from epoch 0 on, ascending.
-        steps: batches in an epoch.
-        batch_size: G, places in a batch, in which the parts' places are shuffled.
+        shares: from batch → share of each part, see `as_shares`; from batch 0 on, ascending.
+        batch_size: G.
         seed: of the keys.
-        is_small: whether a batch has so few places that all are shuffled at once.
+    """
+
+    def __init__(self, shares: Mapping[int, Sequence[int]], batch_size: int, seed: int) -> None:
+        self.batch_size, self._eras = batch_size, list[_Era]()
+        for first, of_parts in shares.items():
+            before = self.before(first) if self._eras else [0] * len(of_parts)
+            whole, fractions = zip(*(divmod(batch_size * share, ONE) for share in of_parts), strict=True)
+            start = int(derive_keys(1, seed, Domain.QUOTAS, first)[0]) % ONE
+            self._eras.append(_Era(first, before, list(whole), list(accumulate(fractions, initial=0)), start))
+
+    def counts(self, batch: int) -> list[int]:
+        """Places of each part in a batch."""
+        era = self._era(batch)
+        mark = (_STEP * (batch - era.first) + era.start) % ONE
+        marks = [-((mark - end) // ONE) for end in era.ends]  # below each end
+        return [whole + b - a for whole, a, b in zip(era.whole, marks, marks[1:], strict=False)]
+
+    def before(self, batch: int) -> list[int]:
+        """Places of each part in all batches before one."""
+        era = self._era(batch)
+        num = batch - era.first
+        round_trips = floor_sum(num, ONE, _STEP, era.start)
+        marks = [round_trips - floor_sum(num, ONE, _STEP, era.start - end) for end in era.ends]
+        parts = zip(era.before, era.whole, marks, marks[1:], strict=False)
+        return [before + num * whole + b - a for before, whole, a, b in parts]
+
+    def _era(self, batch: int) -> _Era:
+        return next(era for era in reversed(self._eras) if era.first <= batch)
+
+
+class Bucketed(Lapped):
+    """One store in buckets, of which each place of U draws has one.
+
+        bucket   | 0: n_0 samples      | 1: n_1 …  | …
+        places   | 0 | 1 | … ⌊n_0/U⌋-1 | …         | … T-1    of U draws; fewer than U of a bucket are left over
+        pass     a permutation of all T places, and each bucket permutes its samples
+
+    All of it is keyed anew in each pass, so other samples are left over. With weights each bucket has its share of
+    the T places, rounded down or up, and draws for these by the weights of its samples: nothing is left over.
+
+    Args:
+        buckets: what draws from each.
+        unit: U.
+        seed: of the keys.
+        num_places: T, by weights; 0 = each bucket has as many as its samples fill, none of them twice.
+        shuffles: whether places are permuted.
+        per_lap: see `Lapped`; 0 = all.
     """
 
     def __init__(
         self,
-        shares: Mapping[int, Sequence[int]],
-        steps: int,
-        batch_size: int,
+        buckets: Sequence[Permuted | Weighted],
+        unit: int,
         seed: int,
-        is_small: bool = False,
+        num_places: int = 0,
+        shuffles: bool = True,
+        per_lap: int = 0,
     ) -> None:
-        self.steps, self.batch_size, self._seed, self._is_small = steps, batch_size, seed, is_small
-        # From batch, places of each part before it, and how many it has from there on.
-        self._pieces: list[tuple[int, list[int], Seats]] = []
-        for epoch, of_epoch in shares.items():
-            before = self.before(epoch * steps) if self._pieces else [0] * len(of_epoch)
-            start = int(derive_keys(1, seed, Domain.MIXTURE, epoch)[0]) % ONE
-            self._pieces.append((epoch * steps, before, Seats(of_epoch, batch_size, start)))
+        self._buckets, self.unit, self._seed, self._shuffles = list(buckets), unit, seed, shuffles
+        self._counts, self._quotas = [bucket.selection.size // unit for bucket in buckets], None
+        if num_places:
+            shares = as_shares([bucket.weight for bucket in buckets])
+            self._quotas = Quotas({0: shares}, num_places, seed)
+        self.num_places = num_places or sum(self._counts)
+        self.size = self.num_places * unit
+        self.per_lap = per_lap or self.size
 
-    def of(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The parts of int64 places (n,), counted through the run, and their numbers among those of the part."""
-        batches, inside_batch = np.divmod(places, self.batch_size)
+    def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
+        """See `Lapped.draw_lap`."""
+        places, rows = np.divmod(positions, self.unit)
+        if self._shuffles:
+            places = permute(places, self.num_places, derive_keys(NUM_ROUNDS, self._seed, Domain.BUCKET, lap))
+        counts = self._quotas.counts(lap) if self._quotas else self._counts
+        ends = np.cumsum(counts)
+        numbers = np.searchsorted(ends, places, side="right")
+        inside = (places - (ends - counts)[numbers]) * self.unit + rows
+
+        def draw(number: int, where: np.ndarray) -> Draws:
+            bucket = self._buckets[number]
+            if isinstance(bucket, Weighted):
+                bucket = bucket.resized(counts[number] * self.unit)
+            return bucket.draw_lap(lap, inside[where])
+
+        return draw_parts(numbers, draw)._replace(buckets=numbers)
+
+
+class Mixture(Sampler):
+    """Several samplers, each of which is walked through the run; their places are shuffled within each batch.
+
+    Args:
+        parts: what each place draws from.
+        quotas: how many places of a batch each of them has.
+        seed: of the keys.
+        unit: draws in a place.
+        are_buckets: whether the parts are buckets.
+    """
+
+    def __init__(
+        self, parts: Sequence[Sampler], quotas: Quotas, seed: int, unit: int = 1, are_buckets: bool = False
+    ) -> None:
+        self._parts, self._quotas, self._seed = list(parts), quotas, seed
+        self._unit, self._are_buckets = unit, are_buckets
+
+    def draw(self, positions: np.ndarray) -> Draws:
+        """See `Sampler.draw`."""
+        places, rows = np.divmod(positions, self._unit)
+        parts, numbers = self._parts_at(places)
+        inside = numbers * self._unit + rows
+        draws = draw_parts(parts, lambda part, where: self._parts[part].draw(inside[where]))
+        return draws._replace(buckets=parts) if self._are_buckets else draws
+
+    def source_counts(self, first: int, end: int) -> list[int]:
+        """Draws of each source from batch `first` to before batch `end`."""
+        before, after = self._quotas.before(first), self._quotas.before(end)
+        if not self._are_buckets:
+            return [b - a for a, b in zip(before, after, strict=True)]
+        by_bucket = [
+            part.source_counts(a, b)
+            for part, a, b in zip(self._parts, before, after, strict=True)
+            if isinstance(part, Mixture)
+        ]
+        return [sum(counts) for counts in zip(*by_bucket, strict=True)]
+
+    def _parts_at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The parts of int64 places (n,), counted through the run, and their numbers among the part's places."""
+        size = self._quotas.batch_size
+        batches, inside_batch = np.divmod(places, size)
         parts, numbers = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
         for batch in np.unique(batches).tolist():
             inside = batches == batch
-            keys = derive_keys(NUM_ROUNDS, self._seed, Domain.MIXTURE, *divmod(batch, self.steps))
-            if self._is_small:
-                units = shuffled(self.batch_size, keys[0])[inside_batch[inside]]
+            keys = derive_keys(NUM_ROUNDS, self._seed, Domain.MIXTURE, batch)
+            if size <= _MAX_SHUFFLED:
+                seats = shuffled(size, keys[0])[inside_batch[inside]]
             else:
-                units = permute(inside_batch[inside], self.batch_size, keys)
-            bounds = np.append(0, np.cumsum(self.counts(batch)))
-            found = np.searchsorted(bounds[1:-1], units, side="right")
-            parts[inside] = found
-            numbers[inside] = np.array(self.before(batch))[found] + units - bounds[found]
+                seats = permute(inside_batch[inside], size, keys)
+            ends = np.cumsum(self._quotas.counts(batch))
+            of_place = np.searchsorted(ends, seats, side="right")
+            begins = np.append(0, ends[:-1])
+            parts[inside] = of_place
+            numbers[inside] = (np.array(self._quotas.before(batch)) - begins)[of_place] + seats
         return parts, numbers
 
-    def counts(self, batch: int) -> list[int]:
-        """Places of each part in a batch, counted through the run."""
-        first, _, seats = self._piece(batch)
-        return seats.of(batch - first)
 
-    def before(self, batch: int) -> list[int]:
-        """Places of each part in the run before a batch."""
-        first, before, seats = self._piece(batch)
-        return [one + other for one, other in zip(before, seats.before(batch - first), strict=True)]
+def mix_buckets(
+    sources: Sequence[Sequence[Permuted | Weighted]],
+    shares: Mapping[int, Sequence[int]],
+    batch_size: int,
+    unit: int,
+    seed: int,
+) -> Mixture:
+    """A mixture of several stores in buckets: a mixture of buckets, each of which is a mixture of the stores.
 
-    def between(self, first: int, last: int) -> list[int]:
-        """Places of each part from a batch to before another."""
-        return [end - begin for begin, end in zip(self.before(first), self.before(last), strict=True)]
+    Of a global batch's places each bucket has its share, and of a place's draws each store has its share of this
+    bucket; each store's samples of a bucket are walked through the run.
 
-    def _piece(self, batch: int) -> tuple[int, list[int], Seats]:
-        return next(piece for piece in reversed(self._pieces) if piece[0] <= batch)
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Several parts by weights, see `raypipe.plan.draws.Part`; each is walked through the run.
-
-    Attributes:
-        parts: what each place's draws are of.
-        turns: which part that is.
+    Args:
+        sources: the buckets of each store.
+        shares: from batch → share of each store.
+        batch_size: places in a global batch.
         unit: draws in a place.
+        seed: of the keys.
     """
-
-    parts: Sequence[Part]
-    turns: Turns
-    unit: int = 1
-
-    def drawn(self, begun: int, numbers: np.ndarray) -> Drawn:
-        """See `Part.drawn`; epochs have whole batches."""
-        places, rows = np.divmod(numbers, self.unit)
-        parts, of_part = self.turns.of(places)
-        before = self.turns.before(begun // self.unit // self.turns.batch_size)
-        indices, repeats = np.empty(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
-        for part in np.unique(parts).tolist():
-            inside = parts == part
-            of_inside = of_part[inside] * self.unit + rows[inside]
-            indices[inside], again = self.parts[part].drawn(before[part] * self.unit, of_inside)
-            if again is not None:
-                repeats[inside] = again
-        return indices, repeats
-
-    def buckets_of(self, numbers: np.ndarray) -> np.ndarray:
-        """See `Part.buckets_of`: of parts that are buckets."""
-        return self.turns.of(numbers // self.unit)[0]
-
-    def of_leaves(self, first: int, last: int) -> list[int]:
-        """Draws of each leaf from a batch to before another; parts that are mixtures have the same leaves."""
-        counts, before = self.turns.between(first, last), self.turns.before(first)
-        inner = [
-            part.of_leaves(begin, begin + count)
-            for part, begin, count in zip(self.parts, before, counts, strict=True)
-            if isinstance(part, Mixture)
+    totals = [sum(bucket.weight for bucket in buckets) for buckets in sources]
+    by_bucket = list(zip(*sources, strict=True))
+    # From batch → of each bucket → share of each store in all draws.
+    tables: dict[int, list[list[Fraction]]] = {}
+    for batch, of_stores in shares.items():
+        per_weight = [Fraction(share, total) for share, total in zip(of_stores, totals, strict=True)]
+        tables[batch] = [
+            [weight * store.weight for weight, store in zip(per_weight, stores, strict=True)]
+            for stores in by_bucket
         ]
-        return [sum(each) for each in zip(*inner, strict=True)] if inner else counts
+    quotas = Quotas(
+        {batch: as_shares([sum(row) for row in table]) for batch, table in tables.items()}, batch_size, seed
+    )
+    before = {batch: quotas.before(batch) for batch in shares}
+    parts = list[Sampler]()
+    for bucket, stores in enumerate(by_bucket):
+        inner = {}  # from a place of the bucket on, by its number in the run
+        for batch, table in tables.items():
+            # A bucket of no share has no places from here on.
+            inner[before[batch][bucket]] = as_shares(table[bucket] if any(table[bucket]) else [1] * len(stores))
+        key = int(derive_keys(1, seed, Domain.BUCKET_MIXTURE, bucket)[0])
+        parts.append(Mixture(stores, Quotas(inner, unit, key), key))
+    return Mixture(parts, quotas, seed, unit, are_buckets=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,19 +23,16 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.buckets import InTurn, Sides
+from raypipe.plan.compose import Source, Training, compose_mixture, compose_one
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.draws import Drawn
-from raypipe.plan.layout import Layout, lay_out, selection_of
-from raypipe.plan.leaves import members_of
-from raypipe.plan.order import Domain, Order, StoredOrder, derive_keys, mix64
+from raypipe.plan.order import Domain, derive_keys, mix64
 from raypipe.plan.places import PADDING, MicroBatchId, Split
-from raypipe.plan.selection import Selection
-from raypipe.stores.base import Store
+from raypipe.plan.samplers import Draws, Sampler, Sequential
+from raypipe.plan.selection import JoinedSelection, Selection
 
-# To find a sample by drawing takes a second or two for so many.
-_MAX_LOOKED_AT, _LOOKED_AT = 1 << 22, 1 << 16
 _SPLIT_CODE = {"train": 0, "val": 1}
+Sides = tuple[int, int]
+"""(height, width), pixels."""
 
 
 @dataclass(frozen=True)
@@ -99,76 +96,80 @@ def _divisors(number: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run as one stream; `Plan.from_stores` makes it.
+    """One run as one stream; `Plan.of` makes it, `raypipe.streaming.planning.make_plan` from stores.
 
     Attributes:
         config: the order's settings.
-        layout: what the training epochs draw.
+        training: what the training epochs draw; None = this plan is for its schedule alone, see `without_draws`.
+        validation: what each validation draws; None = there is none.
+        steps_per_epoch: S, training steps in an epoch.
         num_train: N, samples of the training store that are not excluded.
         num_val: samples of the validation store that are not excluded; 0 = no validation.
+        num_val_rows: samples of a validation, and the padding of the micro-batches that they fill.
         fingerprint: 16 hex digits over everything that determines the stream's order.
         kept: which samples of each store these are.
-        num_val_rows: samples of a validation, and the padding of its buckets.
-        val_buckets: those of the validations; None = they have none.
+        sources: names of a mixture's stores.
+        offsets: int64 (sources + 1,), of the stores' samples in a mixture's joined store.
         end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
             cut off.
     """
 
     config: PlanConfig
-    layout: Layout = field(repr=False, compare=False)
+    training: Training | None = field(repr=False, compare=False)
+    validation: Sequential | None = field(repr=False, compare=False)
+    steps_per_epoch: int
     num_train: int
     num_val: int
-    fingerprint: str
-    kept: dict[Split, Selection] = field(repr=False, compare=False)
     num_val_rows: int
-    val_buckets: InTurn | None = field(default=None, repr=False, compare=False)
+    fingerprint: str
+    kept: dict[Split, Selection | JoinedSelection] = field(repr=False, compare=False)
+    sources: tuple[str, ...] = ()
+    offsets: np.ndarray | None = field(default=None, repr=False, compare=False)
     end_step: int | None = None
 
     @staticmethod
-    def from_stores(
-        config: PlanConfig,
-        train: Store,
-        val: Store | None = None,
-        *,
-        exclude: Sequence[int] | np.ndarray | Selection = (),
-        val_exclude: Sequence[int] | np.ndarray | Selection = (),
-    ) -> Plan:
+    def of(config: PlanConfig, train: Source | Mapping[str, Source], val: Source | None = None) -> Plan:
         """The plan of a run over a training store and, optionally, a validation store.
 
         Args:
-            train: of a mixture a `JoinedStore`.
-            exclude, val_exclude: indices of samples of each store to exclude; all others keep their indices. Or a
-                selection of those that are left.
+            train: of a mixture the sources by names; their samples are numbered one source after the other.
 
         Raises:
             ConfigError: the store, without excluded samples, is smaller than one step, has no groups to shuffle in
                 windows, or lacks what another setting needs.
         """
-        kept: dict[Split, Selection] = {
-            "train": selection_of(exclude, train),
-            "val": selection_of(val_exclude, val),
-        }
-        num_train = len(train) - kept["train"].num_left_out
-        num_val = len(val) - kept["val"].num_left_out if val is not None and config.val_interval else 0
-        layout = lay_out(config, train, kept["train"])
-        fingerprint = hashlib.blake2b(json.dumps(layout.parts).encode(), digest_size=8).hexdigest()
-        val_buckets = None
-        if val is not None and num_val and config.val_buckets:
-            members = members_of(val, kept["val"], config.bucket_sides, "store.val_filter")
-            val_buckets = InTurn(members, config.micro_batch_size)
-        num_val_rows = val_buckets.size if val_buckets else num_val
-        return Plan(config, layout, num_train, num_val, fingerprint, kept, num_val_rows, val_buckets)
+        names, offsets = tuple[str, ...](), None
+        selection: Selection | JoinedSelection
+        if isinstance(train, Source):
+            training, selection = compose_one(config, train), train.selection
+        else:
+            parts = [source.selection for source in train.values()]
+            names, offsets = tuple(train), np.append(0, np.cumsum([part.num_samples for part in parts]))
+            training, selection = compose_mixture(config, train, offsets), JoinedSelection(parts, offsets)
+        validation = None
+        if val is not None and config.val_interval and val.selection.size:
+            buckets = [val.selection]
+            if config.val_buckets:
+                buckets = [val.in_bucket(bucket)[1] for bucket in range(len(config.buckets))]
+            validation = Sequential(buckets, config.micro_batch_size)
+        return Plan(
+            config,
+            training,
+            validation,
+            training.steps,
+            selection.size,
+            val.selection.size if val and validation else 0,
+            validation.size if validation else 0,
+            hashlib.blake2b(json.dumps(training.content).encode(), digest_size=8).hexdigest(),
+            {"train": selection, "val": val.selection if val else Selection([], 0)},
+            names,
+            offsets,
+        )
 
     def bound_to(self, also: Any) -> Plan:
         """This plan, whose fingerprint has something else, as JSON has it, that determines the stream."""
         content = json.dumps([self.fingerprint, also])
         return replace(self, fingerprint=hashlib.blake2b(content.encode(), digest_size=8).hexdigest())
-
-    @property
-    def train_order(self) -> Order:
-        """Position → index of the training store, of a plain plan."""
-        assert self.layout.order is not None, "a plain plan has an order"
-        return self.layout.order
 
     def until(self, step: int) -> Plan:
         """This plan, cut off before a training step, counted through all epochs.
@@ -183,11 +184,6 @@ class Plan:
     def global_batch_size(self) -> int:
         """M·B: samples in an optimizer step."""
         return self.config.samples_per_step
-
-    @cached_property
-    def steps_per_epoch(self) -> int:
-        """S: training steps in an epoch."""
-        return self.layout.epoch_samples // self.global_batch_size
 
     @cached_property
     def val_steps(self) -> int:
@@ -272,120 +268,68 @@ class Plan:
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""
-        return self.draws(at)[0]
+        return self.draw(at).indices
 
-    def draws(self, at: MicroBatchId) -> Drawn:
-        """The samples of a micro-batch, int64 (B,), and their repeats, int64 (B,), or None: all are 0."""
-        indices, repeats = self.block_draws([at])
-        return indices[0], None if repeats is None else repeats[0]
+    def draw(self, at: MicroBatchId) -> Draws:
+        """The draws of a micro-batch, (B,)."""
+        return Draws(*(column[0] for column in self.draw_block([at])))
 
-    def block_draws(self, block: Sequence[MicroBatchId]) -> Drawn:
-        """The same of k micro-batches of a segment: int64 (k, B). For 16 it takes as long as for one."""
-        size, split, epoch = self.config.micro_batch_size, block[0].split, block[0].epoch
-        first = [(at.step * self.config.per_step + at.micro) * size for at in block]
-        positions = np.add.outer(first, np.arange(size)).ravel()
-        repeats = None
-        if split == "train":
-            found, repeats = self.train_draws(epoch, positions)
-        elif self.val_buckets:
-            found = self.val_buckets.indices(positions)
-        else:
-            numbers = np.minimum(positions, self.num_val - 1)
-            found = np.where(positions < self.num_val, self.kept["val"].indices(numbers), PADDING)
-        shape = (len(block), size)
-        return found.reshape(shape), None if repeats is None else repeats.reshape(shape)
+    def draw_block(self, block: Sequence[MicroBatchId]) -> Draws:
+        """The draws of k micro-batches of a segment, (k, B). For 16 it takes as long as for one."""
+        first = np.array([self.global_step(at) * self.config.per_step + at.micro for at in block])
+        positions = np.add.outer(first * self.config.micro_batch_size, np.arange(self.config.micro_batch_size))
+        sampler: Sampler | None = self.validation
+        if block[0].split == "train":
+            sampler = self.training.sampler if self.training else None
+        assert sampler, "this plan has a schedule alone, or no validation"
+        return Draws(*(column.reshape(positions.shape) for column in sampler.draw(positions.ravel())))
 
-    def train_draws(self, epoch: int, positions: np.ndarray) -> Drawn:
-        """The samples at int64 positions (n,) of a training epoch, and their repeats."""
-        if self.layout.draws is not None:
-            return self.layout.draws.draws(epoch, positions)
-        return self.train_order.indices(epoch, positions), None
+    def draw_epoch(self, epoch: int, positions: np.ndarray) -> Draws:
+        """The draws at int64 positions (n,) of a training epoch."""
+        assert self.training, "a plan without draws has a schedule alone"
+        return self.training.sampler.draw(epoch * self.steps_per_epoch * self.global_batch_size + positions)
 
     def bucket_of(self, at: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""
-        number = self._bucket(at)
-        return None if number is None else self.config.bucket_sides[number]
-
-    def _bucket(self, at: MicroBatchId) -> int | None:
-        first = np.array([(at.step * self.config.per_step + at.micro) * self.config.micro_batch_size])
-        if at.split == "val":
-            return int(self.val_buckets.buckets(first)[0]) if self.val_buckets else None
-        if not self.config.buckets:
-            return None
-        assert self.layout.draws is not None, "a plan with buckets is not plain"
-        return int(self.layout.draws.buckets(at.epoch, first)[0])
-
-    def find(self, epoch: int, index: int) -> tuple[MicroBatchId | None, int]:
-        """The first micro-batch of a training epoch that draws a sample, None where none does, and the row there.
-
-        Of a plan that is not plain, only the first 4 million draws are looked at.
-        """
-        position = -1
-        if self.layout.order is not None:
-            position = int(self.layout.order.positions(epoch, np.array([index]))[0])
-        else:
-            num_draws = min(self.steps_per_epoch * self.global_batch_size, _MAX_LOOKED_AT)
-            for first in range(0, num_draws, _LOOKED_AT):
-                found, _ = self.train_draws(epoch, np.arange(first, min(num_draws, first + _LOOKED_AT)))
-                if (places := np.flatnonzero(found == index)).size:
-                    position = first + int(places[0])
-                    break
-        number, row = divmod(position, self.config.micro_batch_size)
-        step, micro = divmod(number, self.config.per_step)
-        is_in = position >= 0 and step < self.steps_per_epoch
-        return (MicroBatchId("train", epoch, step, micro) if is_in else None), row
+        sides = self.config.sides_in(at.split)
+        return sides[self.draw(at).buckets[0]] if sides else None
 
     def without_draws(self) -> Plan:
         """This plan for one who needs its schedule alone: it has no lists of samples, whatever they weigh."""
-        order = StoredOrder(self.num_train)
-        layout = replace(self.layout, order=order, draws=None, leaves=(), buckets=(), offsets=None, mixture=None)
-        return replace(self, layout=layout, kept={}, val_buckets=None)
+        return replace(self, training=None, validation=None, kept={}, offsets=None)
 
     def source_of(self, indices: np.ndarray) -> np.ndarray:
-        """Of a mixture, which source each sample of int64 indices (n,) is from: int64 (n,), -1 = padding."""
-        assert self.layout.offsets is not None, "a mixture has sources"
-        return np.where(indices < 0, PADDING, np.searchsorted(self.layout.offsets[1:-1], indices, side="right"))
+        """The number of the source of each sample of int64 indices (n,) of a mixture: int64 (n,), -1 = padding."""
+        assert self.offsets is not None, "a mixture has sources"
+        return np.where(indices < 0, PADDING, np.searchsorted(self.offsets[1:-1], indices, side="right"))
 
-    def sample_keys(self, at: MicroBatchId, indices: np.ndarray, repeats: np.ndarray | None = None) -> np.ndarray:
-        """The key of each sample's CPU transform: uint64 (B, 2), a function of (seed, split, e, index, repeat).
+    def sample_keys(self, split: Split, draws: Draws) -> np.ndarray:
+        """The keys of the samples' CPU transforms: uint64 (B, 2), a function of (seed, split, lap, index, repeat).
 
-        Each word is a bijection of the index under a key of (seed, split, e), so no two samples of an
-        epoch share a key. A validation has the same keys in every epoch, so its metrics compare.
-
-        Args:
-            repeats: int64 (B,), which tell apart the draws of a sample in an epoch; None = all are 0.
+        Each word is a bijection of the index under a key of (seed, split, lap), so that no two samples of a pass
+        share a key. A validation has the same keys in every epoch, so its metrics compare.
         """
-        keys = _sample_domain(self.config.seed, at.split, at.epoch if at.split == "train" else 0)
-        x = indices.astype(np.uint64)
-        words = [x ^ keys[0], x ^ keys[1]]
-        if repeats is not None:  # hashed, by one bijection for each word, of which each leaves 0 as it is
-            hashed = mix64(repeats.astype(np.uint64))
-            words = [words[0] ^ hashed, words[1] ^ mix64(hashed)]
-        return np.stack([mix64(word) for word in words], axis=1)
+        keys = np.empty((len(draws.indices), 2), np.uint64)
+        for lap in np.unique(draws.laps).tolist():
+            keys[draws.laps == lap] = _sample_domain(self.config.seed, split, lap)
+        # The repeat is hashed by one bijection for each word, both of which leave 0 as it is.
+        repeats = mix64(draws.repeats.astype(np.uint64))
+        return mix64(keys ^ draws.indices.astype(np.uint64)[:, None] ^ np.stack([repeats, mix64(repeats)], axis=1))
 
     def micro_batch_seed(self, at: MicroBatchId) -> int:
         """The seed, in [0, 2^63), of all that is drawn once per micro-batch: augmentation, dropout."""
-        parts = (Domain.MICRO_BATCH, _SPLIT_CODE[at.split], at.epoch, at.step, at.micro)
-        return int(derive_keys(1, self.config.seed, *parts)[0]) >> 1
+        parts = (_SPLIT_CODE[at.split], at.epoch, at.step, at.micro)
+        return int(derive_keys(1, self.config.seed, Domain.MICRO_BATCH, *parts)[0]) >> 1
 
     def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
         """The sample that replaces a bad one: a function of (seed, e, index, attempt), of its source or bucket."""
-        parts = (Domain.SUBSTITUTE, at.epoch, index, attempt)
-        key = derive_keys(1, self.config.seed, *parts)[0]
-        layout = self.layout
-        if layout.order is not None:
-            number = key % np.uint64(self.num_train)
-            return int(self.kept["train"].indices(np.array([number], np.int64))[0])
-        source, offset = 0, 0
-        if layout.offsets is not None:
-            source = int(self.source_of(np.array([index]))[0])
-            offset = int(layout.offsets[source])
-        if (bucket := self._bucket(at)) is not None:
-            return offset + layout.buckets[source][bucket].another(key)
-        position = key % np.uint64(layout.leaves[source].size)
-        return offset + int(layout.leaves[source].draws(0, np.array([position], np.int64))[0][0])
+        assert self.training, "a plan without draws has a schedule alone"
+        key = int(derive_keys(1, self.config.seed, Domain.SUBSTITUTE, at.epoch, index, attempt)[0])
+        source = int(self.source_of(np.array([index]))[0]) if self.sources else 0
+        bucket = self.draw(at).buckets[0] if self.config.buckets else 0
+        return self.training.store_samplers[source][bucket].sample_of(key)
 
 
-@lru_cache(maxsize=8)
-def _sample_domain(seed: int, split: Split, epoch: int) -> np.ndarray:
-    return derive_keys(2, seed, Domain.SAMPLE, _SPLIT_CODE[split], epoch)
+@lru_cache(maxsize=64)
+def _sample_domain(seed: int, split: Split, lap: int) -> np.ndarray:
+    return derive_keys(2, seed, Domain.SAMPLE, _SPLIT_CODE[split], lap)

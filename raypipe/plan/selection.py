@@ -1,69 +1,65 @@
 """Which samples of a store a plan draws from, and their numbers, 0 to n - 1. Numpy only.
 
-    index     0 1 2 3 4 5 6
-    left out    x   x x
-    number    0   1       2 3 …
-
-Held in memory are the indices of those that are left out (`Kept`) or of those that are not (`Chosen`).
+index     0 1 2 3 4 5 6
+excluded    x   x x
+number    0   1       2 3 …
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 
-class Kept:
-    """The samples of a store that remain when some are excluded, whose indices alone are stored.
+class Selection:
+    """The samples of a store that a plan draws from; only the excluded indices, or the included ones, are stored.
 
     Args:
-        left_out: indices of samples, integers (k,), in any order.
-    """
-
-    def __init__(self, left_out: np.ndarray) -> None:
-        self.left_out = _compact(np.unique(np.asarray(left_out, np.int64)))
-        self._kept_before = (self.left_out - np.arange(len(self.left_out))).astype(self.left_out.dtype)
-
-    @property
-    def num_left_out(self) -> int:
-        return len(self.left_out)
-
-    def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """The indices, int64, of the kept samples with these numbers."""
-        return numbers + np.searchsorted(self._kept_before, _like(self.left_out, numbers), side="right")
-
-    def numbers(self, indices: np.ndarray) -> np.ndarray:
-        """How many kept samples stand before each index, int64: the number of a sample that is kept itself."""
-        return indices - np.searchsorted(self.left_out, _like(self.left_out, indices), side="left")
-
-    def signature(self) -> str:
-        """A hash of what is left out; empty if nothing is."""
-        return _hash(self.left_out) if len(self.left_out) else ""
-
-
-class Chosen:
-    """The samples of a store that remain when most are left out.
-
-    Args:
-        chosen: indices of the samples that remain, integers (n,), ascending.
+        listed: indices of samples to exclude, integers (k,), in any order.
         num_samples: of the store.
+        includes: whether these are the samples to draw from instead; in ascending order.
+
+    Attributes:
+        size: samples to draw from.
+        num_left_out: those that are excluded.
+        num_samples: all of the store.
     """
 
-    def __init__(self, chosen: np.ndarray, num_samples: int) -> None:
-        self.chosen, self.num_left_out = _compact(chosen), num_samples - len(chosen)
+    def __init__(self, listed: np.ndarray | Sequence[int], num_samples: int, *, includes: bool = False) -> None:
+        self.includes, self.num_samples = includes, num_samples
+        # Many are included, as a rule, and sorting them would take most of the time that a plan takes.
+        indices = np.asarray(listed, np.int64)
+        self.listed = _compact(indices if includes else np.unique(indices))
+        self.size = len(self.listed) if includes else num_samples - len(self.listed)
+        self.num_left_out = num_samples - self.size
+        if not includes:  # how many samples to draw from stand before each that is excluded
+            self._before = (self.listed - np.arange(len(self.listed))).astype(self.listed.dtype)
+
+    @staticmethod
+    def where(keep: np.ndarray) -> Selection:
+        """The samples for which bool (N,) is true, held as the shorter of the two lists."""
+        includes = 2 * int(np.count_nonzero(keep)) < len(keep)
+        return Selection(np.flatnonzero(keep if includes else ~keep), len(keep), includes=includes)
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """See `Kept.indices`."""
-        return self.chosen[numbers].astype(np.int64)
+        """The indices, int64, of the samples with these numbers."""
+        if self.includes:
+            return self.listed[numbers].astype(np.int64)
+        return numbers + np.searchsorted(self._before, _like(self.listed, numbers), side="right")
 
     def numbers(self, indices: np.ndarray) -> np.ndarray:
-        """See `Kept.numbers`."""
-        return np.searchsorted(self.chosen, _like(self.chosen, indices), side="left")
+        """How many samples to draw from stand before each index, int64: the number of such a sample itself."""
+        before = np.searchsorted(self.listed, _like(self.listed, indices), side="left")
+        return before if self.includes else indices - before
 
     def signature(self) -> str:
-        return f"chosen {_hash(self.chosen)}"
+        """A hash of the list; empty if nothing is excluded."""
+        if not self.includes and not len(self.listed):
+            return ""
+        content = hashlib.blake2b(self.listed.astype(np.int64).tobytes()).hexdigest()
+        return f"chosen {content}" if self.includes else content
 
 
 class JoinedSelection:
@@ -74,52 +70,24 @@ class JoinedSelection:
         offsets: int64 (parts + 1,), of the stores' samples.
 
     Attributes:
-        bounds: int64 (parts + 1,), of the numbers of each store's samples.
+        size, num_left_out, num_samples: of all together, see `Selection`.
     """
 
     def __init__(self, parts: Sequence[Selection], offsets: np.ndarray) -> None:
         self.parts, self.offsets = list(parts), offsets
-        self.num_left_out: int = sum(part.num_left_out for part in parts)
-        left_out = np.array([part.num_left_out for part in parts])
-        self.bounds = np.append(0, np.cumsum(np.diff(offsets) - left_out))
+        self._bounds = np.append(0, np.cumsum([part.size for part in parts])).astype(np.int64)
+        self.size, self.num_samples = int(self._bounds[-1]), int(offsets[-1])
+        self.num_left_out = self.num_samples - self.size
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """See `Kept.indices`."""
-        return self._by_part(numbers, self.bounds, self.offsets, lambda part, of_part: part.indices(of_part))
-
-    def numbers(self, indices: np.ndarray) -> np.ndarray:
-        """See `Kept.numbers`."""
-        return self._by_part(indices, self.offsets, self.bounds, lambda part, of_part: part.numbers(of_part))
-
-    def _by_part(
-        self,
-        given: np.ndarray,
-        begins: np.ndarray,
-        others: np.ndarray,
-        asked: Callable[[Selection, np.ndarray], np.ndarray],
-    ) -> np.ndarray:
-        """What each part is asked for; `begins` and `others` are where it begins before and after."""
-        found = np.empty(len(given), np.int64)
-        sources = np.searchsorted(begins[1:-1], given, side="right")
-        for source in np.unique(sources).tolist():
-            inside = sources == source
-            found[inside] = others[source] + asked(self.parts[source], given[inside] - begins[source])
-        return found
-
-    def signature(self) -> str:
-        signatures = [part.signature() for part in self.parts]
-        return "; ".join(signatures) if any(signatures) else ""
-
-
-Selection = Kept | Chosen | JoinedSelection
-
-
-def selected(keep: np.ndarray) -> Kept | Chosen:
-    """What bool (N,) says to keep, as whichever takes less memory."""
-    num_kept = int(np.count_nonzero(keep))
-    if num_kept < len(keep) - num_kept:
-        return Chosen(np.flatnonzero(keep), len(keep))
-    return Kept(np.flatnonzero(~keep))
+        """See `Selection.indices`."""
+        indices = np.empty(len(numbers), np.int64)
+        part_of = np.searchsorted(self._bounds[1:-1], numbers, side="right")
+        for part in np.unique(part_of).tolist():
+            inside = part_of == part
+            of_part = self.parts[part].indices(numbers[inside] - self._bounds[part])
+            indices[inside] = self.offsets[part] + of_part
+        return indices
 
 
 def _compact(indices: np.ndarray) -> np.ndarray:
@@ -128,9 +96,5 @@ def _compact(indices: np.ndarray) -> np.ndarray:
 
 
 def _like(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """What is searched for, as the type that is searched, which else would be copied whole."""
+    """Searched values in the type of the list, which would be copied whole otherwise."""
     return np.minimum(wanted, np.iinfo(held.dtype).max).astype(held.dtype)
-
-
-def _hash(indices: np.ndarray) -> str:
-    return hashlib.blake2b(indices.astype(np.int64).tobytes()).hexdigest()

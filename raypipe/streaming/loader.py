@@ -490,7 +490,7 @@ class Loader:
         self.num_bad += batch.num_bad
         self.num_fallback += batch.num_fallback
         self._judge(batch)
-        if self.plan.layout.sources:
+        if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         num_images = int((batch.index >= 0).sum())
         self._counts[split] += StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)

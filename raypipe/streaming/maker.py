@@ -19,8 +19,8 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
-from raypipe.plan.draws import Drawn
 from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.samplers import Draws
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.transform.batch import (
@@ -113,10 +113,10 @@ class MicroBatchMaker:
         found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
         return next(found, None)
 
-    def batch(self, at: MicroBatchId, drawn: Drawn | None = None) -> MicroBatch:
+    def batch(self, at: MicroBatchId, draws: Draws | None = None) -> MicroBatch:
         """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
         with process_kept(self.draws_globally() is not None):  # the first compares with the validation
-            made = self.make(at, drawn=drawn)
+            made = self.make(at, draws=draws)
         self.settle(made)
         return made.batch
 
@@ -126,7 +126,7 @@ class MicroBatchMaker:
         read: Sequence[EncodedSample] | None = None,
         attempt: Attempt = FIRST_ATTEMPT,
         memory: BlockMemory | None = None,
-        drawn: Drawn | None = None,
+        draws: Draws | None = None,
     ) -> Made:
         """Make one micro-batch; reads the store unless a reader has done so.
 
@@ -134,13 +134,13 @@ class MicroBatchMaker:
             read: its B samples, by a reader.
             attempt: what is known of it.
             memory: where its arrays are put; None = they have memory of their own.
-            drawn: its samples, where the plan has been asked for them.
+            draws: of its samples, where the plan has been asked for them.
         """
         started = time.perf_counter()
         self._log_place(at)
         self._attempt = attempt
-        indices, repeats = drawn or self.plan.draws(at)
-        transform = self._transform(at)
+        draws = draws or self.plan.draw(at)
+        indices, transform = draws.indices, self._transform(at)
         cache = self.caches.get(at.split)
         kept = cache.find(indices) if cache else {}
         samples: list[Sample] = self._samples(at.split, indices, attempt, [*kept]) if read is None else [*read]
@@ -149,13 +149,13 @@ class MicroBatchMaker:
         read_s = time.perf_counter() - started
 
         def substitutes(row: int) -> Iterator[Candidate]:
-            repeat = None if repeats is None else repeats[row : row + 1]
+            of_row = Draws(*(column[row : row + 1] for column in draws))
             for number in range(NUM_SUBSTITUTES):
                 index = self.plan.substitute(at, int(indices[row]), number)
-                k0, k1 = self.plan.sample_keys(at, np.array([index]), repeat)[0].tolist()
+                k0, k1 = self.plan.sample_keys(at.split, of_row._replace(indices=np.array([index])))[0].tolist()
                 yield functools.partial(self._read, at.split, index), index, (k0, k1)
 
-        keys = self.plan.sample_keys(at, indices, repeats)
+        keys = self.plan.sample_keys(at.split, draws)
         rows, bad = transform.run(samples, indices, keys, substitutes, attempt, memory)
         fields = rows.finish()
         if at == _FIRST and not attempt.before_sample and IMAGE in fields:
@@ -207,8 +207,7 @@ class MicroBatchMaker:
 
     def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
         kept = self.plan.kept[split]
-        num_samples = len(self._stores[split]) - kept.num_left_out
-        for index in kept.indices(np.arange(min(16, num_samples))).tolist():
+        for index in kept.indices(np.arange(min(16, kept.size))).tolist():
             if self._attempt.before_sample:
                 self._attempt.before_sample(index)
             if index not in self._attempt.bad:
@@ -271,8 +270,9 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
     sizes: dict[Split, Sides] = {}
     for split, store in spec.stores.items():
         at, config = MicroBatchId(split, 0, 0, 0), spec.transform
-        indices = spec.plan.indices(at)
-        indices = indices[indices != PADDING][:num]
+        draws = spec.plan.draw(at)
+        first_rows = np.flatnonzero(draws.indices != PADDING)[:num]
+        indices = draws.indices[first_rows]
         buckets = spec.plan.config.sides_in(split)
         several = sizes_of(config, split, buckets) if has_sizes(config, split, buckets) else []
         columns = ColumnMaker(spec.columns) if spec.columns else None
@@ -293,7 +293,7 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
             labels = np.array([sample.label for sample in samples], np.int64)
             check_labels(labels, num_classes, titles.__getitem__)
         bad = []
-        keys = spec.plan.sample_keys(at, indices).tolist()
+        keys = spec.plan.sample_keys(split, draws)[first_rows].tolist()
         for sample, index, title, key in zip(samples, indices.tolist(), titles, keys, strict=True):
             try:
                 made = first.one(sample, index, key)

@@ -123,9 +123,9 @@ def _pixel_bytes(spec: StreamSpec) -> int:
     """Of all channels of a pixel, which no preset changes; 0 = none of a store's first arrays can be read."""
     if spec.transform.decode_as == "rgb":
         return 3
-    store, kept = spec.stores["train"], spec.plan.kept["train"]
-    first = kept.indices(np.arange(min(NUM_PROBED, len(store) - kept.num_left_out)))
-    for image in store.read(first, ("image",))["image"]:
+    kept = spec.plan.kept["train"]
+    first = kept.indices(np.arange(min(NUM_PROBED, kept.size)))
+    for image in spec.stores["train"].read(first, ("image",))["image"]:
         with contextlib.suppress(SampleError):
             array = decode_array(image)
             return array.shape[2] * array.itemsize

@@ -14,13 +14,14 @@ from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
-from raypipe.plan.selection import Chosen, JoinedSelection, Kept, Selection, selected
+from raypipe.plan.selection import Selection
 from raypipe.section import check
 from raypipe.storage.filesystem import join
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import read_bad_list
+from raypipe.streaming.planning import make_plan
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import NO_COLUMNS, MakeColumns, SampleColumns
 from raypipe.transform.crop_room import check_crops
@@ -133,12 +134,12 @@ class StreamSpec:
             check_follows(chosen["train"], transform)
         transforms = {split: without_files(chosen[split]) for split in stores}
         check_transforms(transform, transforms, stores)
-        laid_out = Plan.from_stores(
+        laid_out = make_plan(
             plan_config,
             train_store,
             val_store,
-            exclude=select(train_store, exclude, filter),
-            val_exclude=select(val_store, val_exclude, val_filter, "store.val_"),
+            selections=select(train_store, exclude, filter),
+            val_selection=next(iter(select(val_store, val_exclude, val_filter, "store.val_")), None),
         )
         for split in stores:
             check_sizes(transform, split, transforms[split], plan_config)
@@ -192,7 +193,7 @@ def _columns_of(
 
     def first(split: Split) -> np.ndarray:
         kept = plan.kept[split]
-        return kept.indices(np.arange(min(NUM_PROBED, len(stores[split]) - kept.num_left_out)))
+        return kept.indices(np.arange(min(NUM_PROBED, kept.size)))
 
     found = find_columns(stores, declared, make, first, label)
     if found and pool.cache == "disk":
@@ -224,14 +225,15 @@ def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
     return store
 
 
-def select(
-    store: Store | None, exclude: PerSource, filter: PerSource, prefix: str = "store."
-) -> Selection | tuple[()]:
-    """What is left of a store without the samples of a list, and those that a filter is not true for.
+def select(store: Store | None, exclude: PerSource, filter: PerSource, prefix: str = "store.") -> list[Selection]:
+    """The samples of a store without those of a list, and those that a filter is not true for.
 
     Args:
         store: None = the run reads none.
         prefix: of the settings' names, for errors.
+
+    Returns:
+        A selection for each part of a joined store, or one.
 
     Raises:
         ConfigError: a list or a filter is wrong, or nothing is left.
@@ -239,32 +241,31 @@ def select(
     if isinstance(store, JoinedStore):
         _check_names(store, f"{prefix}exclude", exclude, or_one=False)
         _check_names(store, f"{prefix}filter", filter, or_one=True)
-        parts = [
+        return [
             _selected(part, _of_source(name, exclude), str(_of_source(name, filter)), prefix)
             for name, part in store.parts.items()
         ]
-        return JoinedSelection(parts, store.offsets)
     if isinstance(exclude, Mapping) or isinstance(filter, Mapping):
         raise ConfigError(f"{prefix}exclude and {prefix}filter have names, which only a mixture's stores have")
     if store is None:
         read_bad_list(exclude, None, f"{prefix}exclude")
         if filter:
             raise ConfigError(f"{prefix}filter: there is {filter!r}, and no store to filter")
-        return ()
-    return _selected(store, exclude, str(filter), prefix)
+        return []
+    return [_selected(store, exclude, str(filter), prefix)]
 
 
-def _selected(store: Store, exclude: str | Path, filter: str, prefix: str) -> Kept | Chosen:
+def _selected(store: Store, exclude: str | Path, filter: str, prefix: str) -> Selection:
     left_out = read_bad_list(exclude, store, f"{prefix}exclude")
     if not filter:
-        return Kept(left_out)
+        return Selection(left_out, len(store))
     from raypipe.stores.filter import matching  # which imports pyarrow.compute
 
     keep = matching(store, filter, f"{prefix}filter")
     keep[left_out] = False
     if not keep.any():
         raise ConfigError(f"{prefix}exclude and {prefix}filter leave out all of {store.address}: mend one of them")
-    return selected(keep)
+    return Selection.where(keep)
 
 
 def _check_names(store: JoinedStore, setting: str, given: PerSource, or_one: bool) -> None:

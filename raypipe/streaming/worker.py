@@ -22,6 +22,7 @@ from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.samplers import Draws
 from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
@@ -72,12 +73,12 @@ class TransformWorker:
         """
         memory, all_made = self._maker.memory(places), list[Made]()
         with self._guard.block(places) as orders:
-            indices, repeats = self._maker.plan.block_draws(places)
+            draws = self._maker.plan.draw_block(places)
             for number, at in enumerate(places):
                 attempt = self._guard.attempt(at, orders)
                 read = reads[number] if reads else None
-                drawn = indices[number], None if repeats is None else repeats[number]
-                all_made.append(self._maker.make(at, read, attempt, memory, drawn))
+                of_micro_batch = Draws(*(column[number] for column in draws))
+                all_made.append(self._maker.make(at, read, attempt, memory, of_micro_batch))
         # Unguarded: where records go may be slow, which is no fault of the samples.
         for made in all_made:
             self._maker.settle(made)

@@ -11,7 +11,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Split
-from raypipe.plan.selection import Selection
+from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.stores.base import Store
 from raypipe.transform.decode_array import header_size
 from raypipe.transform.direct import DirectPipeline, direct_pipeline
@@ -21,7 +21,9 @@ from raypipe.transform.sizes import Sides, Size, sizes_of
 _NUM_TRIED = 8
 
 
-def check_crops(config: TransformConfig, split: Split, transform: Any, store: Store, kept: Selection) -> None:
+def check_crops(
+    config: TransformConfig, split: Split, transform: Any, store: Store, kept: Selection | JoinedSelection
+) -> None:
     """Raise ConfigError where a transform crops without a resize, and all of the first images are too small.
 
     Code of the user's own is not checked, nor are pipelines with masks and boxes.
@@ -33,7 +35,7 @@ def check_crops(config: TransformConfig, split: Split, transform: Any, store: St
     if not _cropping(transform, sizes[0]):
         return
     images = list[Sides]()
-    first = kept.indices(np.arange(min(_NUM_TRIED, len(store) - kept.num_left_out)))
+    first = kept.indices(np.arange(min(_NUM_TRIED, kept.size)))
     for image in store.read(first, ("image",))["image"]:
         with contextlib.suppress(SampleError):
             images.append(header_size(image, config.apply_exif))

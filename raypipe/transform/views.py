@@ -22,7 +22,7 @@ import numpy as np
 
 from raypipe.config import Crops, Side
 from raypipe.errors import ConfigError
-from raypipe.plan.order import Domain, derive_keys, mix64
+from raypipe.plan.order import Domain, mix64
 from raypipe.section import check
 from raypipe.transform.direct import Undecoded, cut
 from raypipe.transform.fields import VIEW
@@ -188,4 +188,5 @@ class ViewsTransform:
 def view_key(name: str, number: int, domain: Domain = Domain.VIEW, *more: int) -> np.ndarray:
     """Two words, uint64 (2,), that no other crop of a view has; with more parts, of those as well."""
     text = name.encode()
-    return derive_keys(2, domain, len(text), int.from_bytes(text, "little"), number, *more)
+    words = (domain, len(text), int.from_bytes(text, "little"), number, *more)
+    return np.random.SeedSequence(words).generate_state(2, np.uint64)

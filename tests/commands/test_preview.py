@@ -18,11 +18,10 @@ from process_state import undisturbed
 
 from raypipe.commands.cli import main
 from raypipe.commands.picture import Tile, draw
-from raypipe.commands.preview import Preview, preview
+from raypipe.commands.preview import Preview, find, preview
 from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
-from raypipe.plan.order import GlobalOrder, StoredOrder, WindowOrder
 from raypipe.stores.base import MemoryStore
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform
@@ -45,36 +44,16 @@ def made(store: MemoryStore, augment: AugmentConfig = FLIP, transform: Transform
 
 
 def first_of(shown: Preview, epoch: int = 0) -> list[int]:
-    return shown.plan.train_order.indices(epoch, np.arange(4)).tolist()
+    return shown.plan.draw_epoch(epoch, np.arange(4)).indices.tolist()
 
 
 # Where a sample stands
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 63, 64, 65, 1000])
-@pytest.mark.parametrize("kind", ["global", "window", "off"])
-def test_a_position_is_the_inverse_of_the_order(size: int, kind: str) -> None:
-    groups = np.unique(np.r_[np.arange(0, size, 7), size])
-    orders: dict[str, Any] = {
-        "global": GlobalOrder(size, 3),
-        "window": WindowOrder(groups, 3, 4),
-        "off": StoredOrder(size),
-    }
-    for epoch in (0, 1, 7):
-        indices = orders[kind].indices(epoch, np.arange(size))
-        assert orders[kind].positions(epoch, indices).tolist() == list(range(size))
-
-
-def test_a_position_in_a_huge_store_takes_no_search() -> None:
-    order = GlobalOrder(10**12, 1)
-    positions = np.array([0, 123_456_789_012, 10**12 - 1])
-    assert order.positions(4, order.indices(4, positions)).tolist() == positions.tolist()
-
-
 def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
     shown = made(memory(35))  # two steps of 16, and 3 samples too many
     for epoch in range(2):
-        places = [shown.plan.find(epoch, index) for index in range(35)]
+        places = find(shown.plan, epoch, range(35))
         assert sum(at is None for at, _ in places) == 3
         for index, (at, row) in enumerate(places):
             assert at is None or (at.epoch, shown.plan.indices(at)[row]) == (epoch, index)
@@ -89,7 +68,8 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
     augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0, mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1))
     augment = replace(augment, strength=strength)
     shown = made(store, augment)
-    indices = [index for index in range(30) if all(shown.plan.find(epoch, index)[0] for epoch in (0, 2))][:5]
+    in_both = zip(*(find(shown.plan, epoch, range(30)) for epoch in (0, 2)), strict=True)
+    indices = [index for index, places in enumerate(in_both) if all(at for at, _ in places)][:5]
     rows = shown.tiles(indices, [0, 2])
     assert [len(row) for row in rows] == [7] * len(indices)
     apply = SampleTransform(build_transform("light", SIZE))
@@ -100,10 +80,10 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
         assert np.array_equal(row[0].image, decode(store.read(np.array([index]))["image"][0]))
         for number, epoch in enumerate((0, 2)):
             transformed, _, fed = row[1 + 3 * number : 4 + 3 * number]
-            at, place = shown.plan.find(epoch, index)
+            ((at, place),) = find(shown.plan, epoch, [index])
             assert at is not None
-            members = shown.plan.indices(at)
-            columns, keys = store.read(members), shown.plan.sample_keys(at, members).tolist()
+            draws = shown.plan.draw(at)
+            columns, keys = store.read(draws.indices), shown.plan.sample_keys("train", draws).tolist()
             pixels = [apply(decode(data), tuple(key)) for data, key in zip(columns["image"], keys, strict=True)]
             assert np.array_equal(transformed.image, pixels[place])
             image, mixed = device(
@@ -134,7 +114,7 @@ def test_without_mixing_what_is_fed_is_what_is_augmented() -> None:
 def test_the_caption_of_a_mixed_tile_is_its_target(alphas: tuple[float, float], kind: str) -> None:
     shown = made(memory(), replace(FLIP, mixup_alpha=alphas[0], cutmix_alpha=alphas[1]))
     for index, row in zip(first_of(shown), shown.tiles(first_of(shown), [0]), strict=True):
-        at, place = shown.plan.find(0, index)
+        ((at, place),) = find(shown.plan, 0, [index])
         assert at is not None
         *_, mixed = shown.stages(shown._maker.batch(at))
         assert mixed is not None
@@ -155,7 +135,7 @@ def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> No
     shown = made(memory(bad=bad))
     decoded, transformed, _, fed = shown.tiles([bad], [0])[0]
     assert decoded.image is None and "JPEG" in decoded.reason
-    at, _ = shown.plan.find(0, bad)
+    ((at, _),) = find(shown.plan, 0, [bad])
     assert at is not None
     substitute = shown.plan.substitute(at, bad, 0)
     assert transformed.lines[-1] == f"bad: sample {substitute} stands in"
@@ -180,7 +160,7 @@ def test_a_sample_that_the_transform_fails_on_is_grey_at_the_transform(monkeypat
 
 def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:
     shown = made(memory(35))
-    index = next(i for i in range(35) if shown.plan.find(1, i)[0] is None)
+    index = [at for at, _ in find(shown.plan, 1, range(35))].index(None)
     tile = shown.tiles([index], [1])[0][1]
     assert (tile.image, tile.reason) == (None, "not in this epoch: its last 3 samples make no whole step")
 
@@ -390,7 +370,7 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     rows = shown.tiles(indices, [0, 1])
     assert shown.columns == ("global 0", "global 1", "local 0", "local 1", "local 2")
     device = DeviceAugment(FLIP, torch.device("cpu"))
-    at, place = shown.plan.find(0, indices[0])
+    ((at, place),) = find(shown.plan, 0, indices[:1])
     assert at is not None
     host = shown._maker.batch(at)
     views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in host.arrays("view").items()}

@@ -30,6 +30,7 @@ from raypipe.plan.schedule import Plan
 from raypipe.section import Limits, Section, check, kinds_of, shown
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.planning import make_plan
 from raypipe.transform.image_header import MAX_PIXELS
 from raypipe.transform.presets import check_transform
 from raypipe.transform.sizes import sides_of, sizes_of
@@ -198,7 +199,7 @@ def plan_of(values: dict[str, Any]) -> None:
     for train in (TWO, ONE) if not config.mixture else (TWO,):
         start = time.process_time()
         try:
-            plan = Plan.from_stores(config, train, ONE)
+            plan = make_plan(config, train, ONE)
             ask(plan)
         except (ConfigError, StoreError) as error:
             assert len(str(error)) < 1500, error
@@ -217,10 +218,11 @@ def ask(plan: Plan) -> None:
             places = {(0, 0), (num_steps - 1, config.per_step - 1)} if num_steps else set()
             for step, micro in places:
                 at = MicroBatchId(split, epoch, step, micro)  # type: ignore[arg-type]
-                indices, repeats = plan.draws(at)
+                draws = plan.draw(at)
+                indices = draws.indices
                 assert indices.shape == (config.micro_batch_size,) and indices.dtype == np.int64
                 assert indices.min() >= -1 and indices.max() < num and (split == "val" or indices.min() >= 0)
-                plan.sample_keys(at, indices, repeats)
+                plan.sample_keys(at.split, draws)
                 plan.micro_batch_seed(at), plan.bucket_of(at)
                 if split == "train":
                     plan.substitute(at, int(indices[0]), 0)

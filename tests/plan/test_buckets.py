@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.buckets import nearest
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
+from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.planning import make_plan
 
 THREE = ["192x256", "224x224", "256x192"]
 SIDES = [(192, 256), (224, 224), (256, 192)]
@@ -37,7 +35,8 @@ def varied(num: int, seed: int = 0, labels: list[int] | None = None) -> MemorySt
 
 def plan_of(train: Any, exclude: Any = (), **config: Any) -> Plan:
     given = {"epochs": 2, "micro_batch_size": 4, "global_batch_size": 8, "seed": 3, "buckets": THREE, **config}
-    return Plan.from_stores(PlanConfig(**given), train, varied(5), exclude=np.array(sorted(exclude), np.int64))
+    selections = [Selection(exclude, len(train))] if exclude else None
+    return make_plan(PlanConfig(**given), train, varied(5), selections=selections)
 
 
 Drawn = list[tuple[int, int]]
@@ -45,50 +44,13 @@ Drawn = list[tuple[int, int]]
 
 def draws(plan: Plan, at: MicroBatchId) -> Drawn:
     """The samples of a micro-batch, and their repeats."""
-    indices, repeats = plan.draws(at)
-    repeats = np.zeros(len(indices), np.int64) if repeats is None else repeats
-    return list(zip(indices.tolist(), repeats.tolist(), strict=True))
+    draws = plan.draw(at)
+    return list(zip(draws.indices.tolist(), draws.repeats.tolist(), strict=True))
 
 
 def micro_batches(plan: Plan) -> list[tuple[MicroBatchId, Drawn]]:
     """Those of the training."""
     return [(at, draws(plan, at)) for at in plan.micro_batches(plan.start()) if at.split == "train"]
-
-
-# Which bucket a sample is in
-
-
-def slowly(width: int, height: int, buckets: list[tuple[int, int]]) -> int:
-    def apart(one: Fraction, other: Fraction) -> Fraction:
-        return max(one, other) / min(one, other)
-
-    def distance(bucket: tuple[int, int]) -> tuple[Fraction, Fraction]:
-        ratio = apart(Fraction(width, height), Fraction(bucket[1], bucket[0]))
-        return ratio, apart(Fraction(width * height), Fraction(bucket[0] * bucket[1]))
-
-    return min(range(len(buckets)), key=lambda number: distance(buckets[number]))
-
-
-sides = st.tuples(st.integers(1, 99_999), st.integers(1, 99_999))
-few = st.tuples(st.integers(1, 12), st.integers(1, 12))  # so that there are ties
-
-
-@given(st.lists(sides | few, min_size=1, max_size=6), st.lists(sides | few, min_size=1, max_size=20))
-@settings(max_examples=100, deadline=None)
-def test_a_sample_is_in_the_bucket_of_the_nearest_ratio_then_area_then_the_first(
-    buckets: list[tuple[int, int]], images: list[tuple[int, int]]
-) -> None:
-    heights, widths = np.array(images).T
-    found = nearest(widths, heights, buckets).tolist()
-    assert found == [slowly(width, height, buckets) for height, width in images]
-
-
-def test_buckets_of_one_ratio_are_told_apart_by_their_area_and_a_draw_goes_to_the_first() -> None:
-    widths = np.array([10, 100, 45, 200, 20, 20])
-    heights = np.array([10, 100, 45, 100, 30, 20])
-    assert nearest(widths, heights, [(20, 20), (80, 80)]).tolist() == [0, 1, 1, 1, 0, 0]
-    # A square lies as far from 3:4 as from 4:3.
-    assert nearest(np.array([50]), np.array([50]), [(40, 30), (30, 40)]).tolist() == [0]
 
 
 # One by one
@@ -107,49 +69,10 @@ def test_epochs_leave_over_other_samples_and_draw_in_another_order() -> None:
 def test_epochs_of_a_length_walk_through_all_places_of_a_pass() -> None:
     plan = plan_of(varied(50), micro_batch_size=2, global_batch_size=4, epoch_samples=12, epochs=12)
     assert plan.steps_per_epoch == 3
-    per_pass = sum(bucket.size // 2 * 2 for bucket in plan.layout.buckets[0])
+    assert plan.training
+    per_pass = sum(bucket.selection.size // 2 * 2 for bucket in plan.training.store_samplers[0])
     run = [index for _, drawn in micro_batches(plan) for index, _ in drawn]
     assert 46 <= per_pass <= 50 and len(set(run[:per_pass])) == per_pass == len(set(run[per_pass : 2 * per_pass]))
-
-
-def test_golden_orders_and_fingerprints() -> None:
-    plan = plan_of(varied(20), micro_batch_size=2, global_batch_size=4)
-    found = [(plan.bucket_of(at), [i for i, _ in drawn]) for at, drawn in micro_batches(plan) if at.epoch == 1]
-    assert plan.fingerprint == "ebf3ea33509dc240"
-    assert found[:6] == [
-        ((224, 224), [18, 7]),
-        ((192, 256), [15, 14]),
-        ((192, 256), [17, 19]),
-        ((256, 192), [1, 6]),
-        ((256, 192), [4, 10]),
-        ((256, 192), [5, 8]),
-    ]
-
-
-def test_golden_orders_of_buckets_with_weights_and_of_several_stores() -> None:
-    def first(train: Any, **config: Any) -> tuple[str, list[tuple[tuple[int, int] | None, Drawn]]]:
-        plan = plan_of(train, micro_batch_size=2, global_batch_size=4, **config)
-        found = [(plan.bucket_of(at), drawn) for at, drawn in micro_batches(plan) if at.epoch == 1]
-        return plan.fingerprint, found[:4]
-
-    assert first(varied(20), weights="width") == (
-        "1f62d147b5c4d580",
-        [
-            ((256, 192), [(6, 0), (1, 0)]),
-            ((192, 256), [(19, 0), (15, 0)]),
-            ((192, 256), [(11, 0), (11, 1)]),
-            ((256, 192), [(4, 0), (2, 0)]),
-        ],
-    )
-    assert first(JoinedStore({"a": varied(20), "b": varied(30, 1)}), mixture={"a": 1, "b": 1}) == (
-        "b6320cdfc5944e8c",
-        [
-            ((256, 192), [(6, 0), (46, 0)]),
-            ((192, 256), [(40, 0), (14, 0)]),
-            ((224, 224), [(9, 0), (44, 0)]),
-            ((192, 256), [(16, 1), (33, 0)]),
-        ],
-    )
 
 
 def test_a_mixture_with_buckets_walks_through_every_sample_and_leaves_none_over() -> None:
@@ -158,7 +81,7 @@ def test_a_mixture_with_buckets_walks_through_every_sample_and_leaves_none_over(
     plan = plan_of(JoinedStore(stores), buckets=["8x8", "8x14"], mixture={"a": 3, "b": 1}, epochs=8)
     seen = Counter(index for _, drawn in micro_batches(plan) for index, _ in drawn)
     assert len(seen) == 60
-    assert max(repeat for _, drawn in micro_batches(plan) for _, repeat in drawn) <= 2, "an epoch counts anew"
+    assert {repeat for _, drawn in micro_batches(plan) for _, repeat in drawn} == {0}, "a pass has each once"
     assert all(abs(seen[index] - 8 * 40 * 0.75 / 30) <= 2 for index in range(30))
     mixed_inside = [
         {index < 30 for index, _ in drawn} for at, drawn in micro_batches(plan) if plan.bucket_of(at) == (8, 8)
@@ -245,9 +168,9 @@ def test_buckets_of_validations_need_buckets_and_their_errors_name_the_validatio
     with pytest.raises(
         ConfigError, match=r"none for 1 samples, .*: leave such out by store\.val_filter='width > 0'"
     ):
-        Plan.from_stores(config, varied(50), store([4, 0], [4, 4]))
-    assert Plan.from_stores(config, varied(50), store([4, 0], [4, 4]), val_exclude=[1]).num_val == 1
-    assert Plan.from_stores(config, varied(50)).val_steps == 0
+        make_plan(config, varied(50), store([4, 0], [4, 4]))
+    assert make_plan(config, varied(50), store([4, 0], [4, 4]), val_selection=Selection([1], 2)).num_val == 1
+    assert make_plan(config, varied(50)).val_steps == 0
 
 
 @pytest.mark.parametrize("buckets", [["224"], ["0x5"], ["5x-1"], ["192x256", "0192x256"], ["4x4", "4x4"], [224]])

@@ -15,20 +15,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from raypipe.commands.preview import find
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.buckets import nearest
 from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.samplers import Draws
 from raypipe.plan.schedule import Plan, shares
-from raypipe.plan.selection import JoinedSelection, selected
+from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore, Store
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.planning import make_plan, nearest
 from raypipe.transform.sizes import size_in
 
 BUCKETS = ["12x16", "14x14", "16x12", "7x7"]
-Draw = tuple[int, int]
-"""A sample and its repeat."""
+Draw = tuple[int, int, int]
+"""A sample, its lap and its repeat."""
 Found = list[tuple[MicroBatchId, list[Draw]]]
 
 
@@ -120,12 +122,11 @@ def compositions(draw: st.DrawFn) -> Composition:
     val_keep = kept_of(val, pick("", "width > 0 and label != 2"))
     offsets = np.append(0, np.cumsum(list(map(len, stores))))
     train: Store = stores[0]
-    chosen: Any = selected(keeps[0])
     if len(stores) > 1:
         train = JoinedStore({f"s{number}": each for number, each in enumerate(stores)})
-        chosen = JoinedSelection(list(map(selected, keeps)), offsets)
+    selections = list(map(Selection.where, keeps))
     try:
-        plan = Plan.from_stores(config, train, val, exclude=chosen, val_exclude=selected(val_keep))
+        plan = make_plan(config, train, val, selections=selections, val_selection=Selection.where(val_keep))
     except ConfigError as error:
         too_few = "has no samples", "has 0 samples", "fewer than a global batch", "smaller than a global batch"
         assert any(each in str(error) for each in (*too_few, "has the samples of a micro-batch", "is 0 for all"))
@@ -162,15 +163,13 @@ def stream(plan: Plan) -> Found:
     for at in plan.micro_batches(plan.start()):
         segments[at.split, at.epoch].append(at)
     for places in segments.values():
-        indices, repeats = plan.block_draws(places)
-        repeats = np.zeros_like(indices) if repeats is None else repeats
-        found += [(at, pairs(*each)) for at, *each in zip(places, indices, repeats, strict=True)]
+        draws = plan.draw_block(places)
+        found += [(at, triples(Draws(*columns))) for at, *columns in zip(places, *draws, strict=True)]
     return found
 
 
-def pairs(indices: np.ndarray, repeats: np.ndarray | None) -> list[Draw]:
-    again = [0] * len(indices) if repeats is None else repeats.tolist()
-    return list(zip(indices.tolist(), again, strict=True))
+def triples(draws: Draws) -> list[Draw]:
+    return list(zip(draws.indices.tolist(), draws.laps.tolist(), draws.repeats.tolist(), strict=True))
 
 
 # What is declared
@@ -217,11 +216,11 @@ def steps_of(found: Found, per_step: int) -> Iterator[tuple[int, list[list[Draw]
 def without_copies(step: list[list[Draw]], config: PlanConfig) -> list[list[Draw]]:
     """Places of a step that are copied, without the copies; each draw has as many as declared, where declared."""
     times = config.repeats
-    units = Counter((index, repeat // times) for drawn in step for index, repeat in drawn)
+    units = Counter((index, lap, repeat // times) for drawn in step for index, lap, repeat in drawn)
     assert set(units.values()) == {times}
-    spread = Counter(each for drawn in step for each in {(i, repeat // times) for i, repeat in drawn})
+    spread = Counter(each for drawn in step for each in {(i, lap, repeat // times) for i, lap, repeat in drawn})
     assert set(spread.values()) == {times if config.repeats_in == "step" else 1}
-    first = [[(i, repeat // times) for i, repeat in drawn if repeat % times == 0] for drawn in step]
+    first = [[(i, lap, repeat // times) for i, lap, repeat in drawn if repeat % times == 0] for drawn in step]
     return [drawn for drawn in first if drawn]
 
 
@@ -232,13 +231,15 @@ def check_draws(made: Composition, found: Found) -> None:
     for epoch in range(plan.config.epochs):
         of_epoch = [draw for at, drawn in found if (at.split, at.epoch) == ("train", epoch) for draw in drawn]
         assert len(of_epoch) == len(set(of_epoch)) == plan.steps_per_epoch * plan.global_batch_size
-        indices, repeats = np.array(of_epoch).T
+        indices, laps, repeats = np.array(of_epoch).T
         assert np.isin(indices, kept).all()
-        keys = plan.sample_keys(MicroBatchId("train", epoch, 0, 0), indices, repeats)
+        keys = plan.sample_keys("train", Draws(indices, laps, repeats, 0 * indices))
         assert len(np.unique(keys[:, 0])) == len(np.unique(keys[:, 1])) == len(of_epoch)
+    run = [draw for at, drawn in found if at.split == "train" for draw in drawn]
+    assert len(run) == len(set(run)), "no draw of a run is another's"
     for at, drawn in found if plan.config.buckets else ():
         if at.split == "train":
-            (bucket,) = {int(made.buckets[index]) for index, _ in drawn}
+            (bucket,) = {int(made.buckets[index]) for index, _, _ in drawn}
             assert plan.bucket_of(at) == plan.config.bucket_sides[bucket]
             now, last = made.transform.size_at(at.epoch), made.transform.final_size
             exact = [Fraction(side * now, last) for side in plan.config.bucket_sides[bucket]]
@@ -253,7 +254,8 @@ def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]
     plan, config, (kept,) = made.plan, made.plan.config, made.kept
     unit, sizes = unit_of(config), Counter(made.buckets[kept].tolist())
     drawn = {
-        epoch: [index for step in steps for place in step for index, _ in place] for epoch, steps in epochs.items()
+        epoch: [index for step in steps for place in step for index, _, _ in place]
+        for epoch, steps in epochs.items()
     }
     if made.weights is None:
         size = sum(n // unit * unit for n in sizes.values()) if config.buckets else len(kept)
@@ -288,7 +290,8 @@ def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]
 
 
 def is_windowed(plan: Plan) -> bool:
-    return getattr(plan.layout.leaves[0], "window_groups", 0) > 0
+    assert plan.training
+    return plan.training.content[4] == "window"
 
 
 def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) -> None:
@@ -312,7 +315,7 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
         joint = {(s, b): now[s] / sum(now) * part for (s, b), part in inside.items()}
         of_bucket = {b: sum(joint[s, b] for s in range(len(stores))) for b in all_buckets}
         for step in steps:
-            indices = [[index for index, _ in place] for place in step]
+            indices = [[index for index, _, _ in place] for place in step]
             if not config.buckets:
                 indices = [[index for place in indices for index in place]]
             else:
@@ -335,11 +338,9 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
                     near = round(exact) if abs(exact - round(exact)) < 1e-9 else exact
                     least, most = math.floor(near), math.ceil(near)
                     assert passes * least <= times[index] <= (passes + (rest > 0)) * most
-        # Repeats tell an epoch's own passes apart, whatever came before.
-        for samples in leaves.values():
-            repeats = [r for step in steps for place in step for i, r in place if i in set(samples.tolist())]
-            if repeats and made.weights is None:
-                assert max(repeats) <= -(-len(repeats) // len(samples))
+        # A pass has each sample once, so that a draw in it needs no repeat.
+        if made.weights is None:
+            assert not any(repeat for step in steps for place in step for _, _, repeat in place)
 
 
 def check_declared(made: Composition, found: Found) -> None:
@@ -354,7 +355,7 @@ def check_validations(made: Composition, found: Found) -> None:
     """Each sample exactly once; with buckets of one at a time, of which the last micro-batch alone has padding."""
     plan, config = made.plan, made.plan.config
     for epoch in range(config.epochs):
-        places = [(at, [i for i, _ in drawn]) for at, drawn in found if (at.split, at.epoch) == ("val", epoch)]
+        places = [(at, [i for i, *_ in drawn]) for at, drawn in found if (at.split, at.epoch) == ("val", epoch)]
         drawn = [index for _, indices in places for index in indices if index != PADDING]
         assert sorted(drawn) == (np.flatnonzero(made.val_keep).tolist() if plan.has_val(epoch) else [])
         padded = Counter(
@@ -384,7 +385,7 @@ def check_resumes(plan: Plan, found: Found) -> None:
     for global_step in range(plan.config.epochs * plan.steps_per_epoch):
         left = list(again.micro_batches(again.cursor_at(global_step)))
         assert left == [at for at, _ in found[tails[left[0]] :]]
-        assert pairs(*again.draws(left[0])) == found[tails[left[0]]][1]  # alone, without what came before
+        assert triples(again.draw(left[0])) == found[tails[left[0]]][1]  # alone, without what came before
 
 
 def check(made: Composition) -> None:
@@ -418,10 +419,10 @@ def test_a_sample_is_found_where_it_is_drawn_first_and_substitutes_keep_to_its_s
     places = [(at, drawn) for at, drawn in stream(plan) if (at.split, at.epoch) == ("train", 1)]
     first: dict[int, tuple[MicroBatchId, int]] = {}
     for at, drawn in places:
-        for row, (index, _) in enumerate(drawn):
+        for row, (index, *_) in enumerate(drawn):
             first.setdefault(index, (at, row))
-    for index in data.draw(st.lists(st.sampled_from(np.concatenate(made.kept).tolist()), max_size=3)):
-        assert plan.find(1, index) == first.get(index, (None, plan.find(1, index)[1]))
+    wanted = data.draw(st.lists(st.sampled_from(np.concatenate(made.kept).tolist()), max_size=3))
+    assert find(plan, 1, wanted) == [first.get(index, (None, 0)) for index in wanted]
     kept = {index: number for number, samples in enumerate(made.kept) for index in samples.tolist()}
     for at, drawn in data.draw(st.lists(st.sampled_from(places), max_size=3)):
         for attempt in range(2):

@@ -12,24 +12,29 @@ from hypothesis import strategies as st
 
 from raypipe.plan.order import (
     NUM_ROUNDS,
-    GlobalOrder,
-    KeptOrder,
-    Order,
-    StoredOrder,
-    WindowOrder,
+    Domain,
+    Shuffle,
     default_window_groups,
     derive_keys,
+    key_words,
     permute,
     shuffled,
 )
-from raypipe.plan.selection import Kept
 
 UNEVEN = np.array([0, 3, 5, 5, 9, 12])  # the third group is empty
 BILLION = 1_000_000_000
 
 
-def whole(order: Order, epoch: int = 0) -> list[int]:
-    return order.indices(epoch, np.arange(order.size)).tolist()
+def everywhere(size: int, seed: int) -> Shuffle:
+    return Shuffle("global", size, seed)
+
+
+def windowed(groups: np.ndarray, seed: int, window_groups: int) -> Shuffle:
+    return Shuffle("window", int(groups[-1]), seed, groups, window_groups)
+
+
+def whole(shuffle: Shuffle, lap: int = 0) -> list[int]:
+    return shuffle.numbers(lap, np.arange(shuffle.size)).tolist()
 
 
 # The keyed bijection
@@ -37,20 +42,20 @@ def whole(order: Order, epoch: int = 0) -> list[int]:
 
 def test_every_size_to_300_is_a_bijection() -> None:
     for size in range(1, 301):
-        assert sorted(whole(GlobalOrder(size, seed=5), epoch=size % 3)) == list(range(size)), size
+        assert sorted(whole(everywhere(size, seed=5), size % 3)) == list(range(size)), size
 
 
 @pytest.mark.parametrize("size", [2**20 - 1, 2**20, 2**20 + 1, BILLION, 2**40 + 7])
 def test_samples_of_big_permutations_are_in_range_and_distinct(size: int) -> None:
     positions = np.unique(np.random.default_rng(0).integers(0, size, 20_000))
-    found = GlobalOrder(size, seed=1).indices(0, positions)
+    found = everywhere(size, seed=1).numbers(0, positions)
     assert found.dtype == np.int64
     assert found.min() >= 0 and found.max() < size
     assert len(np.unique(found)) == len(positions)
 
 
 def test_golden_global_order() -> None:
-    order = GlobalOrder(7, seed=3)
+    order = everywhere(7, seed=3)
     assert whole(order, 0) == [4, 2, 5, 1, 0, 3, 6]
     assert whole(order, 1) == [1, 0, 3, 4, 5, 2, 6]
 
@@ -60,10 +65,10 @@ def test_golden_global_order() -> None:
 def test_all_permutations_are_about_equally_frequent(size: int, sorts: bool) -> None:
     epochs = 1200
     if sorts:
-        keys = [derive_keys(1, 11, epoch)[0] for epoch in range(epochs)]
+        keys = [derive_keys(1, 11, Domain.ORDER, epoch)[0] for epoch in range(epochs)]
         counts = Counter(tuple(shuffled(size, key).tolist()) for key in keys)
     else:
-        counts = Counter(tuple(whole(GlobalOrder(size, seed=11), epoch)) for epoch in range(epochs))
+        counts = Counter(tuple(whole(everywhere(size, seed=11), epoch)) for epoch in range(epochs))
     possible = list(permutations(range(size)))
     expected = epochs / len(possible)
     chi_square = sum((counts[p] - expected) ** 2 / expected for p in possible)
@@ -75,58 +80,58 @@ def test_each_position_of_a_larger_order_sees_every_index_about_equally_often() 
     size, epochs = 10, 1000
     counts = np.zeros((size, size))
     for epoch in range(epochs):
-        counts[np.arange(size), whole(GlobalOrder(size, seed=2), epoch)] += 1
+        counts[np.arange(size), whole(everywhere(size, seed=2), epoch)] += 1
     expected = epochs / size
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < 126.1  # 99.9 % quantile with 81 degrees of freedom
 
 
-@pytest.mark.parametrize("order", [GlobalOrder(97, 4), WindowOrder(UNEVEN, 4, 2), StoredOrder(12)])
-def test_vectorised_equals_one_at_a_time_in_any_order(order: GlobalOrder | WindowOrder | StoredOrder) -> None:
+@pytest.mark.parametrize("order", [everywhere(97, 4), windowed(UNEVEN, 4, 2), Shuffle("off", 12, 0)])
+def test_vectorised_equals_one_at_a_time_in_any_order(order: Shuffle) -> None:
     together = whole(order, 3)
     for position in reversed(range(order.size)):
-        assert order.indices(3, np.array([position])).tolist() == [together[position]]
+        assert order.numbers(3, np.array([position])).tolist() == [together[position]]
 
 
 def test_permute_keeps_the_shape() -> None:
-    keys = derive_keys(NUM_ROUNDS, 1)
+    keys = derive_keys(NUM_ROUNDS, 1, Domain.ORDER, 0)
     assert permute(np.arange(6).reshape(2, 3), 6, keys).shape == (2, 3)
     assert permute(np.empty(0, np.int64), 6, keys).shape == (0,)
 
 
 def test_seed_and_epoch_are_hashed_not_added() -> None:
-    orders = {(s, e): tuple(whole(GlobalOrder(50, s), e)) for s in range(6) for e in range(6)}
+    orders = {(s, e): tuple(whole(everywhere(50, s), e)) for s in range(6) for e in range(6)}
     assert len(set(orders.values())) == 36
-    windowed = {tuple(whole(WindowOrder(np.arange(0, 51, 5), s, 3), e)) for s in range(6) for e in range(6)}
-    assert len(windowed) == 36
+    by_window = {tuple(whole(windowed(np.arange(0, 51, 5), s, 3), e)) for s in range(6) for e in range(6)}
+    assert len(by_window) == 36
 
 
 def test_order_depends_on_no_history() -> None:
-    order = WindowOrder(UNEVEN, 3, 2)
+    order = windowed(UNEVEN, 3, 2)
     first = whole(order, 0)
     whole(order, 1)
     assert whole(order, 0) == first
 
 
 def test_a_billion_samples_cost_no_memory_of_their_number() -> None:
-    order = GlobalOrder(BILLION, 0)
-    order.indices(1, np.arange(2))  # numpy imports its generators at first use
+    order = everywhere(BILLION, 0)
+    order.numbers(1, np.arange(2))  # numpy imports its generators at first use
     tracemalloc.start()
-    order.indices(0, np.arange(BILLION - 1000, BILLION))
+    order.numbers(0, np.arange(BILLION - 1000, BILLION))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
 
 
 def test_stored_order_is_the_identity() -> None:
-    assert whole(StoredOrder(5), 9) == [0, 1, 2, 3, 4]
+    assert whole(Shuffle("off", 5, 0), 9) == [0, 1, 2, 3, 4]
 
 
 # Windows
 
 
 def test_golden_window_order() -> None:
-    order = WindowOrder(UNEVEN, seed=3, window_groups=2)
+    order = windowed(UNEVEN, 3, 2)
     assert whole(order, 0) == [10, 9, 11, 5, 6, 8, 7, 3, 4, 1, 0, 2]
     assert whole(order, 1) == [4, 1, 0, 2, 3, 5, 6, 9, 8, 7, 11, 10]
 
@@ -137,14 +142,14 @@ def test_golden_window_order() -> None:
     [UNEVEN, np.arange(0, 101, 10), np.array([0, 4]), np.array([0, 0, 0, 5, 5]), np.array([0, 1, 50, 51, 51])],
 )
 def test_window_order_reads_every_row_once(groups: np.ndarray, window_groups: int) -> None:
-    order = WindowOrder(groups, 7, window_groups)
+    order = windowed(groups, 7, window_groups)
     for epoch in range(4):
         assert sorted(whole(order, epoch)) == list(range(groups[-1]))
 
 
 def test_each_group_is_read_within_one_window_and_rows_mix_within_it() -> None:
     groups, k = np.arange(0, 241, 8), 4  # 30 groups of 8: windows of 32 rows, the last one of 16
-    order = WindowOrder(groups, 7, k)
+    order = windowed(groups, 7, k)
     for epoch in range(3):
         rows = np.array(whole(order, epoch))
         seen: list[int] = []
@@ -159,7 +164,7 @@ def test_each_group_is_read_within_one_window_and_rows_mix_within_it() -> None:
 
 def test_windows_of_one_group_keep_groups_together_in_a_new_order() -> None:
     groups = np.arange(0, 101, 10)
-    rows = np.array(whole(WindowOrder(groups, 1, 1))).reshape(10, 10)
+    rows = np.array(whole(windowed(groups, 1, 1))).reshape(10, 10)
     assert (rows // 10 == rows[:, :1] // 10).all()
     assert rows[:, 0].tolist() != sorted(rows[:, 0])
     assert any(row.tolist() != sorted(row) for row in rows)
@@ -167,18 +172,17 @@ def test_windows_of_one_group_keep_groups_together_in_a_new_order() -> None:
 
 def test_a_window_larger_than_the_store_mixes_all_groups() -> None:
     groups = np.arange(0, 101, 10)
-    rows = np.array(whole(WindowOrder(groups, 1, 1000)))
+    rows = np.array(whole(windowed(groups, 1, 1000)))
     assert len(np.unique(rows[:20] // 10)) >= 6
 
 
 def test_pickled_order_is_the_same_and_carries_no_layout() -> None:
-    order = WindowOrder(np.arange(0, 10_001, 10), 1, 100)
+    order = windowed(np.arange(0, 10_001, 10), 1, 100)
     cold = len(pickle.dumps(order))
     before = whole(order, 5)
     warm = pickle.dumps(order)
     assert len(warm) == cold
     assert whole(pickle.loads(warm), 5) == before
-    assert pickle.loads(pickle.dumps(GlobalOrder(9, 1))) == GlobalOrder(9, 1)
 
 
 def test_default_window_holds_ten_groups_and_4096_rows() -> None:
@@ -187,41 +191,40 @@ def test_default_window_holds_ten_groups_and_4096_rows() -> None:
     assert default_window_groups(np.array([0, 0])) == 4096
 
 
-# What is left of a store
+# Keys
+
+numbers = st.integers(0, 3) | st.sampled_from([2**32 - 1, 2**32, 2**32 + 7, 2**33, 2**63, 2**64 - 1])
+derived = st.sampled_from([domain for domain in Domain if domain.num_parts is not None])
+inputs = derived.flatmap(lambda domain: st.tuples(numbers, st.just(domain), *[numbers] * (domain.num_parts or 0)))
 
 
-def orders_of(num: int, groups: np.ndarray) -> list[GlobalOrder | StoredOrder | WindowOrder]:
-    return [GlobalOrder(num, 4), StoredOrder(num), WindowOrder(groups, 4, 1), WindowOrder(groups, 4, 3)]
+@given(inputs, inputs)
+@settings(max_examples=1000, deadline=None)
+def test_distinct_seeds_uses_and_parts_never_share_the_input_of_a_key(
+    one: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    words = [key_words(*of) for of in (one, other)]  # type: ignore[arg-type]
+    assert all(0 <= word < 2**32 for of in words for word in of)
+    most = max(map(len, words))  # SeedSequence fills up with zeros
+    padded = [[*of, *[0] * (most - len(of))] for of in words]
+    assert (padded[0] == padded[1]) == (one == other)
 
 
-@given(st.sets(st.integers(0, 39), max_size=39), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
-def test_an_order_of_what_is_left_has_each_once_and_its_inverse(left_out: set[int], epoch: int) -> None:
-    kept, indices = Kept(np.array(list(left_out), np.int64)), sorted(set(range(40)) - left_out)
-    for order in orders_of(len(indices), kept.numbers(np.array([0, 7, 7, 19, 20, 40]))):
-        left = KeptOrder(order, kept)
-        found = whole(left, epoch)
-        assert sorted(found) == indices
-        assert left.positions(epoch, np.array(found)).tolist() == list(range(len(indices)))
+def test_a_seed_of_more_bits_does_not_have_the_keys_of_another_at_a_later_pass() -> None:
+    # As words end to end, both are 7, 1, 1.
+    later, wide = derive_keys(8, 7, Domain.ORDER, 1), derive_keys(8, 7 + 2**32, Domain.ORDER, 0)
+    assert not set(later.tolist()) & set(wide.tolist())
 
 
-def test_golden_order_of_what_is_left() -> None:
-    kept = Kept(np.array([0, 3, 4, 8]))  # of four groups the second is left out whole
-    order = KeptOrder(WindowOrder(kept.numbers(UNEVEN), seed=3, window_groups=2), kept)
-    assert whole(order, 0) == [10, 9, 11, 5, 6, 7, 2, 1]
-    assert whole(order, 1) == [2, 1, 5, 6, 10, 9, 7, 11]
-    assert whole(KeptOrder(GlobalOrder(7, seed=3), Kept(np.array([1, 4]))), 0) == [6, 3, 7, 2, 0, 5, 8]
+def test_the_quotas_of_a_mixture_and_its_first_shuffle_have_keys_of_their_own() -> None:
+    assert key_words(3, Domain.QUOTAS, 0) != key_words(3, Domain.MIXTURE, 0)
 
 
-def test_a_sample_that_is_left_out_has_no_position() -> None:
-    with pytest.raises(AssertionError, match="left out"):
-        KeptOrder(StoredOrder(4), Kept(np.array([2]))).positions(0, np.array([1, 2]))
+def test_what_fits_32_bits_is_hashed_as_it_always_was() -> None:
+    expected = np.random.SeedSequence((3, 4, 1, 0, 9, 2)).generate_state(2, np.uint64)
+    assert derive_keys(2, 3, Domain.MICRO_BATCH, 1, 0, 9, 2).tolist() == expected.tolist()
 
 
-def test_what_is_left_of_a_billion_samples_costs_no_memory_of_their_number() -> None:
-    order = KeptOrder(GlobalOrder(BILLION - 2, 0), Kept(np.array([5, BILLION // 2])))
-    tracemalloc.start()
-    order.indices(0, np.arange(BILLION - 1002, BILLION - 2))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1_000_000
+def test_a_use_has_a_fixed_number_of_parts() -> None:
+    with pytest.raises(AssertionError, match="MIXTURE has 1 parts"):
+        derive_keys(1, 3, Domain.MIXTURE, 0, 0)

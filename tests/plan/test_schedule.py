@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.order import WindowOrder
+from raypipe.plan.order import Shuffle
 from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.samplers import Draws, Permuted
 from raypipe.plan.schedule import Plan, Segment, shares
+from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming.planning import make_plan
 
 
 @cache
@@ -34,12 +37,12 @@ def plan_of(
     val_exclude: Collection[int] = (),
     **config: Any,
 ) -> Plan:
-    return Plan.from_stores(
+    return make_plan(
         PlanConfig(**{"epochs": 2, "micro_batch_size": 2, **config}),
         store(size, group_size),
         store(val) if val else None,
-        exclude=list(exclude),
-        val_exclude=list(val_exclude),
+        selections=[Selection(list(exclude), size)],
+        val_selection=Selection(list(val_exclude), val),
     )
 
 
@@ -78,7 +81,30 @@ def pass_over(plan: Plan, split: str, epoch: int) -> list[np.ndarray]:
 
 
 def num_stored(plan: Plan, split: Split) -> int:
-    return (plan.num_train if split == "train" else plan.num_val) + len(plan.kept[split].left_out)
+    return plan.kept[split].num_samples
+
+
+def excluded_of(plan: Plan, split: Split) -> np.ndarray:
+    kept = plan.kept[split]
+    assert isinstance(kept, Selection) and not kept.includes
+    return kept.listed
+
+
+def sampler_of(plan: Plan) -> Permuted:
+    assert plan.training and isinstance(plan.training.sampler, Permuted)
+    return plan.training.sampler
+
+
+def order_of(plan: Plan) -> Shuffle:
+    return sampler_of(plan).shuffle
+
+
+def keys_of(plan: Plan, at: MicroBatchId, indices: Any, repeats: Any = None) -> np.ndarray:
+    """The keys of samples that a pass of the number of the place's epoch draws, or a validation."""
+    indices = np.asarray(indices)
+    laps = np.full(len(indices), at.epoch if at.split == "train" else 0)
+    repeats = 0 * indices if repeats is None else np.asarray(repeats)
+    return plan.sample_keys(at.split, Draws(indices, laps, repeats, 0 * indices))
 
 
 def cursors(plan: Plan) -> dict[Cursor, int]:
@@ -104,7 +130,7 @@ def test_training_reads_each_sample_at_most_once_and_leaves_out_less_than_a_step
         read = np.concatenate(batches)
         assert read.dtype == np.int64 and read.min() >= 0 and read.max() < num_stored(plan, "train")
         assert len(np.unique(read)) == len(read)
-        assert not np.isin(read, plan.kept["train"].left_out).any()
+        assert not np.isin(read, excluded_of(plan, "train")).any()
         assert 0 <= plan.num_train - len(read) < plan.config.micro_batch_size * plan.config.per_step
 
 
@@ -117,8 +143,7 @@ def test_validation_reads_each_sample_exactly_once_in_stored_order_then_pads(pla
             assert batches == []
             continue
         read = np.concatenate(batches)
-        left_out = plan.kept["val"].left_out.tolist()
-        kept = [index for index in range(num_stored(plan, "val")) if index not in left_out]
+        kept = np.setdiff1d(np.arange(num_stored(plan, "val")), excluded_of(plan, "val")).tolist()
         assert read[: plan.num_val].tolist() == kept
         assert (read[plan.num_val :] == PADDING).all()
         assert len(read) % global_batch == 0 and len(read) - plan.num_val < global_batch
@@ -199,7 +224,7 @@ def test_a_block_has_the_samples_of_its_micro_batches(plan: Plan) -> None:
         segment = list(group)
         for block in (segment, segment[1::3], segment[-1:]):
             if block:
-                assert plan.block_draws(block)[0].tolist() == [plan.indices(at).tolist() for at in block]
+                assert plan.draw_block(block).indices.tolist() == [plan.indices(at).tolist() for at in block]
 
 
 # Resume
@@ -280,9 +305,9 @@ def test_a_store_smaller_than_a_step_names_the_numbers() -> None:
 def test_shuffle_needs_groups_for_windows_and_takes_them_by_itself() -> None:
     with pytest.raises(ConfigError, match=r"memory:\w+ is not read in groups: use plan\.shuffle=global"):
         plan_of(shuffle="window")
-    assert type(plan_of().train_order).__name__ == "GlobalOrder"
-    assert type(plan_of(group_size=3).train_order).__name__ == "WindowOrder"
-    assert type(plan_of(group_size=3, shuffle="global").train_order).__name__ == "GlobalOrder"
+    assert order_of(plan_of()).kind == "global"
+    assert order_of(plan_of(group_size=3)).kind == "window"
+    assert order_of(plan_of(group_size=3, shuffle="global")).kind == "global"
 
 
 def test_check_workers_lists_the_divisors() -> None:
@@ -320,7 +345,7 @@ def test_the_fingerprint_changes_with_all_that_orders_the_stream(change: dict[st
 
 def test_the_fingerprint_changes_with_the_stores_contents_groups_and_windows() -> None:
     config = PlanConfig(micro_batch_size=2)
-    assert Plan.from_stores(config, store(7, salt=1)).fingerprint != Plan.from_stores(config, store(7)).fingerprint
+    assert make_plan(config, store(7, salt=1)).fingerprint != make_plan(config, store(7)).fingerprint
     windows = {plan_of(group_size=g, window_groups=k).fingerprint for g in (2, 3) for k in (1, 2)}
     assert len(windows) == 4
 
@@ -337,7 +362,7 @@ def test_the_fingerprint_keeps_through_what_only_lengthens_or_watches_the_run() 
 def test_leaving_nothing_out_changes_nothing() -> None:
     # As before there were lists; the golden fingerprint below is of a store without groups.
     plan = plan_of(20, group_size=3, seed=3, exclude=[])
-    assert plan.fingerprint == "5f26726a5807759b" and type(plan.train_order).__name__ == "WindowOrder"
+    assert plan.fingerprint == "5f26726a5807759b" and order_of(plan).kind == "window"
 
 
 def test_golden_order_of_what_is_left() -> None:
@@ -362,7 +387,7 @@ def test_the_keys_of_kept_samples_are_what_they_were() -> None:
     indices = np.array([0, 2, 8])
     plan, plain = plan_of(9, val=9, exclude=[1], val_exclude=[1]), plan_of(9, val=9)
     for at in (TRAIN, VAL):
-        assert np.array_equal(plan.sample_keys(at, indices), plain.sample_keys(at, indices))
+        assert np.array_equal(keys_of(plan, at, indices), keys_of(plain, at, indices))
 
 
 def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
@@ -376,11 +401,11 @@ def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
 @settings(max_examples=60, deadline=None)
 def test_windows_keep_to_the_groups_of_the_store(left_out: set[int], group_size: int, k: int) -> None:
     plan = plan_of(60, group_size=group_size, window_groups=k, exclude=left_out)
-    order: Any = plan.train_order.order if left_out else plan.train_order
-    assert isinstance(order, WindowOrder)
-    rows = plan.train_order.indices(1, np.arange(plan.num_train))
+    num_drawn = plan.steps_per_epoch * plan.global_batch_size
+    rows = sampler_of(plan).draw_lap(1, np.arange(plan.num_train)).indices
+    assert np.array_equal(rows[:num_drawn], plan.draw_epoch(1, np.arange(num_drawn)).indices)
     assert sorted(rows.tolist()) == sorted(set(range(60)) - left_out)
-    starts = [*order._layout(1)[1][::k].tolist(), plan.num_train]
+    starts = [*order_of(plan).layout(1)[2][::k].tolist(), plan.num_train]
     windows = [np.unique(rows[start:end] // group_size).tolist() for start, end in itertools.pairwise(starts)]
     assert max(map(len, windows)) <= k
     groups = [group for window in windows for group in window]
@@ -394,12 +419,12 @@ TRAIN, VAL = MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 1, 0, 0)
 
 def test_golden_fingerprint_keys_and_seeds() -> None:
     plan = plan_of(7, val=7, seed=3)
-    assert plan.fingerprint == "fb9ae5d1b8292732"  # a changed order needs a new version in Plan.from_stores
-    assert plan.sample_keys(TRAIN, np.array([0, 5])).tolist() == [
+    assert plan.fingerprint == "fb9ae5d1b8292732"  # a changed order needs a new version in compose.py
+    assert keys_of(plan, TRAIN, [0, 5]).tolist() == [
         [11069706689143024590, 12736252317321350365],
         [5993206361209865364, 10375007407380955260],
     ]
-    assert plan.sample_keys(VAL, np.array([5])).tolist() == [[3224146318154999709, 948313413179275884]]
+    assert keys_of(plan, VAL, [5]).tolist() == [[3224146318154999709, 948313413179275884]]
     assert plan.micro_batch_seed(TRAIN) == 4391540000262246917
     assert plan.micro_batch_seed(VAL) == 2064475990490837291
     assert [plan.substitute(TRAIN, 5, attempt) for attempt in range(4)] == [0, 1, 3, 2]
@@ -408,7 +433,7 @@ def test_golden_fingerprint_keys_and_seeds() -> None:
 def test_sample_keys_are_distinct_in_an_epoch_and_between_epochs_splits_and_seeds() -> None:
     indices = np.arange(10_000)
     seen = [
-        plan_of(seed=seed).sample_keys(at, indices)
+        keys_of(plan_of(seed=seed), at, indices)
         for seed in (0, 1)
         for at in (MicroBatchId("train", 0, 0, 0), MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 0, 0, 0))
     ]
@@ -419,22 +444,22 @@ def test_sample_keys_are_distinct_in_an_epoch_and_between_epochs_splits_and_seed
 
 def test_sample_keys_depend_on_the_index_alone_within_an_epoch() -> None:
     plan = plan_of()
-    elsewhere = MicroBatchId("train", 1, 9, 3)
-    assert (plan.sample_keys(TRAIN, np.array([4, 2])) == plan.sample_keys(elsewhere, np.array([2, 4]))[::-1]).all()
+    assert (keys_of(plan, TRAIN, [4, 2]) == keys_of(plan, TRAIN, [2, 4])[::-1]).all()
 
 
 def test_repeat_0_has_the_plain_key_and_all_others_have_keys_of_their_own() -> None:
     plan, indices = plan_of(), np.repeat(np.arange(100), 50)
     repeats = np.tile(np.arange(50), 100)
-    keys = plan.sample_keys(TRAIN, indices, repeats)
-    assert (keys[::50] == plan.sample_keys(TRAIN, np.arange(100))).all()
+    keys = keys_of(plan, TRAIN, indices, repeats)
+    assert (keys[::50] == keys_of(plan, TRAIN, np.arange(100))).all()
     assert len(np.unique(keys, axis=0)) == len(np.unique(keys[:, 0])) == len(keys)
-    assert keys[3].tolist() == plan.sample_keys(TRAIN, np.array([0]), np.array([3]))[0].tolist()
+    assert keys[3].tolist() == keys_of(plan, TRAIN, [0], [3])[0].tolist()
 
 
 def test_validation_has_the_same_keys_in_every_epoch() -> None:
-    plan, indices = plan_of(val=5), np.arange(5)
-    assert (plan.sample_keys(VAL, indices) == plan.sample_keys(replace(VAL, epoch=0), indices)).all()
+    plan = plan_of(val=5)
+    first, later = (plan.sample_keys("val", plan.draw(MicroBatchId("val", epoch, 0, 0))) for epoch in (0, 1))
+    assert (first == later).all()
 
 
 @properties(30)
@@ -450,7 +475,7 @@ def test_substitutes_are_never_samples_that_are_left_out(plan: Plan) -> None:
     for index in range(10):
         found = plan.substitute(TRAIN, index, index % 3)
         assert 0 <= found < num_stored(plan, "train")
-        assert found not in plan.kept["train"].left_out
+        assert found not in excluded_of(plan, "train")
 
 
 @given(st.integers(0, 10), st.integers(0, 10**6), st.integers(0, 8))

@@ -9,13 +9,12 @@ from raypipe.config import PlanConfig
 from raypipe.plan.schedule import Plan, Share
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.blocks import cut, fitting, most, tasks
+from raypipe.streaming.planning import make_plan
 
 
 def plan(num_train: int = 60, num_val: int = 25, per_step: int = 4, epochs: int = 2) -> Plan:
     train, val = (MemoryStore([b""] * size, np.zeros(size)) for size in (num_train, num_val))
-    return Plan.from_stores(
-        PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=per_step * 2), train, val
-    )
+    return make_plan(PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=per_step * 2), train, val)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

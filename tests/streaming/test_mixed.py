@@ -92,4 +92,4 @@ def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
     )
     assert run.plan.mixture_by_epoch == {0: {"big": 1, "small": 1}, 3: {"big": 3, "small": 1}}
     plan = spec_of(run).plan
-    assert plan.layout.sources == ("big", "small") and plan.kept["train"].num_left_out > 0
+    assert plan.sources == ("big", "small") and plan.kept["train"].num_left_out > 0

@@ -29,6 +29,7 @@ from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
+from raypipe.streaming.planning import make_plan
 from raypipe.streaming.row import PLACE_SCHEMA, block_of, read_schema, reader_seconds, reads_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.streaming.spec import StreamSpec
@@ -63,7 +64,7 @@ def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
 @pytest.mark.parametrize("block", [1, 3])
 def test_the_source_yields_the_micro_batches_of_the_plan_one_row_per_block(block: int) -> None:
     train, val = store(9), store(3)
-    plan = Plan.from_stores(PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train, val)
+    plan = make_plan(PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train, val)
     found = rows(plan, plan.start(), {"train": train, "val": val}, block)
     assert [at for row in found for at in row["block"]] == list(plan.micro_batches(plan.start()))
     assert [len(row["block"]) for row in found] == ([1] * 12 if block == 1 else [3, 1, 2] * 2)
@@ -75,7 +76,7 @@ def test_the_source_yields_the_micro_batches_of_the_plan_one_row_per_block(block
 
 def test_the_source_after_a_resume_yields_the_same_tail() -> None:
     train = store(9)
-    plan = Plan.from_stores(PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train)
+    plan = make_plan(PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train)
     unbroken = rows(plan, plan.start(), {"train": train})
     for step in range(4):
         assert rows(plan, plan.cursor_at(step), {"train": train}) == unbroken[2 * step :]
@@ -83,7 +84,7 @@ def test_the_source_after_a_resume_yields_the_same_tail() -> None:
 
 def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
     train, val = store(4), store(3)
-    plan = Plan.from_stores(PlanConfig(epochs=1, micro_batch_size=2), train, val)
+    plan = make_plan(PlanConfig(epochs=1, micro_batch_size=2), train, val)
     found = rows(plan, plan.start(), {"val": val})
     assert [row["image"] is None for row in found] == [True, True, False, False]
     assert [row["label"] is None for row in found] == [True, True, False, False]
@@ -93,13 +94,13 @@ def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
 
 def test_a_short_schedule_is_one_task_whatever_parallelism_is_asked_for() -> None:
     train = store(9)
-    plan = Plan.from_stores(PlanConfig(epochs=4, micro_batch_size=2), train)
+    plan = make_plan(PlanConfig(epochs=4, micro_batch_size=2), train)
     assert len(MicroBatchSource(plan, plan.start(), {}).get_read_tasks(64)) == 1
 
 
 def test_a_long_schedule_is_cut_into_shares_that_follow_each_other() -> None:
     train, val = store(9), store(3)
-    plan = Plan.from_stores(PlanConfig(epochs=700, micro_batch_size=2), train, val)
+    plan = make_plan(PlanConfig(epochs=700, micro_batch_size=2), train, val)
     source = MicroBatchSource(plan, plan.cursor_at(2), {"val": val})
     tasks = source.get_read_tasks(1)
     assert len(tasks) == source.num_tasks == 10
@@ -109,7 +110,7 @@ def test_a_long_schedule_is_cut_into_shares_that_follow_each_other() -> None:
 
 def test_a_very_long_schedule_has_few_tasks() -> None:
     train = store(9)
-    plan = Plan.from_stores(PlanConfig(epochs=10**6, micro_batch_size=9), train)
+    plan = make_plan(PlanConfig(epochs=10**6, micro_batch_size=9), train)
     assert 256 <= MicroBatchSource(plan, plan.start(), {}).num_tasks < 266
 
 
@@ -189,7 +190,7 @@ def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None
     boxes = [[[0, 0, 5, 5, number]] for number in range(6)]
     columns = {"seg": [b"m%d" % number for number in range(6)], "objects": boxes}
     train = MemoryStore([b"%d" % number for number in range(6)], None, columns=columns)
-    plan = Plan.from_stores(PlanConfig(epochs=1, micro_batch_size=3, shuffle="off"), train)
+    plan = make_plan(PlanConfig(epochs=1, micro_batch_size=3, shuffle="off"), train)
     wanted = Wanted(label=False, columns=("seg", "objects"))
     source = MicroBatchSource(plan, plan.start(), {"train": train}, wanted=wanted, block=2)
     (reads,) = map(reads_of, tables_of(source))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ from raypipe.errors import ConfigError
 from raypipe.plan.mixture import ONE, as_shares
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
+from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore, Store
 from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.planning import make_plan
 
 
 def store(size: int, group_size: int | None = None, salt: int = 0) -> MemoryStore:
@@ -26,17 +28,20 @@ def store(size: int, group_size: int | None = None, salt: int = 0) -> MemoryStor
     return MemoryStore(images, labels, columns={"weight": weights}, group_size=group_size)
 
 
-def plan_of(train: Store, exclude: Any = (), **config: Any) -> Plan:
+def plan_of(train: Store, exclude: Sequence[list[int]] = (), **config: Any) -> Plan:
+    """`exclude` has a list for each part."""
     settings = {"epochs": 3, "micro_batch_size": 2, "global_batch_size": 8, "seed": 3, **config}
-    return Plan.from_stores(PlanConfig(**settings), train, store(5, salt=9), exclude=exclude)
+    parts = list(train.parts.values()) if isinstance(train, JoinedStore) else [train]
+    selections = [Selection(excluded, len(part)) for excluded, part in zip(exclude, parts, strict=False)]
+    selections += [Selection([], len(part)) for part in parts[len(selections) :]]
+    return make_plan(PlanConfig(**settings), train, store(5, salt=9), selections=selections)
 
 
 def stream(plan: Plan) -> list[tuple[MicroBatchId, list[tuple[int, int]]]]:
     found = []
     for at in plan.micro_batches(plan.start()):
-        indices, repeats = plan.draws(at)
-        repeats = np.zeros(len(indices), np.int64) if repeats is None else repeats
-        found.append((at, list(zip(indices.tolist(), repeats.tolist(), strict=True))))
+        draws = plan.draw(at)
+        found.append((at, list(zip(draws.indices.tolist(), draws.repeats.tolist(), strict=True))))
     return found
 
 
@@ -113,28 +118,6 @@ def test_each_global_batch_of_a_mixture_has_its_weights() -> None:
     assert plan.source_of(np.array([0, 63, 64, 80, 279, -1])).tolist() == [0, 0, 1, 2, 2, -1]
 
 
-def test_golden_orders_and_fingerprints_of_composed_plans() -> None:
-    def first(plan: Plan) -> tuple[str, list[tuple[int, int]]]:
-        return plan.fingerprint, epochs(plan)[1][:8]
-
-    assert first(plan_of(store(20), repeats=2)) == (
-        "7c8f2b8b67050bdc",
-        [(9, 0), (10, 0), (9, 1), (10, 1), (17, 0), (4, 0), (17, 1), (4, 1)],
-    )
-    assert first(plan_of(store(20), weights="weight")) == (
-        "70a4c7823ff9d228",
-        [(3, 0), (7, 0), (7, 1), (2, 0), (11, 0), (9, 0), (10, 0), (6, 0)],
-    )
-    assert first(plan_of(store(20), epoch_samples=9, exclude=[3])) == (
-        "df21d345457f2f85",
-        [(13, 0), (0, 0), (5, 0), (9, 0), (14, 0), (4, 0), (11, 0), (7, 0)],
-    )
-    assert first(mixed(mixture={"a": 2, "b": 1, "c": 1})) == (
-        "2f105fdccf1666c9",
-        [(26, 0), (15, 0), (7, 0), (93, 0), (35, 0), (65, 0), (77, 0), (168, 0)],
-    )
-
-
 def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
     single: list[dict[str, Any]] = [
         {},
@@ -153,8 +136,8 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
         {"mixture": {0: {"a": 2, "b": 1, "c": 1}, 1: {"a": 1, "b": 1, "c": 1}}},
         {"mixture": {0: {"a": 2, "b": 1, "c": 1}, 2: {"a": 1, "b": 1, "c": 1}}},
         {"epoch_samples": "longest", "mixture": {"a": 2, "b": 1, "c": 1}},
-        {"exclude": [5]},
-        {"exclude": [64]},
+        {"exclude": [[5]]},
+        {"exclude": [[], [0]]},
     ]
     found = [plan_of(store(40), **config).fingerprint for config in single]
     found += [mixed(**config).fingerprint for config in several]
@@ -162,18 +145,6 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
     assert (
         mixed(mixture={"a": 2, "b": 1, "c": 1}).fingerprint == mixed(mixture={"c": 2, "a": 4, "b": 2}).fingerprint
     )
-
-
-def test_weights_from_a_file_are_those_of_a_column(tmp_path: Path) -> None:
-    np.save(tmp_path / "w.npy", np.arange(20) % 4 + 0.5)
-    by_file = plan_of(store(20), weights=str(tmp_path / "w.npy"))
-    assert by_file.fingerprint == plan_of(store(20), weights="weight").fingerprint
-    (tmp_path / "bad.npy").write_bytes(b"no array")
-    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }"
-    (tmp_path / "huge.npy").write_bytes(b"\x93NUMPY\x01\0" + bytes([len(header), 0]) + header)
-    for name in ("bad.npy", "none.npy", "huge.npy"):
-        with pytest.raises(ConfigError, match=rf"plan\.weights: .*{name} cannot be read"):
-            plan_of(store(20), weights=str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,280 @@
+"""Composes the sampler of a run's training from the settings of a plan and its sources. Numpy only.
+
+each source     Permuted or Weighted, as a whole or for each bucket
+one source      → that sampler, or Bucketed
+several         → Mixture, or a mixture of buckets, see `mix_buckets`
+plan.repeats    → Repeated
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from raypipe.config import PlanConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.mixture import Bucketed, Mixture, Quotas, as_shares, mix_buckets
+from raypipe.plan.order import Domain, Shuffle, ShuffleKind, default_window_groups, derive_keys
+from raypipe.plan.samplers import Permuted, Repeated, Sampler, Weighted, as_integers
+from raypipe.plan.selection import Selection
+from raypipe.section import shown
+
+# Versions of orders and keys: an old cursor must not continue under a new order. Plain plans with seeds of 32 bits
+# are still those of the first version.
+_VERSION, _PLAIN_VERSION = 2, 1
+StoreSampler = Permuted | Weighted
+"""What draws the samples of one source, or of one bucket of it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One store as a plan sees it: arrays, which `raypipe.streaming.planning` reads.
+
+    Attributes:
+        address: of the store, for errors.
+        fingerprint: of its contents.
+        selection: the samples to draw from; the arrays of samples have only these, by their numbers.
+        groups: offsets, int64 (groups + 1,), of samples that are stored together; None = the store has none.
+        weights: how often each sample is drawn, in proportion, (n,), ≥ 0 and not all 0; None = all alike.
+        classes: labels (n,) of samples whose weights are by class; None = they are not.
+        buckets: of the samples, int (n,); None = there are none.
+    """
+
+    address: str
+    fingerprint: str
+    selection: Selection
+    groups: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    classes: np.ndarray | None = None
+    buckets: np.ndarray | None = None
+
+    def in_bucket(self, bucket: int) -> tuple[np.ndarray, Selection]:
+        """The numbers, int64, of the samples of a bucket, and these samples."""
+        numbers = np.flatnonzero(self.buckets == bucket)
+        return numbers, Selection(self.selection.indices(numbers), self.selection.num_samples, includes=True)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the training epochs of a run draw.
+
+    Attributes:
+        sampler: position, counted through the run, → draws.
+        steps: in an epoch.
+        store_samplers: of each source, of each bucket of it (one where there are none): what draws its samples.
+        content: what determines all this, as JSON has it.
+        mixture: of several sources.
+    """
+
+    sampler: Sampler
+    steps: int
+    store_samplers: tuple[tuple[StoreSampler, ...], ...]
+    content: list[Any]
+    mixture: Mixture | None = None
+
+
+def compose_one(config: PlanConfig, source: Source) -> Training:
+    """What the training epochs draw of one source.
+
+    Raises:
+        ConfigError: a setting does not go with the store, or an epoch has less than one step.
+    """
+    if config.mixture:
+        names = dict.fromkeys(name for weights in config.mixture_by_epoch.values() for name in weights)
+        raise ConfigError(
+            f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
+            "there, as {NAME: ADDRESS, …}"
+        )
+    num, unit, per_step = source.selection.size, bucket_unit(config), _draws_per_step(config)
+    if num < (config.samples_per_step if config.is_plain else 1):
+        excluded = source.selection.num_left_out
+        beside = f" beside the {excluded} that are left out" if excluded else ""
+        raise ConfigError(
+            f"{source.address} has {num} samples{beside}, fewer than a global batch of "
+            f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
+        )
+    size, is_weighted = num, source.weights is not None
+    if source.buckets is not None and not is_weighted:
+        counts = np.bincount(source.buckets, minlength=len(config.buckets))
+        size = int((counts // unit).sum()) * unit
+        if not size:
+            raise ConfigError(
+                f"none of plan.buckets has the samples of a micro-batch, {unit}, of the {num} of "
+                f"{source.address}: lower plan.micro_batch_size, or name fewer buckets"
+            )
+    wanted = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
+    steps = _steps(config, wanted or size * config.repeats, source.address)
+    # An epoch of the store's own length is a pass, cut off after the last whole step.
+    per_epoch, per_lap = steps * per_step, 0 if wanted else steps * per_step
+    if config.buckets:
+        samplers = _samplers(config, source, config.seed)
+        num_places = per_epoch // unit if is_weighted else 0
+        shuffles = _shuffle(config, source)[0] == "global"
+        sampler: Sampler = Bucketed(samplers, unit, config.seed, num_places, shuffles, per_lap)
+    else:
+        (sampler,) = samplers = _samplers(config, source, config.seed, per_epoch, per_lap)
+    content = _content(config, source, () if config.is_plain else samplers)
+    if not config.is_plain:
+        content.append(per_epoch if wanted else 0)
+    return Training(_repeated(config, sampler), steps, (samplers,), content)
+
+
+def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: np.ndarray) -> Training:
+    """What the training epochs draw of several sources, by names; for `offsets` and errors see `Plan.of`."""
+    samplers, content = list[tuple[StoreSampler, ...]](), list[Any]()
+    for number, (name, source) in enumerate(sources.items()):
+        if not source.selection.size:
+            raise ConfigError(f"{source.address} has no samples: leave {name!r} out of store.train")
+        seed = int(derive_keys(1, config.seed, Domain.SOURCE, number)[0])
+        samplers.append(_samplers(config, source, seed, offset=int(offsets[number])))
+        content.append(_content(config, source, samplers[-1]))
+    sizes = [source.selection.size for source in sources.values()]
+    by_epoch, wanted = _shares(config, list(sources), sizes), config.epoch_samples
+    if isinstance(wanted, str) or not wanted:
+        wanted = (max if wanted == "longest" else min)(_ends(config, list(sources), sizes)) * config.repeats
+    steps = _steps(config, wanted, " + ".join(source.address for source in sources.values()))
+    shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
+    unit, per_step = bucket_unit(config), _draws_per_step(config)
+    if config.buckets:
+        mixture = mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
+    else:
+        mixture = Mixture([sampler for (sampler,) in samplers], Quotas(shares, per_step, config.seed), config.seed)
+    content.append([list(shares.items()), steps])
+    return Training(_repeated(config, mixture), steps, tuple(samplers), content, mixture)
+
+
+def _samplers(
+    config: PlanConfig, source: Source, seed: int, size: int = 0, per_lap: int = 0, offset: int = 0
+) -> tuple[StoreSampler, ...]:
+    """What draws the samples of a source, of each bucket where there are any.
+
+    Args:
+        seed: of the source.
+        size: draws in a pass by weights; 0 = as many as there are samples.
+        per_lap: see `Lapped`.
+        offset: of the store's samples in the joined store.
+
+    Raises:
+        ConfigError: buckets would be read in groups, or windows without.
+    """
+    kind, groups = _shuffle(config, source)
+    weights = None if source.weights is None else as_integers(source.weights)
+    numbers: Any = slice(None)
+    parts = [(numbers, source.selection, seed)]
+    if config.buckets:
+        if kind == "window":
+            raise ConfigError(
+                f"plan.buckets takes samples from all over a store, and plan.shuffle 'window' reads "
+                f"{source.address} group by group: set plan.shuffle=global"
+            )
+        seeds = [
+            int(derive_keys(1, seed, Domain.BUCKET_ORDER, bucket)[0]) for bucket in range(len(config.buckets))
+        ]
+        parts = [(*source.in_bucket(bucket), of_bucket) for bucket, of_bucket in enumerate(seeds)]
+    samplers = list[StoreSampler]()
+    for numbers, selection, key in parts:
+        shuffle = Shuffle(kind, selection.size, key, groups, config.window_groups)
+        if weights is None:
+            samplers.append(Permuted(shuffle, selection, offset, per_lap))
+        else:
+            classes = None if source.classes is None else source.classes[numbers]
+            samplers.append(Weighted(weights[numbers], shuffle, selection, size, classes, offset))
+    return tuple(samplers)
+
+
+def _shuffle(config: PlanConfig, source: Source) -> tuple[ShuffleKind, np.ndarray | None]:
+    """How a source is shuffled, and, for windows, the offsets of its groups in numbers of samples."""
+    kind = config.shuffle
+    if kind == "auto":
+        kind = "global" if source.groups is None else "window"
+    if kind != "window":
+        return kind, None
+    if source.groups is None:
+        raise ConfigError(f"{source.address} is not read in groups: use plan.shuffle=global")
+    return kind, source.selection.numbers(source.groups)
+
+
+def _content(config: PlanConfig, source: Source, samplers: Sequence[StoreSampler]) -> list[Any]:
+    """What a fingerprint has of the settings, of a source and of its samplers, none where the plan is plain."""
+    kind, groups = _shuffle(config, source)
+    content: list[Any] = [
+        _VERSION if samplers or config.seed >= 1 << 32 else _PLAIN_VERSION,
+        config.micro_batch_size,
+        config.per_step,
+        config.seed,
+        kind,
+        0 if groups is None else config.window_groups or default_window_groups(groups),
+        source.selection.size,
+        source.fingerprint,
+        None if groups is None else hashlib.blake2b(groups.tobytes()).hexdigest(),
+    ]
+    if source.selection.num_left_out:
+        content.append(source.selection.signature())
+    if samplers:
+        signatures = [sampler.signature() for sampler in samplers]
+        content += [config.buckets, signatures, config.repeats, config.repeats_in]
+    return content
+
+
+def _draws_per_step(config: PlanConfig) -> int:
+    """Draws in a step, before they are repeated."""
+    return config.samples_per_step // config.repeats
+
+
+def bucket_unit(config: PlanConfig) -> int:
+    """Draws in a micro-batch, before they are repeated in it: those of one bucket."""
+    return config.micro_batch_size // (config.repeats if config.repeats_in == "micro_batch" else 1)
+
+
+def _steps(config: PlanConfig, draws: int, address: str) -> int:
+    """Whole steps in an epoch.
+
+    Raises:
+        ConfigError: it has none, or the run has more draws than 64 bits count.
+    """
+    if draws * config.epochs >= 1 << 62:
+        raise ConfigError(
+            f"an epoch of {shown(draws)} draws from {address}, {config.epochs} times, has more than 2^62: lower "
+            "plan.epoch_samples or plan.epochs, or set plan.epoch_samples=shortest"
+        )
+    if draws < config.samples_per_step:
+        raise ConfigError(
+            f"an epoch of {draws} draws from {address} is smaller than a global batch of "
+            f"{config.samples_per_step}: raise plan.epoch_samples, or lower plan.global_batch_size and "
+            "plan.micro_batch_size"
+        )
+    return draws // config.samples_per_step
+
+
+def _repeated(config: PlanConfig, inner: Sampler) -> Sampler:
+    if config.repeats == 1:
+        return inner
+    return Repeated(inner, config.repeats, config.micro_batch_size if config.repeats_in == "step" else 1)
+
+
+def _shares(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """From epoch → share of each source; in proportion to their sizes where no weights are given."""
+    if not config.mixture:
+        return {0: as_shares(sizes)}
+    shares = {}
+    for epoch, weights in config.mixture_by_epoch.items():
+        if set(weights) != set(sources):
+            raise ConfigError(
+                f"plan.mixture has weights of {', '.join(weights)}; the stores of store.train are "
+                f"{', '.join(sources)}: give each one a weight, which may be 0"
+            )
+        shares[epoch] = as_shares([weights[name] for name in sources])
+    return shares
+
+
+def _ends(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """After how many draws each source has ended by its weight in epoch 0; without those of weight 0."""
+    if not config.mixture:
+        return [sum(sizes)]
+    weights = [Fraction(config.mixture_by_epoch[0][name]) for name in sources]
+    return [int(size * sum(weights) / weight) for size, weight in zip(sizes, weights, strict=True) if weight]

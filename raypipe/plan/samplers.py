@@ -1,0 +1,296 @@
+"""Samplers: positions, counted through a run, → draws of samples, each in O(1). Numpy only.
+
+Permuted     each sample of a store, or of a bucket of it, once in a pass
+Weighted     each as often as its weight says
+Bucketed     one store, a bucket at a time
+Mixture      several samplers by shares of each global batch, see `raypipe.plan.mixture`
+Repeated     each draw k times
+Sequential   each sample once, in stored order, then padding: for validations
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from raypipe.plan.order import Domain, Shuffle, derive_keys
+from raypipe.plan.places import PADDING
+from raypipe.plan.selection import Selection
+
+# Weights become integers whose sum is below this, as exact as it allows.
+_MAX_TOTAL_BITS = 61
+
+
+class Draws(NamedTuple):
+    """Draws of samples, int64 arrays of one shape. No two of a run have the same index, lap and repeat.
+
+    Attributes:
+        indices: of the samples in the store, or in the joined store; PADDING = none.
+        laps: numbers of the passes over its store, or over the bucket of it; of a plain plan that is the epoch.
+        repeats: numbers of the sample's draws in that pass; the first is 0.
+        buckets: of the samples; 0 where there are none.
+    """
+
+    indices: np.ndarray
+    laps: np.ndarray
+    repeats: np.ndarray
+    buckets: np.ndarray
+
+
+class Sampler(Protocol):
+    """Draws samples on and on; a sampler may wrap others."""
+
+    def draw(self, positions: np.ndarray) -> Draws:
+        """The draws at int64 positions (n,), counted through the run."""
+        ...
+
+
+def draw_parts(parts: np.ndarray, draw: Callable[[int, np.ndarray], Draws]) -> Draws:
+    """Draws of several parts, put together.
+
+    Args:
+        parts: int64 (n,), the part that each draw is of.
+        draw: makes those of one part, by its number and the places, intp (k,), where `parts` has it.
+    """
+    columns = np.empty((len(Draws._fields), len(parts)), np.int64)
+    for part in np.unique(parts).tolist():
+        places = np.flatnonzero(parts == part)
+        for column, values in zip(columns, draw(part, places), strict=True):
+            column[places] = values
+    return Draws(*columns)
+
+
+class Lapped(Sampler):
+    """A sampler that goes through one store, or a bucket of it, pass after pass.
+
+    Attributes:
+        size: draws that a pass may have.
+        per_lap: draws of a pass that the run takes; what is left over of it is not drawn. Passes are keyed
+            differently, so they leave over different samples.
+    """
+
+    size: int
+    per_lap: int
+
+    def draw(self, positions: np.ndarray) -> Draws:
+        """See `Sampler.draw`."""
+        laps, inside = np.divmod(positions, self.per_lap)
+        return draw_parts(laps, lambda lap, places: self.draw_lap(lap, inside[places]))
+
+    @abstractmethod
+    def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
+        """The draws at int64 positions (n,), in [0, size), of one pass."""
+
+
+class Permuted(Lapped):
+    """Each sample once in a pass.
+
+    Args:
+        shuffle: the order of the samples' numbers.
+        selection: which samples these are.
+        offset: of the store's samples in a joined store.
+        per_lap: see `Lapped`; 0 = all.
+    """
+
+    def __init__(self, shuffle: Shuffle, selection: Selection, offset: int = 0, per_lap: int = 0) -> None:
+        self.shuffle, self.selection, self._offset = shuffle, selection, offset
+        self.size = self.weight = shuffle.size
+        self.per_lap = per_lap or self.size
+
+    def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
+        """See `Lapped.draw_lap`."""
+        indices, zeros = self._indices(self.shuffle.numbers(lap, positions)), np.zeros(len(positions), np.int64)
+        return Draws(indices, zeros + lap, zeros, zeros)
+
+    def sample_of(self, key: int) -> int:
+        """One of the samples, chosen by a key."""
+        return int(self._indices(np.array([key % self.size]))[0])
+
+    def signature(self) -> str:
+        """A hash of what it draws from."""
+        return self.selection.signature()
+
+    def _indices(self, numbers: np.ndarray) -> np.ndarray:
+        return self.selection.indices(numbers) + self._offset
+
+
+class Weighted(Lapped):
+    """Systematic sampling: a pass draws each sample as often as its weight says, rounded down or up.
+
+        sample          0     1           2   3
+        weight          2     4           1   1            of 8 in all, L = 6 draws in a pass
+        cumulative      |-----|-----------|---|---|
+        draws             ^    ^    ^    ^    ^    ^       every 8/6, from an offset on that each pass draws anew
+
+    Draw numbers ascend with the samples, so groups of samples are groups of draws, and any shuffle of draw numbers
+    will do. All numbers are integers: a sample of weight w has ⌊L·w/Σ⌋ or ⌈L·w/Σ⌉ draws, and so have neighbors as
+    a whole. Where groups do not matter, samples of a class, or of a weight, are made neighbors: in stored order a
+    pattern, such as classes in turn, might be in step with the draws.
+
+    Args:
+        weights: of the samples, by number, int64 (n,), see `as_integers`; all 0 = nothing is ever drawn.
+        shuffle: of the samples' numbers; draw numbers are shuffled likewise.
+        selection: which samples these are.
+        size: L, draws in a pass; 0 = as many as there are samples.
+        classes: of the samples, (n,), for a global shuffle; None = samples of a weight are a class.
+        offset: of the store's samples in a joined store.
+
+    Attributes:
+        weight: of all samples.
+    """
+
+    def __init__(
+        self,
+        weights: np.ndarray,
+        shuffle: Shuffle,
+        selection: Selection,
+        size: int = 0,
+        classes: np.ndarray | None = None,
+        offset: int = 0,
+    ) -> None:
+        self.shuffle, self.selection, self._offset = shuffle, selection, offset
+        self.size = self.per_lap = size or selection.size
+        self._arranged: np.ndarray | None = None
+        if shuffle.kind == "global":
+            arranged = np.argsort(weights if classes is None else classes, kind="stable")
+            self._arranged = arranged.astype(np.min_scalar_type(len(weights)))
+            weights = weights[arranged]
+        self.cumulative = np.append(0, np.cumsum(weights))
+        self.weight = int(self.cumulative[-1])
+        self._lap_shuffle: tuple[int, Shuffle] | None = None
+
+    def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
+        """See `Lapped.draw_lap`."""
+        draws, start, zeros = self._shuffle_of(lap).numbers(lap, positions), self._start(lap), 0 * positions
+        # In Python's integers: products of two such numbers have more than 64 bits.
+        points = np.array([(draw * self.weight + start) // self.size for draw in draws.tolist()], np.int64)
+        rows = np.searchsorted(self.cumulative, points, side="right") - 1
+        numbers = rows if self._arranged is None else self._arranged[rows].astype(np.int64)
+        indices = self.selection.indices(numbers) + self._offset
+        return Draws(indices, zeros + lap, draws - self._first_draws(lap, rows), zeros)
+
+    def sample_of(self, key: int) -> int:
+        """One of the samples, chosen by a key and their weights."""
+        return int(self.draw_lap(0, np.array([key % self.size])).indices[0])
+
+    def resized(self, size: int) -> Weighted:
+        """The same with so many draws in a pass."""
+        other = copy.copy(self)
+        other.size = other.per_lap = size
+        return other
+
+    def counts(self, lap: int) -> np.ndarray:
+        """How often a pass draws each sample, int64 (n,), by its number."""
+        by_row = np.diff(self._first_draws(lap, np.arange(len(self.cumulative))))
+        if self._arranged is None:
+            return by_row
+        counts = np.empty_like(by_row)
+        counts[self._arranged] = by_row
+        return counts
+
+    def signature(self) -> str:
+        """A hash of the weights and of what it draws from."""
+        content = hashlib.blake2b(self.cumulative.tobytes(), digest_size=16)
+        if self._arranged is not None:
+            content.update(self._arranged.astype(np.int64).tobytes())
+        return f"{content.hexdigest()} {self.selection.signature()}"
+
+    def _first_draws(self, lap: int, rows: np.ndarray) -> np.ndarray:
+        """The first draw of a pass, int64 (n,), of the sample in each row of the table, or of a later one."""
+        start, before = self._start(lap), self.cumulative[rows].tolist()
+        return np.array([max(0, -(-(weight * self.size - start) // self.weight)) for weight in before], np.int64)
+
+    def _start(self, lap: int) -> int:
+        """Where the first draw of a pass falls, in [0, Σ)."""
+        return int(derive_keys(1, self.shuffle.seed, Domain.WEIGHTED, lap)[0]) * self.weight >> 64
+
+    def _shuffle_of(self, lap: int) -> Shuffle:
+        """The order of a pass's draw numbers; the groups begin at different draws from pass to pass."""
+        if self.shuffle.groups is None:
+            return self.shuffle.of(self.size, None)
+        if self._lap_shuffle is None or self._lap_shuffle[0] != lap:
+            self._lap_shuffle = lap, self.shuffle.of(self.size, self._first_draws(lap, self.shuffle.groups))
+        return self._lap_shuffle[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_lap_shuffle": None}
+
+
+class Repeated(Sampler):
+    """Each draw k times, each time with a repeat of its own, so that augmentation makes something else of it.
+
+        stride 1, k = 2   a a b b | c c d d     micro-batches of 4: copies stand side by side
+        stride 4, k = 2   a b c d | a b c d     copies stand in the same row of neighboring micro-batches
+
+    Args:
+        inner: what is repeated.
+        times: k.
+        stride: draws between two copies.
+    """
+
+    def __init__(self, inner: Sampler, times: int, stride: int) -> None:
+        self._inner, self._times, self._stride = inner, times, stride
+
+    def draw(self, positions: np.ndarray) -> Draws:
+        """See `Sampler.draw`."""
+        runs, places = np.divmod(positions, self._stride)
+        runs, copies = np.divmod(runs, self._times)
+        draws = self._inner.draw(runs * self._stride + places)
+        return draws._replace(repeats=draws.repeats * self._times + copies)
+
+
+class Sequential(Sampler):
+    """Each sample once, bucket after bucket, in stored order; each bucket's last place is padded, and so on.
+
+    Args:
+        buckets: the samples of each, or all samples as one.
+        unit: rows in a place.
+
+    Attributes:
+        size: rows, those of padding included.
+        counts: places of each bucket.
+    """
+
+    def __init__(self, buckets: Sequence[Selection], unit: int) -> None:
+        self.buckets, self._unit = list(buckets), unit
+        self.counts = [-(-bucket.size // unit) for bucket in buckets]
+        self._ends = np.cumsum(self.counts)
+        self.size = int(self._ends[-1]) * unit
+
+    def draw(self, positions: np.ndarray) -> Draws:
+        """See `Sampler.draw`; padding has the index PADDING, and at the end the bucket of the last sample."""
+        places = np.minimum(positions, self.size - 1) // self._unit
+        numbers = np.searchsorted(self._ends, places, side="right")
+        rows, zeros = positions - (self._ends - self.counts)[numbers] * self._unit, 0 * positions
+
+        def draw(number: int, where: np.ndarray) -> Draws:
+            bucket, inside = self.buckets[number], rows[where]
+            indices = bucket.indices(np.minimum(inside, bucket.size - 1))
+            return Draws(np.where(inside < bucket.size, indices, PADDING), *[zeros[where]] * 3)
+
+        return draw_parts(numbers, draw)._replace(buckets=numbers)
+
+
+def as_integers(weights: np.ndarray) -> np.ndarray:
+    """Weights (n,) as int64 in the same proportions; whole numbers stay as they are, if their sum allows.
+
+    Raises:
+        ValueError: one is negative or not finite, or all are 0.
+    """
+    wanted = np.asarray(weights, np.float64)
+    if wanted.ndim != 1 or not np.isfinite(wanted).all() or (wanted < 0).any() or not wanted.any():
+        raise ValueError("weights are finite numbers of at least 0, one for each sample, and not all 0")
+    with np.errstate(over="ignore"):
+        total = float(wanted.sum())
+    if total == np.inf:  # nothing is lost: these become integers of 61 bits
+        wanted = np.ldexp(wanted, -64)
+        total = float(wanted.sum())
+    if (wanted == np.rint(wanted)).all() and total < 2.0**_MAX_TOTAL_BITS:
+        return wanted.astype(np.int64)
+    # By a power of 2, so that no weight is rounded but where its last bits are dropped.
+    return np.rint(np.ldexp(wanted, _MAX_TOTAL_BITS - 1 - int(np.ceil(np.log2(total))))).astype(np.int64)

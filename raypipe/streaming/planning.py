@@ -1,0 +1,151 @@
+"""Makes a plan from stores: reads the arrays that it needs of them, which are never images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raypipe.config import PlanConfig
+from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.compose import Source
+from raypipe.plan.schedule import Plan, Sides
+from raypipe.plan.selection import Selection
+from raypipe.storage.files import read_whole
+from raypipe.stores.base import Store, is_class
+from raypipe.stores.joined import JoinedStore
+from raypipe.stores.numbers import read_npy
+from raypipe.stores.scan import numbers_of
+
+
+def make_plan(
+    config: PlanConfig,
+    train: Store,
+    val: Store | None = None,
+    *,
+    selections: Sequence[Selection] | None = None,
+    val_selection: Selection | None = None,
+) -> Plan:
+    """The plan of a run over a training store and, optionally, a validation store.
+
+    Args:
+        train: of a mixture a `JoinedStore`.
+        selections: the samples to draw from, of each part of the training store; None = all.
+        val_selection: likewise, of the validation store.
+
+    Raises:
+        ConfigError: a setting does not go with a store, see `Plan.of`, or a column or file that it names is wrong.
+    """
+    source = None
+    if val is not None:
+        buckets = config.bucket_sides if config.val_interval and config.val_buckets else []
+        source = _read_source(val, val_selection or Selection([], len(val)), buckets, "store.val_filter")
+    parts = train.parts if isinstance(train, JoinedStore) else {"": train}
+    selections = selections or [Selection([], len(part)) for part in parts.values()]
+    pairs = zip(parts.items(), selections, strict=True)
+    sources = {name: _read_train(config, part, selection) for (name, part), selection in pairs}
+    return Plan.of(config, sources if isinstance(train, JoinedStore) else sources[""], source)
+
+
+def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Source:
+    weights = classes = None
+    if config.class_balance:
+        if not is_class(store):
+            raise ConfigError(f"plan.class_balance balances classes, and the labels of {store.address} are none")
+        classes = _of_selected(numbers_of(store, "label", "plan.class_balance"), selection)
+        weights = balanced(classes, config.class_balance)
+    elif config.weights:
+        weights = _of_selected(_read_weights(config.weights, store), selection)
+        if selection.size and not weights.any():
+            raise ConfigError(f"plan.weights {config.weights} is 0 for all samples of {store.address}")
+    source = _read_source(store, selection, config.bucket_sides, "store.filter")
+    return replace(source, weights=weights, classes=classes)
+
+
+def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], setting: str) -> Source:
+    """A store as the plan sees it.
+
+    Args:
+        buckets: height and width of each; empty = none.
+        setting: that filters the store, for errors.
+
+    Raises:
+        ConfigError: the sizes of the images are not known, or not those of some.
+    """
+    source = Source(store.address, store.fingerprint, selection, store.groups)
+    if not buckets:
+        return source
+    columns = [numbers_of(store, name, "plan.buckets") for name in ("width", "height")]
+    widths, heights = (_of_selected(column, selection) for column in columns)
+    unknown = np.flatnonzero(~((widths >= 1) & (heights >= 1)))  # also where it is NaN
+    if unknown.size:
+        raise ConfigError(
+            f"plan.buckets sorts images by their sizes, and {store.address} has none for {unknown.size} samples, "
+            f"the first of them {selection.indices(unknown[:1])[0]}: leave such out by {setting}='width > 0'"
+        )
+    return replace(source, buckets=nearest(widths, heights, buckets))
+
+
+def nearest(widths: np.ndarray, heights: np.ndarray, buckets: Sequence[Sides]) -> np.ndarray:
+    """The bucket of each image, intp (n,), by its sides, positive (n,), which are whole numbers.
+
+    It is that of the nearest aspect ratio, by the ratio of the ratios; of several such that of the nearest area,
+    likewise; of several such the first.
+    """
+    widths, heights = widths.astype(np.float64), heights.astype(np.float64)
+    bucket_of = np.zeros(len(widths), np.intp)
+    least = np.full((2, len(widths)), np.inf)
+    for bucket, (height, width) in enumerate(buckets):
+        # Products of whole numbers are exact here, and so equal ratios are equal numbers.
+        ratio = _apart(widths * height, heights * width)
+        area = _apart(widths * heights, np.float64(width * height))
+        nearer = (ratio < least[0]) | ((ratio == least[0]) & (area < least[1]))
+        bucket_of[nearer] = bucket
+        least[:, nearer] = ratio[nearer], area[nearer]
+    return bucket_of
+
+
+def _apart(one: np.ndarray, other: np.ndarray | np.float64) -> np.ndarray:
+    return np.maximum(one, other) / np.minimum(one, other)
+
+
+def balanced(labels: np.ndarray, exponent: float) -> np.ndarray:
+    """Weights float64 (n,) by class: a sample of a class of m samples has the weight m^-exponent.
+
+    So a class is drawn in proportion to m^(1-exponent): 1 = all classes equally often, 0 = as it is.
+    """
+    _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    return (counts.astype(np.float64) ** -exponent)[inverse]
+
+
+def _of_selected(values: np.ndarray, selection: Selection) -> np.ndarray:
+    return values[selection.indices(np.arange(selection.size))] if selection.num_left_out else values
+
+
+def _read_weights(source: str, store: Store) -> np.ndarray:
+    """The weights of all samples of a store, float64 (N,), from a column or a file."""
+    if not source.endswith(".npy"):
+        return check_weights(numbers_of(store, source, "plan.weights"), len(store), f"plan.weights {source}")
+    content = read_whole(source)
+    try:
+        if content is None:
+            raise SampleError("there is no such file")
+        weights = read_npy(content)
+    except SampleError as error:
+        raise ConfigError(f"plan.weights: {source} cannot be read: {error}") from None
+    return check_weights(weights, len(store), f"plan.weights {source}")
+
+
+def check_weights(weights: np.ndarray, num_samples: int, setting: str) -> np.ndarray:
+    """The weights of a store's samples, float64 (N,); raises ConfigError where they are none."""
+    weights = np.asarray(weights)
+    if weights.shape != (num_samples,) or weights.dtype.kind not in "iufb":
+        raise ConfigError(
+            f"{setting} has {weights.dtype} of {weights.shape}: expected is one number for each of the store's "
+            f"{num_samples} samples"
+        )
+    weights = weights.astype(np.float64)
+    if not (np.isfinite(weights).all() and (weights >= 0).all()):
+        raise ConfigError(f"{setting} has a weight that is negative or no finite number: weights are at least 0")
+    return weights

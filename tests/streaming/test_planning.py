@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.config import PlanConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.schedule import Plan
+from raypipe.stores.base import MemoryStore
+from raypipe.streaming.planning import balanced, check_weights, make_plan, nearest
+
+
+def plan_of(size: int, **config: Any) -> Plan:
+    columns = {"weight": np.arange(size) % 4 + 0.5}
+    store = MemoryStore([bytes([i]) for i in range(size)], [0] * size, columns=columns)
+    return make_plan(PlanConfig(micro_batch_size=2, **config), store)
+
+
+# Which bucket a sample is in
+
+
+def slowly(width: int, height: int, buckets: list[tuple[int, int]]) -> int:
+    def apart(one: Fraction, other: Fraction) -> Fraction:
+        return max(one, other) / min(one, other)
+
+    def distance(bucket: tuple[int, int]) -> tuple[Fraction, Fraction]:
+        ratio = apart(Fraction(width, height), Fraction(bucket[1], bucket[0]))
+        return ratio, apart(Fraction(width * height), Fraction(bucket[0] * bucket[1]))
+
+    return min(range(len(buckets)), key=lambda number: distance(buckets[number]))
+
+
+sides = st.tuples(st.integers(1, 99_999), st.integers(1, 99_999))
+few = st.tuples(st.integers(1, 12), st.integers(1, 12))  # so that there are ties
+
+
+@given(st.lists(sides | few, min_size=1, max_size=6), st.lists(sides | few, min_size=1, max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_a_sample_is_in_the_bucket_of_the_nearest_ratio_then_area_then_the_first(
+    buckets: list[tuple[int, int]], images: list[tuple[int, int]]
+) -> None:
+    heights, widths = np.array(images).T
+    found = nearest(widths, heights, buckets).tolist()
+    assert found == [slowly(width, height, buckets) for height, width in images]
+
+
+def test_buckets_of_one_ratio_are_told_apart_by_their_area_and_a_draw_goes_to_the_first() -> None:
+    widths = np.array([10, 100, 45, 200, 20, 20])
+    heights = np.array([10, 100, 45, 100, 30, 20])
+    assert nearest(widths, heights, [(20, 20), (80, 80)]).tolist() == [0, 1, 1, 1, 0, 0]
+    # A square lies as far from 3:4 as from 4:3.
+    assert nearest(np.array([50]), np.array([50]), [(40, 30), (30, 40)]).tolist() == [0]
+
+
+# Weights
+
+
+def test_weights_from_a_file_are_those_of_a_column(tmp_path: Path) -> None:
+    np.save(tmp_path / "w.npy", np.arange(20) % 4 + 0.5)
+    by_file = plan_of(20, weights=str(tmp_path / "w.npy"))
+    assert by_file.fingerprint == plan_of(20, weights="weight").fingerprint
+    (tmp_path / "bad.npy").write_bytes(b"no array")
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }"
+    (tmp_path / "huge.npy").write_bytes(b"\x93NUMPY\x01\0" + bytes([len(header), 0]) + header)
+    for name in ("bad.npy", "none.npy", "huge.npy"):
+        with pytest.raises(ConfigError, match=rf"plan\.weights: .*{name} cannot be read"):
+            plan_of(20, weights=str(tmp_path / name))
+
+
+def test_balanced_classes_have_equal_shares_by_the_exponent() -> None:
+    labels = np.array([0] * 8 + [5] * 2 + [9])
+    for exponent, shares in {0.0: [8, 2, 1], 0.5: [8**0.5, 2**0.5, 1], 1.0: [1, 1, 1]}.items():
+        weights = balanced(labels, exponent)
+        assert [weights[labels == label].sum() for label in (0, 5, 9)] == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (np.ones(3), r"plan\.weights has float64 of \(3,\): expected is one number for each of the store's 4"),
+        (np.array(["a"] * 4), r"plan\.weights has <U1 of \(4,\)"),
+        (np.array([1, 1, 1, -1]), "negative or no finite number"),
+        (np.array([1, 1, 1, np.nan]), "negative or no finite number"),
+    ],
+)
+def test_weights_that_do_not_fit_the_store_name_the_setting(weights: np.ndarray, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_weights(weights, 4, "plan.weights")

@@ -307,6 +307,15 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
     def open_input_file(self, path: str) -> PatientInput:
         return PatientInput(self.handler, path)
 
+    def read_by(self, path: str, read: Callable[[pa.NativeFile], T]) -> T:
+        """What `read` makes of an object, which is opened again for each attempt."""
+
+        def do(inner: pyarrow.fs.FileSystem) -> T:
+            with inner.open_input_file(path) as file:
+                return read(file)
+
+        return self.handler.call("read", path, do)
+
     def write(self, path: str, content: bytes | memoryview) -> None:
         """Write an object, which is there once it is written whole."""
         self.handler.write(path, content)

@@ -25,7 +25,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
 )
 from raypipe.storage.local_file import regular_path
-from raypipe.storage.patience import PatientFileSystem
+from raypipe.storage.patient import PatientFileSystem
 
 T = TypeVar("T")
 
@@ -42,10 +42,9 @@ def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
 
 
 def read_by(filesystem: pyarrow.fs.FileSystem, path: str, read: Callable[[pa.NativeFile], T]) -> T:
-    """What `read` makes of a file. Where the file is elsewhere, it reads by pyarrow's own threads, and may be called
-    again where it fails."""
+    """What `read` makes of a file; of one elsewhere it reads by pyarrow's own threads, and may be called again."""
     if isinstance(filesystem, PatientFileSystem):
-        return filesystem.read_by(path, read)
+        return filesystem.call("read", path, lambda inner: read_by(inner, path, read))
     with open_input(filesystem, path) as file:
         return read(file)
 

@@ -33,7 +33,8 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.lookup import to_install
-from raypipe.storage.patience import PatientFileSystem, one_line, patience_s
+from raypipe.storage.patience import one_line, patience_s
+from raypipe.storage.patient import PatientFileSystem
 
 _CONNECT_S = 5
 _SILENT_S = 20  # without a byte, after which a request is tried again

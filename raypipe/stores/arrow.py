@@ -66,7 +66,9 @@ class _Batches(TableParts):
         super().__init__(schemas, image_column, label_column)
         self._batches = [batch for _, batches, _ in files for batch in batches]
         # Of each batch: its file, and its number in it.
-        self._places = [(p, n) for p, (_, batches, _) in zip(paths, files, strict=True) for n in range(len(batches))]
+        self._places = [
+            (p, n) for p, (_, batches, _) in zip(paths, files, strict=True) for n in range(len(batches))
+        ]
         self.bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
         self._checked = [False] * len(self._batches)
         sizes = [(num_bytes, [batch.num_rows for batch in batches]) for _, batches, num_bytes in files]

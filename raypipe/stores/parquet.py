@@ -32,8 +32,8 @@ _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
 
 MAX_GROUP_BYTES = 1 << 29
-"""What the wanted columns of one row group may unpack to, as the footer says. Images hardly shrink: they may unpack to
-_GROWTH times what is stored, up to _MAX_IMAGE_BYTES."""
+"""What the wanted columns of one row group may unpack to, as the footer says. Images hardly shrink: they may
+unpack to _GROWTH times what is stored, up to _MAX_IMAGE_BYTES."""
 
 _GROWTH, _MAX_IMAGE_BYTES = 3, 4 << 30
 _VALUE_BYTES = 8  # of each value at least: equal ones may take next to nothing in the file
@@ -179,8 +179,8 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
     limit = min(max(MAX_GROUP_BYTES, _GROWTH * stored), _MAX_IMAGE_BYTES)
     if unpacked > limit:
         raise StoreError(
-            f"{group}: its columns have {unpacked:,} bytes unpacked, limit is {limit:,}: write smaller row groups, "
-            "such as row_group_size=1000 of pyarrow"
+            f"{group}: its columns have {unpacked:,} bytes unpacked, limit is {limit:,}: write smaller row groups "
+            "(row_group_size=1000)"
         )
 
 

@@ -7,7 +7,6 @@ import json
 import pickle
 import struct
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.stores import Store, destination, open_store, open_writer
 from raypipe.stores.addresses import MANIFEST, expand, list_files
 from raypipe.stores.destination import new_remote
-from raypipe.stores.tar_and_zip import TarStore
+from raypipe.stores.tar import TarStore
 
 from shard_writers import write_mds  # isort: skip
 
@@ -97,14 +96,6 @@ def several_tars(folder: Path, bucket: str) -> tuple[Path, str]:
     return folder / "t-{00..02}.tar", f"{bucket}/t-{{00..02}}.tar"
 
 
-def one_zip(folder: Path, bucket: str) -> tuple[Path, str]:
-    with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for number, image in enumerate(IMAGES):
-            archive.writestr(f"{CLASSES[LABELS[number]]}/{number:03d}.png", image)
-    put(folder / "a.zip", f"{bucket}/a.zip")
-    return folder / "a.zip", f"{bucket}/a.zip"
-
-
 def mds(codec: str) -> Callable[[Path, str], tuple[Path, str]]:
     def make(folder: Path, bucket: str) -> tuple[Path, str]:
         values = [(image, struct.pack("<q", label)) for image, label in zip(IMAGES, LABELS, strict=True)]
@@ -123,7 +114,6 @@ MAKERS = {
     "parquet_shards": shards("parquet"),
     "one_tar": one_tar,
     "several_tars": several_tars,
-    "one_zip": one_zip,
     "mds": mds(""),
     "mds_compressed": mds("zstd"),
 }

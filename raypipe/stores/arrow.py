@@ -9,7 +9,6 @@ The files are mapped into memory: a read touches the rows that it needs and noth
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from raypipe.storage.local_file import regular_path
 from raypipe.storage.patience import one_line
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import TableParts
-from raypipe.stores.base import FileStore, part_of
+from raypipe.stores.base import FileStore, hash_of_facts, part_of
 
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _FILE_MAGIC = b"ARROW1"
@@ -73,7 +72,7 @@ class _Batches(TableParts):
         self._checked = [False] * len(self._batches)
         sizes = [(num_bytes, [batch.num_rows for batch in batches]) for _, batches, num_bytes in files]
         facts = ([(name, str(field)) for name, field in self.fields.items()], self.classes, sizes)
-        self.fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        self.fingerprint = hash_of_facts(facts)
 
     def sample_name(self, index: int) -> str:
         number, row = part_of(self.bounds, index)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
-from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, Columns, by_part, missing
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, by_part, stored_names
 from raypipe.stores.numbers import labels_of
 
 
@@ -84,13 +84,8 @@ class TableParts(TableColumns, ABC):
 
 def _columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
     """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
-    renamed = {"image": image_column, "label": label_column}
-    columns: dict[str, pa.Field] = {}
-    for name, stored in renamed.items():
-        if stored in schema.names:
-            columns[name] = schema.field(stored)
-        elif name == "image" or stored != "label":
-            raise StoreError(missing(path, stored, schema.names, RENAMED[name]))
+    stored = stored_names(path, schema.names, {"image": image_column, "label": label_column})
+    columns = {name: schema.field(place) for name, place in stored.items()}
     image = columns["image"].type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type
@@ -104,9 +99,6 @@ def _columns_of(path: str, schema: pa.Schema, image_column: str, label_column: s
             f"{path}, column {label_column!r} has type {columns['label'].type}; a label is a number, or a list of "
             "numbers; set label_column"
         )
-    for field in schema:
-        if field.name not in renamed.values():
-            columns.setdefault(field.name, field)
     return columns
 
 

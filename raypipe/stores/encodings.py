@@ -16,7 +16,7 @@ import json
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ class Encoding:
     Attributes:
         decode: bytes → a value; raises one of `DAMAGE` where the bytes are none.
         dtype: of numbers, and of arrays of one shape; None for other values.
-        num_bytes: size of each value; None where each has its own.
         shape: of arrays that all have it; with a dtype.
         is_array: values are numbers, as lists or arrays.
         is_image: values may be encoded images.
@@ -50,7 +49,6 @@ class Encoding:
 
     decode: Callable[[bytes], Any]
     dtype: np.dtype[Any] | None = None
-    num_bytes: int | None = None
     is_image: bool = False
     shape: tuple[int, ...] = ()
     is_array: bool = False
@@ -74,7 +72,7 @@ def _as_it_is(_: str) -> Encoding:
 
 def _number(kind: str, _: str) -> Encoding:
     number = struct.Struct(f"<{_NUMBERS[kind]}")
-    return Encoding(lambda data: number.unpack(data)[0], np.dtype(kind), number.size)
+    return Encoding(lambda data: number.unpack(data)[0], np.dtype(kind))
 
 
 def _text(_: str) -> Encoding:
@@ -88,9 +86,8 @@ def _ndarray(rest: str) -> Encoding:
     shape = tuple(map(int, axes.split(","))) if axes else None
     if (name and dtype is None) or min(shape or (1,)) < 1:
         raise ValueError(f"the encoding ndarray:{rest}")
-    num_bytes = None if dtype is None or shape is None else dtype.itemsize * math.prod(shape)
-    whole = {} if num_bytes is None else {"dtype": dtype, "shape": shape, "num_bytes": num_bytes}
-    return Encoding(lambda data: _of_mds(data, dtype, shape), is_array=True, **whole)  # type: ignore[arg-type]
+    whole = Encoding(lambda data: _of_mds(data, dtype, shape), is_array=True)
+    return whole if dtype is None or shape is None else replace(whole, dtype=dtype, shape=shape)
 
 
 def _png_of(data: bytes) -> bytes:

@@ -11,7 +11,6 @@ nothing. It goes by the library, on a disk and in object storage.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.lookup import to_install
 from raypipe.storage.patience import one_line, patience_s
 from raypipe.stores.arrow_columns import TableColumns
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices, hash_of_facts
 
 # Of the library's errors: the place in its own source.
 _PLACE = re.compile(r",? ?/\S+\.rs:\d+.*", re.DOTALL)
@@ -83,7 +82,7 @@ class _Version(TableColumns):
         super().__init__([(address, schema)], image_column, label_column)
         facts = [(name, str(field)) for name, field in self.fields.items()], self.classes
         files = [[each[name] for name in _OF_A_FRAGMENT if each.get(name)] for each in fragments]
-        self.fingerprint = hashlib.blake2b(repr((facts, files)).encode(), digest_size=16).hexdigest()
+        self.fingerprint = hash_of_facts((facts, files))
 
     def __len__(self) -> int:
         return self._num

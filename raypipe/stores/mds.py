@@ -10,7 +10,6 @@ shards are unpacked into memory whole, so they are groups of the store.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from raypipe.storage.filesystem import is_remote, join
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.patience import Threads
-from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, Columns, FileStore, by_part, missing, part_of
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, by_part, hash_of_facts, part_of, stored_names
 from raypipe.stores.encodings import DAMAGE, Encoding, encoding_of
 from raypipe.stores.mds_shard import OpenShard, Shard, check_shard, open_file, unpacked
 from raypipe.stores.numbers import labels_of
@@ -184,7 +183,8 @@ class _Opened:
         encodings = {name: encoding_of(kind) for name, kind in index.encodings.items()}
         self.refused = {name: index.encodings[name] for name, encoding in encodings.items() if encoding is None}
         known = {name: encoding for name, encoding in encodings.items() if encoding is not None}
-        stored = _stored_names(address, index.encodings, known, image_column, label_column)
+        renamed = {"image": image_column, "label": label_column}
+        stored = _stored_names(address, index.encodings, known, renamed)
         places = list(index.encodings)
         self._fields = {name: (places.index(place), known[place]) for name, place in stored.items()}
         self.columns = tuple(self._fields)
@@ -196,7 +196,7 @@ class _Opened:
         # What is unpacked at a time is read at a time.
         self.groups = np.unique(self._bounds) if any(shard.codec for shard in index.shards) else None
         facts = (index.encodings, index.sizes, counts, index.facts, stored)
-        self.fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        self.fingerprint = hash_of_facts(facts)
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -274,21 +274,12 @@ def _open_shard(file: OpenFile, shard: Shard, name: str) -> OpenShard:
 
 
 def _stored_names(
-    address: str,
-    kinds: dict[str, str],
-    encodings: dict[str, Encoding],
-    image_column: str,
-    label_column: str,
+    address: str, kinds: dict[str, str], encodings: dict[str, Encoding], renamed: dict[str, str]
 ) -> dict[str, str]:
-    """Name in the store → name in the index, `image` and `label` first; raises StoreError where those are none."""
-    renamed = {"image": image_column, "label": label_column}
-    stored: dict[str, str] = {}
-    for name, place in renamed.items():
-        if place in kinds:
-            stored[name] = place
-        elif name == "image" or place != "label":
-            raise StoreError(missing(address, place, kinds, RENAMED[name]))
-    for name, place in stored.items():
+    """See `stored_names`; raises StoreError where `image` and `label` are none. Refused columns are left out."""
+    stored = stored_names(address, kinds, renamed)
+    for name in renamed.keys() & stored:
+        place = stored[name]
         if place not in encodings:
             raise StoreError(f"{address}: {_refusal(place, kinds[place])}")
         encoding = encodings[place]
@@ -298,4 +289,4 @@ def _stored_names(
                 f"{address}: column {place!r} has the encoding {kinds[place]!r}; {name} is {needed}; "
                 f"set {name}_column"
             )
-    return stored | {name: name for name in encodings if name not in renamed.values() and name not in renamed}
+    return {name: place for name, place in stored.items() if place in encodings}

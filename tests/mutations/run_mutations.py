@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from column_inputs import Columns
 from mutate import ANY, Mutation
 from mutate_columns import GROUPS
@@ -202,6 +203,7 @@ def main(kind: str, first: int, count: int, folder: Path) -> None:
             wrong.append(f"{kind} {number} ({name}): {type(error).__name__}: {error!s:.200} at {origin}")
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        pa.default_memory_pool().release_unused()  # which the limit would count against the next
         outcomes[name][outcome] += 1
         slowest = max(slowest, (time.process_time() - start, number, name))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

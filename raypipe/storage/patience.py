@@ -21,7 +21,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -33,7 +33,11 @@ from raypipe.storage.counts import count
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+NUM_REQUESTS = 16
+"""Of one store, under way at a time: each takes some 20 to 50 ms, and a store may have thousands of objects."""
 
 _PATIENCE_S = 300.0
 _DENIED_SHARE = 0.2  # of it, for credentials
@@ -238,6 +242,15 @@ def _as_oserror(error: Exception) -> Exception:
     if isinstance(error, OSError | pa.ArrowException):
         return error
     return OSError(f"{type(error).__name__}: {error}")
+
+
+def in_threads(do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS) -> list[T]:
+    """What `do` makes of each item, in their order, several at a time."""
+    given = list(items)
+    if len(given) < 2:
+        return list(map(do, given))
+    with Threads(min(num, len(given))) as pool:
+        return list(pool.map(do, given))
 
 
 def _is_transient(error: BaseException) -> bool:

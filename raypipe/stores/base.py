@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -114,7 +114,7 @@ class FileStore(ABC, Generic[C]):
 
     # Whether what it holds while it is open has a lock: then a forked child opens the store itself, since its
     # parent's lock may have been held.
-    _has_lock: bool = False
+    _has_lock: ClassVar[bool] = False
 
     def __init__(self, address: str | Path, *options: Any) -> None:
         self.address = str(address) if "://" in str(address) else str(Path(address).absolute())

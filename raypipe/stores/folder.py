@@ -18,11 +18,9 @@ import pyarrow.fs
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
 from raypipe.storage.local_file import check_regular, open_regular
-from raypipe.storage.patience import Threads, progress
+from raypipe.storage.patience import in_threads, progress
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
 
-# Requests under way at a time, of a process: an image takes two, of some 20 to 50 ms each.
-_NUM_REQUESTS = 16
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 
 _Found = tuple[str, int]
@@ -45,10 +43,6 @@ class FolderStore(FileStore["_Images"]):
     Args:
         address: the root, a path or a URI.
     """
-
-    def __init__(self, address: str | Path) -> None:
-        super().__init__(address)
-        self._has_lock = is_remote(self.address)  # threads that read
 
     def _open(self) -> _Images:
         if not is_remote(self.address):
@@ -194,7 +188,6 @@ class _RemoteImages(_Images):
     def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_Found]) -> None:
         super().__init__(root, classes, num, files)
         self._sizes = np.array([size for _, size in files], np.int64)
-        self._pool = Threads(_NUM_REQUESTS)
 
     def sample_name(self, index: int) -> str:
         return join(self._root, *self._paths[index].split("/"))
@@ -205,13 +198,7 @@ class _RemoteImages(_Images):
     def _images(self, indices: list[int]) -> list[bytes | None]:
         with explained(StoreError, f"{self._root} cannot be read"):
             filesystem, root = open_filesystem(self._root)
-            contents = self._pool.map(lambda index: self._image(filesystem, root, index), indices)
-            try:
-                return list(contents)
-            except BaseException:
-                self._pool.give_up()
-                self._pool = Threads(_NUM_REQUESTS)
-                raise
+            return in_threads(lambda index: self._image(filesystem, root, index), indices)
 
     def _image(self, filesystem: pyarrow.fs.FileSystem, root: str, index: int) -> bytes | None:
         num_bytes = self._size(index)
@@ -236,8 +223,7 @@ def _found_there(address: str) -> dict[str, list[_Found]]:
         found = filesystem.get_file_info(pyarrow.fs.FileSelector(root))
         folders = (info.base_name for info in found if info.type == pyarrow.fs.FileType.Directory)
         classes = sorted(name for name in folders if not name.startswith("."))
-        with Threads(_NUM_REQUESTS) as pool:
-            files = list(pool.map(lambda name: _objects(filesystem, root, name), classes))
+        files = in_threads(lambda name: _objects(filesystem, root, name), classes)
     return dict(zip(classes, files, strict=True))
 
 

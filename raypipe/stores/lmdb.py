@@ -20,7 +20,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, opened
 from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_cache import shared_cache
-from raypipe.storage.patience import Threads
+from raypipe.storage.patience import in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, part_of, stored_names
 from raypipe.stores.lmdb_pages import LMDBFile
@@ -28,8 +28,6 @@ from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout, arr
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-_NUM_THREADS = 16  # a shard's metadata take about six round trips; a store may have thousands of shards
 
 
 class LMDBStore(FileStore["_Shards"]):
@@ -52,8 +50,7 @@ class LMDBStore(FileStore["_Shards"]):
         if not is_remote(self.address):
             return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], label_column)
         if self._found is None:
-            with Threads(_NUM_THREADS) as pool:
-                self._found = list(pool.map(_look_up, lmdb_files(self.address)))
+            self._found = in_threads(_look_up, lmdb_files(self.address))
         return _Shards(self._found, label_column)
 
     def close(self) -> None:

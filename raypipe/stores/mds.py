@@ -25,7 +25,7 @@ from raypipe.storage.files import RemoteFile, look_up, read_json
 from raypipe.storage.filesystem import is_remote, join
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import OpenFile
-from raypipe.storage.patience import Threads
+from raypipe.storage.patience import in_threads
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, by_part, hash_of_facts, part_of, stored_names
 from raypipe.stores.encodings import DAMAGE, Encoding, encoding_of
 from raypipe.stores.mds_shard import OpenShard, Shard, check_shard, open_file, unpacked
@@ -34,7 +34,6 @@ from raypipe.stores.numbers import labels_of
 _INDEX = "index.json"
 DEFAULT_CACHE_BYTES = 1 << 30  # 16 unpacked shards of 64 MiB, the usual size
 
-_NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 _MAX_OPEN = 256  # each takes a file descriptor
 
 
@@ -112,8 +111,7 @@ class MDSStore(FileStore["_Opened"]):
         if not is_remote(self.address):
             return index, list(files)
         listed = [RemoteFile(file, shard.num_bytes) for file, shard in zip(files, index.shards, strict=True)]
-        with Threads(_NUM_REQUESTS) as pool:
-            return index, list(pool.map(lambda file: file.checked(look_up(file.address)), listed))
+        return index, in_threads(lambda file: file.checked(look_up(file.address)), listed)
 
     def _preferred(self, shard: Shard) -> Shard:
         """Of a local shard the uncompressed file, where that is there in place of the compressed one."""

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from raypipe.errors import StoreError
 from raypipe.storage.files import open_input, read_by
 from raypipe.storage.filesystem import explained, open_filesystem
-from raypipe.storage.patience import Threads, one_line
+from raypipe.storage.patience import in_threads, one_line
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import TableParts
 from raypipe.stores.base import FileStore, part_of
@@ -37,8 +37,6 @@ unpack to _GROWTH times what is stored, up to _MAX_IMAGE_BYTES."""
 
 _GROWTH, _MAX_IMAGE_BYTES = 3, 4 << 30
 _VALUE_BYTES = 8  # of each value at least: equal ones may take next to nothing in the file
-
-_NUM_FOOTER_THREADS = 16  # a remote footer takes two round trips; a store may have thousands
 
 
 class ParquetStore(FileStore["_Groups"]):
@@ -97,8 +95,7 @@ class _Groups(TableParts):
         with explained(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
             paths = [open_filesystem(file.address)[1] for file in files]
-        with Threads(_NUM_FOOTER_THREADS) as pool:
-            footers = list(pool.map(lambda path: _read_footer(self._filesystem, path), paths))
+        footers = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
         parsed = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
         schemas = [schema for _, schema, _ in parsed]
         super().__init__(list(zip(paths, schemas, strict=True)), image_column, label_column)

@@ -24,13 +24,12 @@ from raypipe.storage.files import RemoteFile, look_up, read_json, write_json
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open_regular
-from raypipe.storage.patience import Threads
+from raypipe.storage.patience import in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, as_text, by_part, join_fingerprints, part_of
 from raypipe.stores.class_folders import class_samples, is_sample, sample_suffixes
 from raypipe.stores.webdataset import Index, Place, Scan, find_samples, index_samples
 
-_NUM_REQUESTS = 16  # under way at a time; a store may have thousands of objects
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local tar below this size, a few seconds at most.
 _SMALL_BYTES = 64 << 20
@@ -74,12 +73,10 @@ class TarStore(FileStore["_Opened"]):
         archives = self._found
         if archives is None:
             files = list_files(self.address, lambda name: name.endswith(".tar"), "*.tar")
-            with Threads(_NUM_REQUESTS) as pool:
-                archives = list(pool.map(_find, files))
+            archives = in_threads(_find, files)
             if is_remote(self.address):
                 self._found = archives
-        with Threads(_NUM_FETCHES) as pool:
-            scans = list(pool.map(self._scanned, archives))
+        scans = in_threads(self._scanned, archives, _NUM_FETCHES)
         return _Opened(archives, self._index([archive.name for archive in archives], scans))
 
     def _scanned(self, archive: _Archive) -> Scan:

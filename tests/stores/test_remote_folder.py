@@ -13,6 +13,7 @@ from s3_server import FaultyProxy
 
 from raypipe.errors import OutageError, StoreError
 from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.patience import NUM_REQUESTS
 from raypipe.stores import folder as folder_module
 from raypipe.stores import open_store
 from raypipe.stores.base import name_of
@@ -143,7 +144,7 @@ def test_reads_are_made_at_the_same_time(
     with Counting(s3_endpoint) as slow:
         monkeypatch.setenv("AWS_ENDPOINT_URL", slow.endpoint)
         assert None not in store.read(np.repeat(np.arange(9), 4))["image"]
-    assert 4 <= most <= folder_module._NUM_REQUESTS
+    assert 4 <= most <= NUM_REQUESTS
 
 
 def test_a_vanished_object_is_a_missing_sample_and_a_changed_one_an_error(bucket: str, tmp_path: Path) -> None:
@@ -187,15 +188,6 @@ def test_faults_of_the_network_are_tried_again_and_a_bucket_that_is_gone_is_an_e
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
     with pytest.raises(OutageError, match=rf"{bucket}/train.* was waited for in vain.*check the network"):
         store.read(np.arange(2))
-
-
-def test_a_forked_child_reads_with_threads_of_its_own(bucket: str, tmp_path: Path) -> None:
-    write(tmp_path / "root", f"{bucket}/train")
-    store = FolderStore(f"{bucket}/train")
-    assert len(store) == 9
-    first = store._contents
-    store._pid = os.getpid() - 1  # as a child of this process finds it
-    assert store._contents is not first and len(store.read(np.arange(9))["image"]) == 9
 
 
 @pytest.mark.parametrize("names", [["a/notes.txt"], ["a/.b.png"]])

@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from raypipe.errors import ConfigError, OutageError, RaypipeError
-from raypipe.storage.counts import count
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +115,14 @@ def one_line(error: BaseException) -> str:
 
 
 class Patience:
-    """Waits for one file system, for all threads of a process, whose lines are those of one."""
+    """Waits for one file system, for all threads of a process, whose lines are those of one.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        count: is told of each operation's requests, seconds, retries and errors, see `storage.counts`.
+    """
+
+    def __init__(self, count: Callable[..., None]) -> None:
+        self._count, self._lock = count, threading.Lock()
         self._told_at: float | None = None
 
     def call(
@@ -153,16 +156,16 @@ class Patience:
                     waiting.after(error, is_denied)
                     if renew and (is_denied or _HIDDEN in str(error)):
                         renew()
-                    count(operation, retries=1)
+                    self._count(operation, retries=1)
                 else:
                     if waiting:
                         self._answered(waiting)
                     return found
         except BaseException as error:
-            count(operation, errors=not isinstance(error, FileNotFoundError))
+            self._count(operation, errors=not isinstance(error, FileNotFoundError))
             raise
         finally:
-            count(operation, requests=1, seconds=time.monotonic() - begun)
+            self._count(operation, requests=1, seconds=time.monotonic() - begun)
 
     def tell(self, waiting: _Wait) -> None:
         """Log a line if it is time for one."""

@@ -169,7 +169,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
         self._scheme, self._make = scheme, lambda: make(scheme, host)
         self._renew = None if host.startswith("anonymous@") else self._forget
         self._made: pyarrow.fs.FileSystem | None = None
-        self._patience, self._lock = Patience(), threading.Lock()
+        self._patience, self._lock = Patience(count), threading.Lock()
 
     def inner(self) -> pyarrow.fs.FileSystem:
         with self._lock:

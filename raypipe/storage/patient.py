@@ -1,4 +1,4 @@
-"""A file system elsewhere, each of whose operations waits by `storage.patience`."""
+"""A file system elsewhere, each of whose operations waits by a policy, that of `storage.patience`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.storage.counts import count
-from raypipe.storage.patience import Patience
 
 T = TypeVar("T")
+
+Make = Callable[[str, str], pyarrow.fs.FileSystem]
+"""Makes pyarrow's own of a scheme and a host, with the credentials of the moment."""
+
+
+Policy = Callable[[Callable[..., None]], Any]
+"""Of what counts operations, makes what they wait by, see `storage.patience.Patience`."""
 
 
 class PatientFileSystem(pyarrow.fs.PyFileSystem):
@@ -26,15 +32,15 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
 
     Args:
         scheme, host: of its addresses.
-        make: makes pyarrow's own, with the credentials of the moment.
+        make, policy: see above.
 
     Raises:
         OSError, ArrowException, OutageError: it cannot be made.
     """
 
-    def __init__(self, scheme: str, host: str, make: Callable[[str, str], pyarrow.fs.FileSystem]) -> None:
-        self._made_by = scheme, host, make
-        super().__init__(_Handler(scheme, host, make))
+    def __init__(self, scheme: str, host: str, make: Make, policy: Policy) -> None:
+        self._made_by = scheme, host, make, policy
+        super().__init__(_Handler(scheme, host, make, policy))
         self.call("open", host, lambda inner: None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -46,7 +52,7 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
         return self.handler.inner()
 
     def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
-        """What `do` makes of pyarrow's own; it may be called several times, see `Patience.call`."""
+        """What `do` makes of pyarrow's own; it may be called several times."""
         return self.handler.call(operation, path, do)
 
     def open_input_file(self, path: str) -> PatientInput:
@@ -165,11 +171,11 @@ def _waiting(operation: str, name: str, *keywords: str) -> Any:
 class _Handler(pyarrow.fs.FileSystemHandler):
     """What pyarrow calls; see `PatientFileSystem`."""
 
-    def __init__(self, scheme: str, host: str, make: Callable[[str, str], pyarrow.fs.FileSystem]) -> None:
+    def __init__(self, scheme: str, host: str, make: Make, policy: Policy) -> None:
         self._scheme, self._make = scheme, lambda: make(scheme, host)
         self._renew = None if host.startswith("anonymous@") else self._forget
         self._made: pyarrow.fs.FileSystem | None = None
-        self._patience, self._lock = Patience(count), threading.Lock()
+        self._policy, self._lock = policy(count), threading.Lock()
 
     def inner(self) -> pyarrow.fs.FileSystem:
         with self._lock:
@@ -180,7 +186,8 @@ class _Handler(pyarrow.fs.FileSystemHandler):
         self._made = None
 
     def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
-        return self._patience.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)
+        found: T = self._policy.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Handler) and self.inner().equals(other.inner())

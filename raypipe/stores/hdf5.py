@@ -5,13 +5,24 @@
     labels   integers of shape (N,), or of as many axes more as they have one element in
 
 Nothing outside the file is followed: no links to other files, no datasets whose data are elsewhere, no references.
-libhdf5 trusts its files: one that is damaged in its middle may end the process.
+
+libhdf5 trusts its files: damaged ones make it crash, loop forever, or unpack a chunk to any size. So it runs in a
+process of its own, see `serve`, with 1 GiB and 10 s of CPU for an answer: a file that ends this process leads to
+one StoreError.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +35,7 @@ from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
 
 _USUAL = {"image": ("images", "image", "x", "X"), "label": ("labels", "label", "y", "Y")}
 _MAX_BYTES = 64 << 20  # of rows that are read at a time: a chunk of them is decompressed once
+_READER_BYTES, _READER_CPU_S = 1 << 30, 10.0
 
 
 def hdf5_samples(address: str | Path, image_column: str = "", label_column: str = "") -> Iterator[dict[str, Any]]:
@@ -34,31 +46,90 @@ def hdf5_samples(address: str | Path, image_column: str = "", label_column: str 
         image_column: path of the dataset of images in the file; empty = `images`, `image`, `x` or `X`.
         label_column: that of the labels; empty = `labels`, `label`, `y` or `Y`; there may be none of these.
     """
+    if importlib.util.find_spec("h5py") is None:
+        raise StoreError(f"HDF5 needs h5py: {to_install('hdf5')}")
+    connection, other = Pipe()
+    program = "import sys; from raypipe.stores import hdf5; hdf5.serve(*sys.argv[1:])"
     try:
-        import h5py
-    except ImportError:
-        raise StoreError(f"HDF5 needs h5py: {to_install('hdf5')}") from None
-    address, where = str(address), f"{address} cannot be opened as HDF5"
+        with other, regular_path(address) as path:
+            limits = (str(_READER_BYTES), str(_READER_CPU_S))
+            arguments = [str(other.fileno()), str(address), path, image_column, label_column, *limits]
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program, *arguments],
+                pass_fds=[other.fileno(), int(Path(path).name)],
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+            )
+    except OSError as error:
+        raise StoreError(f"{address} cannot be opened as HDF5: {error}") from error
+    num_rows = 0
     try:
-        with regular_path(address) as path, h5py.File(path, "r", locking=False) as file:
+        while rows := connection.recv():
+            if isinstance(rows, str):
+                raise StoreError(rows)
+            num_rows += len(rows)
+            yield from rows
+    except (EOFError, OSError):
+        process.kill()
+        code = process.wait()
+        took = f"took more than {_READER_CPU_S:g} s of CPU" if code == -signal.SIGPROF else f"died ({code})"
+        where = f"at row {num_rows}" if num_rows else "at its start"
+        raise StoreError(
+            f"{address} cannot be read as HDF5: libhdf5 {took} {where}. The file is damaged, or made to do that: "
+            "copy it again"
+        ) from None
+    finally:
+        process.kill()
+        process.wait()
+        connection.close()
+
+
+def serve(
+    number: str, address: str, path: str, image_name: str, label_name: str, max_bytes: str, max_cpu_s: str
+) -> None:
+    """The process that reads. It may use max_bytes more than at its start, and max_cpu_s for each answer; SIGPROF
+    ends it.
+
+    It sends lists of samples, and an empty one last; or what is wrong, as text.
+    """
+    import h5py
+
+    with open("/proc/self/statm") as statm:  # noqa: PTH123
+        used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(max_bytes),) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = Connection(int(number))
+    signal.setitimer(signal.ITIMER_PROF, float(max_cpu_s))
+    where = f"{address} cannot be opened as HDF5"
+    try:
+        with h5py.File(path, "r", locking=False) as file:
             where = f"{address} cannot be read as HDF5"
-            images = _dataset(h5py, file, address, image_column, "image")
-            labels = _dataset(h5py, file, address, label_column, "label")
-            num_at_once = _num_at_once(h5py, address, images)
+            images = _dataset(file, address, image_name, "image")
+            labels = _dataset(file, address, label_name, "label")
+            num_at_once = _num_at_once(address, images)
             numbers = None if labels is None else _checked_labels(address, labels, len(images))
             for start in range(0, len(images), num_at_once):
                 where = f"{address} cannot be read at row {start}"
-                for number, row in enumerate(images[start : start + num_at_once], start):
-                    sample: dict[str, Any] = {"image": row.tobytes() if row.ndim == 1 else row}
-                    yield sample if numbers is None else sample | {"label": int(numbers[number])}
-    except StoreError:
-        raise
-    except Exception as error:  # h5py has a type for each of libhdf5's
-        raise StoreError(f"{where}: {str(error) or type(error).__name__}; copy it again") from error
+                signal.setitimer(signal.ITIMER_PROF, float(max_cpu_s))
+                rows = images[start : start + num_at_once]
+                found: list[dict[str, Any]] = [{"image": row.tobytes() if row.ndim == 1 else row} for row in rows]
+                if numbers is not None:
+                    for sample, label in zip(found, numbers[start : start + len(found)], strict=True):
+                        sample["label"] = int(label)
+                connection.send(found)
+        connection.send([])
+    except StoreError as error:
+        connection.send(str(error))
+    except BrokenPipeError:
+        pass  # nobody wants the rest
+    except Exception as error:
+        connection.send(f"{where}: {str(error) or type(error).__name__}; copy it again")
 
 
-def _dataset(h5py: Any, file: Any, address: str, given: str, column: str) -> Any:
+def _dataset(file: Any, address: str, given: str, column: str) -> Any:
     """The dataset of a column, or None if no labels were named and there are none."""
+    import h5py
+
     for name in [given] if given else _USUAL[column]:
         found: Any = file
         for part in filter(None, name.split("/")):
@@ -78,8 +149,10 @@ def _dataset(h5py: Any, file: Any, address: str, given: str, column: str) -> Any
     )
 
 
-def _num_at_once(h5py: Any, address: str, images: Any) -> int:
+def _num_at_once(address: str, images: Any) -> int:
     """How many rows are read at a time; raises StoreError unless they are images."""
+    import h5py
+
     shape = images.shape
     is_list = shape is not None and len(shape) == 1 and h5py.check_vlen_dtype(images.dtype) == np.uint8
     is_pixels = shape is not None and (len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3)))

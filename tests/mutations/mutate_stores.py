@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import h5py
 import lmdb
 import numpy as np
 import pyarrow as pa
@@ -92,6 +93,17 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
         made["tfrecord"][1],
         ({"f": 0.5, "label": i % 3, "name": b"x", "boxes": [i, 2, 3], "image": b} for i, b in enumerate(images)),
     )
+    made["hdf5"] = [folder / "pixels.h5", folder / "chunks.h5", folder / "lists.h5"]
+    pixels = np.random.default_rng(0).integers(0, 256, (NUM_SAMPLES, 16, 16, 3), np.uint8)
+    squeezed = {"chunks": (4, 16, 16, 3), "compression": "gzip", "shuffle": True, "fletcher32": True}
+    for path, options in zip(made["hdf5"][:2], ({}, squeezed), strict=True):
+        with h5py.File(path, "w") as file:
+            file.create_dataset("images", data=pixels, **options)
+            file["labels"] = np.arange(NUM_SAMPLES) % 3
+    with h5py.File(made["hdf5"][2], "w", libver="latest") as file:
+        lists = file.create_dataset("images", (NUM_SAMPLES,), h5py.vlen_dtype(np.uint8))
+        for i, image in enumerate(images):
+            lists[i] = np.frombuffer(image, np.uint8)
     root = folder / "folder"
     made["folder"] = [root / CLASSES[i % 3] / f"{i:02d}.jpg" for i in range(NUM_SAMPLES)]
     for path, image in zip(made["folder"], images, strict=True):
@@ -227,6 +239,17 @@ def parquet_bomb(data: bytes, rng: np.random.Generator) -> bytes:
     finally:
         path.unlink(missing_ok=True)
     return made if rng.integers(2) else parquet_footer(made, rng)
+
+
+# HDF5
+
+
+def hdf5_structure(data: bytes, rng: np.random.Generator) -> bytes:
+    """A number or some bits behind one of the signatures of trees, heaps and headers."""
+    names = (b"TREE", b"HEAP", b"SNOD", b"GCOL", b"OHDR", b"FRHP", b"FADB", b"FAHD", b"\x89HDF")
+    starts = [at for name in names for at in range(len(data)) if data.startswith(name, at)]
+    at = int(rng.choice(starts))
+    return (flip_within, number)[int(rng.integers(2))](data, rng, at, at + 200)
 
 
 # tar
@@ -396,6 +419,7 @@ OF_KIND: dict[str, dict[str, Mutation]] = {
         "page header": parquet_page_header,
         "bomb": parquet_bomb,
     },
+    "hdf5": {"structure": hdf5_structure, "structure, again": hdf5_structure},
     "tar": {"block": tar_block, "header": tar_header, "extended header": tar_pax, "end": truncate},
     "webdataset": {
         "header": tar_header,

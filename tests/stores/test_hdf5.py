@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores import open_source, open_store
+from raypipe.stores import hdf5, open_source, open_store
 
 NUM = 30
 RNG = np.random.default_rng(0)
@@ -166,3 +170,60 @@ def test_without_its_library_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(StoreError, match=r"pip install 'raypipe-data\[hdf5\]'"):
         read(path)
+
+
+def test_a_chunk_that_unpacks_to_more_than_it_should_is_one_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5", {"chunks": (1, 9, 7, 3), "compression": "gzip"}, images=PIXELS)
+    squeeze, zeros = zlib.compressobj(1), bytes(1 << 24)
+    bomb = b"".join(squeeze.compress(zeros) for _ in range(100)) + squeeze.flush()
+    with h5py.File(path, "a") as file:
+        file["images"].id.write_direct_chunk((3, 0, 0, 0), bomb)
+    samples = iter(open_source(path))
+    with pytest.raises(StoreError, match=r"a\.h5 cannot be read (at row|as HDF5: libhdf5 died)"):
+        list(samples)
+
+
+class Reader:
+    """Keeps the process that reads, or ends it by a signal as soon as it has started."""
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.process = POPEN(*args, **options)
+        if self.number is not None:
+            os.kill(self.process.pid, self.number)
+        return self.process
+
+
+POPEN = subprocess.Popen
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGSEGV, "died"), (signal.SIGPROF, "more than 10 s of CPU")]
+)
+def test_a_reader_that_dies_is_one_error(
+    tmp_path: Path, number: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hdf5.subprocess, "Popen", Reader(number))
+    with pytest.raises(StoreError, match=rf"a\.h5 cannot be read as HDF5: libhdf5 .*{reason}.* at its start"):
+        read(write(tmp_path / "a.h5", images=PIXELS))
+
+
+def test_a_file_that_takes_for_ever_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5, "_READER_CPU_S", 0.01)
+    zeros = np.zeros((9, 2000, 2000, 3), np.uint8)
+    path = write(tmp_path / "a.h5", {"chunks": (1, 2000, 2000, 3), "compression": "gzip"}, images=zeros)
+    with pytest.raises(StoreError, match=r"libhdf5 took more than 0\.01 s of CPU"):
+        read(path)
+
+
+def test_no_reader_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5.subprocess, "Popen", reader := Reader())
+    path = write(tmp_path / "a.h5", images=PIXELS)
+    read(path)
+    assert reader.process.poll() is not None
+    samples = open_source(path)
+    next(samples)
+    samples.close()
+    assert reader.process.poll() is not None

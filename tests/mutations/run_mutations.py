@@ -11,6 +11,7 @@ by mutation, wrong exceptions, slowest input, and the peak of memory.
 from __future__ import annotations
 
 import collections
+import contextlib
 import faulthandler
 import io
 import json
@@ -19,6 +20,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path

@@ -78,7 +78,7 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
 
     return {
         "folder": str(images),
-        "zip": str(folder / "images.zip"),
+        "zip": convert(folder / "images.zip", "zip.lmdb"),
         "tar": str(folder / "images.tar"),
         "lmdb": convert(images, "images.lmdb"),
         "lmdb-shards": convert(images, "shards.lmdb", "--shards=3"),

@@ -37,7 +37,7 @@ from s3_server import environment, make_bucket, s3_server  # isort: skip
 from test_convert_sources import write_lmdb  # isort: skip
 from test_capacity import CONTENT  # isort: skip
 from test_report import make_run  # isort: skip
-from shard_writers import write_litdata, write_mds  # isort: skip
+from shard_writers import write_mds  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -305,11 +305,6 @@ def write_mosaic() -> None:
     write_mds(Path("mds/train"), {"x": ("jpeg", None), "y": ("int", 8)}, [labelled_pictures()], "zstd")
 
 
-def write_lightning() -> None:
-    Path("litdata").mkdir()
-    write_litdata(Path("litdata/train"), {"image": "jpeg", "class": "int"}, [labelled_pictures()])
-
-
 def write_lance() -> None:
     lance.write_dataset(pa.table({"img": [picture(i) for i in range(30)]}), "train.lance")
 
@@ -333,7 +328,6 @@ GIVEN: dict[str, Callable[[], None]] = {
     "data/train-*.parquet": write_hugging_face,
     "my_dataset/train": write_saved,
     "mds/train": write_mosaic,
-    "litdata/train": write_lightning,
     "train.lance": write_lance,
     "photos.tar": lambda: write_tar("photos.tar", samples(30)),
 }

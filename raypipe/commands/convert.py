@@ -110,7 +110,11 @@ def convert(
     with contextlib.ExitStack() as stack:
         store = open_source(src) if isinstance(src, str | Path) else src
         if not isinstance(store, Store):
-            store = open_store(stack.enter_context(_kept_samples(_rows_of(store), classes, short_side)))
+            store = open_store(
+                stack.enter_context(
+                    _kept_samples(_rows_of(store), classes or getattr(store, "classes", None), short_side)
+                )
+            )
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)

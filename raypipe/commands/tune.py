@@ -30,7 +30,7 @@ from raypipe.rayext.cluster import Allocation, Resources, allocate
 from raypipe.rayext.failures import cause_of
 from raypipe.rayext.trainer import train_alone
 from raypipe.storage.filesystem import as_uri, join, open_filesystem
-from raypipe.storage.patience import PatientFileSystem
+from raypipe.storage.patient import PatientFileSystem
 from raypipe.streaming.spec import spec_of
 from raypipe.train.learning import num_classes_of
 from raypipe.train.loop import Trainer

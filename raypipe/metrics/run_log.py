@@ -22,7 +22,8 @@ from raypipe.metrics.records import METRICS, SAMPLES, START, parse
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import open_input, read_whole, write_synced
 from raypipe.storage.filesystem import explained, join, open_filesystem
-from raypipe.storage.patience import impatient, upload
+from raypipe.storage.patience import impatient
+from raypipe.storage.patient import upload
 
 logger = logging.getLogger(__name__)
 

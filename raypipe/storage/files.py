@@ -7,11 +7,11 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs
@@ -25,7 +25,9 @@ from raypipe.storage.filesystem import (
     open_filesystem,
 )
 from raypipe.storage.local_file import regular_path
-from raypipe.storage.patience import PatientFileSystem
+from raypipe.storage.patient import PatientFileSystem
+
+T = TypeVar("T")
 
 # What a scan of 14 million members takes; the longest runs' digests are a tenth of it.
 _MAX_JSON_BYTES = 1 << 30
@@ -37,6 +39,14 @@ def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
         return filesystem.open_input_file(path)
     with regular_path(path) as opened:
         return filesystem.open_input_file(opened)
+
+
+def read_by(filesystem: pyarrow.fs.FileSystem, path: str, read: Callable[[pa.NativeFile], T]) -> T:
+    """What `read` makes of a file; of one elsewhere it reads by pyarrow's own threads, and may be called again."""
+    if isinstance(filesystem, PatientFileSystem):
+        return filesystem.call("read", path, lambda inner: read_by(inner, path, read))
+    with open_input(filesystem, path) as file:
+        return read(file)
 
 
 def read_whole(address: str) -> bytes | None:

@@ -33,7 +33,8 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.lookup import to_install
-from raypipe.storage.patience import PatientFileSystem, one_line, patience_s
+from raypipe.storage.patience import Patience, one_line, patience_s
+from raypipe.storage.patient import PatientFileSystem
 
 _CONNECT_S = 5
 _SILENT_S = 20  # without a byte, after which a request is tried again
@@ -118,7 +119,7 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
 def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int) -> PatientFileSystem:
     """One per process, so that connections are used again; never one that a parent process made."""
     patience_s()  # a wrong setting is told before it is needed
-    return PatientFileSystem(kind, host, _make)
+    return PatientFileSystem(kind, host, _make, Patience)
 
 
 def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:

@@ -6,9 +6,7 @@ revision, such as a commit. Reads are ranges of a file and nothing around them.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -24,33 +22,13 @@ def hub_filesystem() -> pyarrow.fs.FileSystem:
     return pyarrow.fs.PyFileSystem(_Hub(client))
 
 
-@contextlib.contextmanager
-def _as_oserror() -> Iterator[None]:
-    """Within, what the client raises becomes an OSError, as the file systems of pyarrow raise it."""
-    try:
-        yield
-    except (OSError, pa.ArrowException):
-        raise
-    except Exception as error:  # of half a dozen types, by the version of its HTTP library
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
 class _Hub(pyarrow.fs.FSSpecHandler):
-    """Its requests have one kind of error; it writes nothing."""
-
-    def get_file_info(self, paths: list[str]) -> Any:
-        with _as_oserror():
-            return super().get_file_info(paths)
-
-    def get_file_info_selector(self, selector: pyarrow.fs.FileSelector) -> Any:
-        with _as_oserror():
-            return super().get_file_info_selector(selector)
+    """It reads exact ranges, and writes nothing."""
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        with _as_oserror():
-            if not self.fs.isfile(path):
-                raise FileNotFoundError(path)
-            return pa.PythonFile(_File(self.fs.open(path, "rb", cache_type="none")), mode="r")
+        if not self.fs.isfile(path):
+            raise FileNotFoundError(path)
+        return pa.PythonFile(self.fs.open(path, "rb", cache_type="none"), mode="r")
 
     open_input_stream = open_input_file
 
@@ -59,19 +37,3 @@ class _Hub(pyarrow.fs.FSSpecHandler):
 
     create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
     move = copy_file = open_output_stream = open_append_stream = _refuse
-
-
-class _File:
-    """A file of the Hub, as `pa.PythonFile` reads it."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.seek, self.tell, self.close = file.seek, file.tell, file.close
-
-    @property
-    def closed(self) -> bool:
-        return bool(self._file.closed)
-
-    def read(self, num_bytes: int = -1) -> bytes:
-        with _as_oserror():
-            return bytes(self._file.read(num_bytes))

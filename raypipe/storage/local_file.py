@@ -7,6 +7,7 @@ import fcntl
 import os
 import stat
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o777) 
         os.close(descriptor)
         raise
     return descriptor
+
+
+class OpenFile:
+    """A regular file, open for reading; it closes with the object."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.descriptor = open_regular(path)
+        self.path = Path(f"/dev/fd/{self.descriptor}")  # the cache may have removed the other by now
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 @contextlib.contextmanager

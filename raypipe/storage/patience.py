@@ -1,4 +1,4 @@
-"""How long a file system elsewhere is waited for, and a file system that waits: one policy for every operation.
+"""How long a file system elsewhere is waited for: one policy for every operation.
 
     error                              tried again                               then
     503, 500, 429, time-outs,          RAYPIPE_STORAGE_PATIENCE_S (300)          OutageError, which counts
@@ -15,28 +15,28 @@ over.
 from __future__ import annotations
 
 import contextlib
-import io
-import itertools
 import logging
 import os
 import random
 import re
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.fs
 
-from raypipe.errors import ConfigError, OutageError
+from raypipe.errors import ConfigError, OutageError, RaypipeError
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+NUM_REQUESTS = 16
+"""Of one store, under way at a time: each takes some 20 to 50 ms, and a store may have thousands of objects."""
 
 _PATIENCE_S = 300.0
 _DENIED_SHARE = 0.2  # of it, for credentials
@@ -77,8 +77,6 @@ on_progress: list[Callable[[], None]] = []
 
 _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)  # of the thread's `Threads`
-_counts: dict[tuple[str, str], float] = defaultdict(float)  # by operation and what is counted
-_counting = threading.Lock()
 
 
 def progress() -> None:
@@ -116,30 +114,15 @@ def one_line(error: BaseException) -> str:
     return f"{reason}; {advice}" if advice else reason
 
 
-def take_counts() -> dict[str, dict[str, float]]:
-    """What this process has done since the last call: by operation its requests, seconds, bytes, retries, errors.
-
-    Seconds include the waiting. A request counts once, with all its attempts; an error is one that was raised.
-    """
-    with _counting:
-        taken: dict[str, dict[str, float]] = {}
-        for (operation, name), value in _counts.items():
-            taken.setdefault(operation, {})[name] = value
-        _counts.clear()
-    return taken
-
-
-def count(operation: str, **amounts: float) -> None:
-    with _counting:
-        for name, amount in amounts.items():
-            _counts[operation, name] += amount
-
-
 class Patience:
-    """Waits for one file system, for all threads of a process, whose lines are those of one."""
+    """Waits for one file system, for all threads of a process, whose lines are those of one.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        count: is told of each operation's requests, seconds, retries and errors, see `storage.counts`.
+    """
+
+    def __init__(self, count: Callable[..., None]) -> None:
+        self._count, self._lock = count, threading.Lock()
         self._told_at: float | None = None
 
     def call(
@@ -150,8 +133,7 @@ class Patience:
         Args:
             operation: open, read, list, …; it is counted under this name.
             address: what is asked for, in lines and errors.
-            do: raises OSError or ArrowException where it fails. It may be called several times, from the second on
-                in other threads.
+            do: fails by an exception. It may be called several times, from the second on in other threads.
             renew: makes `do` read credentials anew; None = it has none.
 
         Raises:
@@ -163,24 +145,27 @@ class Patience:
             while True:
                 try:
                     found = do() if waiting is None else _beside(do, waiting.tick)
-                except (pa.ArrowException, OSError) as error:
+                except RaypipeError:
+                    raise
+                except Exception as raised:
+                    error = _as_oserror(raised)
                     is_denied = renew is not None and bool(_DENIED.search(str(error)))
                     if _impatient.get() or not (is_denied or _is_transient(error)):
-                        raise
+                        raise error from (None if error is raised else raised)
                     waiting = waiting or _Wait(self, operation, address)
                     waiting.after(error, is_denied)
                     if renew and (is_denied or _HIDDEN in str(error)):
                         renew()
-                    count(operation, retries=1)
+                    self._count(operation, retries=1)
                 else:
                     if waiting:
                         self._answered(waiting)
                     return found
         except BaseException as error:
-            count(operation, errors=not isinstance(error, FileNotFoundError))
+            self._count(operation, errors=not isinstance(error, FileNotFoundError))
             raise
         finally:
-            count(operation, requests=1, seconds=time.monotonic() - begun)
+            self._count(operation, requests=1, seconds=time.monotonic() - begun)
 
     def tell(self, waiting: _Wait) -> None:
         """Log a line if it is time for one."""
@@ -255,6 +240,22 @@ class Threads(ThreadPoolExecutor):
         super().__exit__(kind, *rest)
 
 
+def _as_oserror(error: Exception) -> Exception:
+    """The error as pyarrow's file systems raise it; the Hub's client has half a dozen types of its own."""
+    if isinstance(error, OSError | pa.ArrowException):
+        return error
+    return OSError(f"{type(error).__name__}: {error}")
+
+
+def in_threads(do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS) -> list[T]:
+    """What `do` makes of each item, in their order, several at a time."""
+    given = list(items)
+    if len(given) < 2:
+        return list(map(do, given))
+    with Threads(min(num, len(given))) as pool:
+        return list(pool.map(do, given))
+
+
 def _is_transient(error: BaseException) -> bool:
     return isinstance(error, ConnectionError | TimeoutError) or (
         getattr(error, "errno", None) is None and bool(_TRANSIENT.search(str(error)))
@@ -275,218 +276,3 @@ def _beside(do: Callable[[], T], tick: Callable[[], None]) -> T:
     while not wait([outcome], _TICK_S).done:
         tick()
     return outcome.result()
-
-
-class PatientFileSystem(pyarrow.fs.PyFileSystem):
-    """A file system elsewhere, each of whose operations waits.
-
-    To be tried again, what is written to `open_output_stream` stays in memory until it is closed; what `write` and
-    `upload` are given is there anyway.
-
-    Args:
-        scheme, host: of its addresses.
-        make: makes pyarrow's own, with the credentials of the moment.
-
-    Raises:
-        OSError, ArrowException, OutageError: it cannot be made.
-    """
-
-    def __init__(self, scheme: str, host: str, make: Callable[[str, str], pyarrow.fs.FileSystem]) -> None:
-        self._made_by = scheme, host, make
-        super().__init__(_Handler(scheme, host, make))
-        self.handler.call("open", host, lambda inner: None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._made_by
-
-    @property
-    def inner(self) -> pyarrow.fs.FileSystem:
-        """pyarrow's own, which does not wait."""
-        return self.handler.inner()
-
-    def open_input_file(self, path: str) -> PatientInput:
-        return PatientInput(self.handler, path)
-
-    def write(self, path: str, content: bytes | memoryview) -> None:
-        """Write an object, which is there once it is written whole."""
-        self.handler.write(path, content)
-
-    def upload(self, local: str, path: str) -> None:
-        """Copy a local file, or a folder with all that is in it."""
-        self.handler.call("write", path, lambda inner: upload(local, inner, path))
-
-
-def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Copy a local file, or a folder with all that is in it, to a file system."""
-    if isinstance(filesystem, PatientFileSystem):
-        filesystem.upload(local, path)
-        return
-    here = pyarrow.fs.LocalFileSystem()
-    # One thread, as Ray Train does for S3: uploads take threads of the same pool.
-    pyarrow.fs.copy_files(
-        local, path, source_filesystem=here, destination_filesystem=filesystem, use_threads=False
-    )
-
-
-class PatientInput(io.RawIOBase):
-    """An object, open for reading; threads may call `read_at` at one time."""
-
-    def __init__(self, handler: _Handler, path: str) -> None:
-        self._handler, self._path, self._at = handler, path, 0
-        self._opened: tuple[Any, Any] = (None, None)  # by which file system, and the file
-        self._size: int = handler.call("open", path, lambda inner: self._native(inner).size())
-
-    def _native(self, inner: pyarrow.fs.FileSystem) -> pa.NativeFile:
-        opened_by, file = self._opened
-        if opened_by is not inner:  # that has other credentials
-            file = inner.open_input_file(self._path)
-            self._opened = inner, file
-        return file
-
-    def size(self) -> int:
-        return self._size
-
-    def metadata(self) -> Any:
-        return self._handler.call("open", self._path, lambda inner: self._native(inner).metadata())
-
-    def read_at(self, num_bytes: int, start: int) -> bytes:
-        """Bytes from a place on, fewer at the end."""
-        data: bytes = self._handler.call(
-            "read", self._path, lambda inner: self._native(inner).read_at(num_bytes, start)
-        )
-        count("read", bytes=len(data))
-        return data
-
-    def read(self, num_bytes: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        data = self.read_at(left if num_bytes is None or num_bytes < 0 else min(num_bytes, left), self._at)
-        self._at += len(data)
-        return data
-
-    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        if not self.closed and (file := self._opened[1]):
-            file.close()
-        super().close()
-
-
-class _Output:
-    """What becomes an object when it is closed, as `pa.PythonFile` writes it."""
-
-    def __init__(self, handler: _Handler, path: str) -> None:
-        self._handler, self._path, self._content, self.closed = handler, path, bytearray(), False
-
-    def write(self, data: bytes) -> int:
-        self._content += data
-        return len(data)
-
-    def tell(self) -> int:
-        return len(self._content)
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._handler.write(self._path, memoryview(self._content))
-
-
-class _Handler(pyarrow.fs.FileSystemHandler):
-    """What pyarrow calls; see `PatientFileSystem`."""
-
-    def __init__(self, scheme: str, host: str, make: Callable[[str, str], pyarrow.fs.FileSystem]) -> None:
-        self._scheme, self._make = scheme, lambda: make(scheme, host)
-        self._renew = None if host.startswith("anonymous@") else self._forget
-        self._made: pyarrow.fs.FileSystem | None = None
-        self._patience, self._lock = Patience(), threading.Lock()
-
-    def inner(self) -> pyarrow.fs.FileSystem:
-        with self._lock:
-            self._made = self._made or self._make()
-            return self._made
-
-    def _forget(self) -> None:
-        self._made = None
-
-    def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
-        return self._patience.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Handler) and self.inner().equals(other.inner())
-
-    def get_type_name(self) -> str:
-        return self._scheme
-
-    def normalize_path(self, path: str) -> str:
-        return self.inner().normalize_path(path)
-
-    def get_file_info(self, paths: list[str]) -> Any:
-        return self.call("info", paths[0], lambda inner: inner.get_file_info(paths))
-
-    def get_file_info_selector(self, selector: pyarrow.fs.FileSelector) -> Any:
-        return self.call("list", selector.base_dir, lambda inner: inner.get_file_info(selector))
-
-    def create_dir(self, path: str, recursive: bool) -> None:
-        self.call("write", path, lambda inner: inner.create_dir(path, recursive=recursive))
-
-    def _delete(self, path: str, do: Callable[[pyarrow.fs.FileSystem], None]) -> None:
-        attempts = itertools.count()
-
-        def delete(inner: pyarrow.fs.FileSystem) -> None:
-            is_first = not next(attempts)
-            try:
-                do(inner)
-            except FileNotFoundError:
-                if is_first:  # else an earlier one has done it, whose answer was lost
-                    raise
-
-        self.call("delete", path, delete)
-
-    def delete_dir(self, path: str) -> None:
-        self._delete(path, lambda inner: inner.delete_dir(path))
-
-    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        self._delete(path, lambda inner: inner.delete_dir_contents(path, missing_dir_ok=missing_dir_ok))
-
-    def delete_root_dir_contents(self) -> None:
-        raise OSError("nobody deletes all that there is")
-
-    def delete_file(self, path: str) -> None:
-        self._delete(path, lambda inner: inner.delete_file(path))
-
-    def move(self, src: str, dest: str) -> None:
-        self.call("write", dest, lambda inner: inner.move(src, dest))
-
-    def copy_file(self, src: str, dest: str) -> None:
-        self.call("write", dest, lambda inner: inner.copy_file(src, dest))
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(PatientInput(self, path), mode="r")
-
-    open_input_stream = open_input_file
-
-    def write(self, path: str, content: bytes | memoryview) -> None:
-        def write(inner: pyarrow.fs.FileSystem) -> None:
-            with inner.open_output_stream(path) as stream:
-                stream.write(content)
-
-        self.call("write", path, write)
-        count("write", bytes=len(content))
-
-    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        return pa.PythonFile(_Output(self, path), mode="w")
-
-    def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        raise OSError("objects are written whole")

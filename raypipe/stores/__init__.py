@@ -7,7 +7,7 @@ public name when it is first used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -27,27 +27,28 @@ _HOME = {
     "digits_stores": "destination",
     "open_writer": "writers",
 }
-# Kind → its module, and its class, or the function that yields the samples of what is read once, in order.
+# Kind → its module and class.
 _STORES = {
     "arrow": ("arrow", "ArrowStore"),
     "folder": ("folder", "FolderStore"),
-    "remote folder": ("remote_folder", "RemoteFolderStore"),
-    "hdf5": ("hdf5", "hdf5_samples"),
     "lance": ("lance", "LanceStore"),
-    "litdata": ("litdata", "LitDataStore"),
     "lmdb": ("lmdb", "LMDBStore"),
-    "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
     "mds": ("mds", "MDSStore"),
     "parquet": ("parquet", "ParquetStore"),
-    "tar": ("tar_and_zip", "TarStore"),
+    "tar": ("tar", "TarStore"),
+}
+# Kind → its module, and what yields the samples of what is read once, in order.
+_SOURCES = {
+    "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
+    "hdf5": ("hdf5", "hdf5_samples"),
     "tfrecord": ("tfrecord", "tfrecord_samples"),
-    "zip": ("tar_and_zip", "ZipStore"),
+    "zip": ("zip", "ZipSamples"),
 }
 # End of a file's name → kind; TFRecord has names of its own.
-_ENDS = {".lmdb": "lmdb", ".parquet": "parquet", ".tar": "tar", ".zip": "zip", ".arrow": "arrow"}
-_ENDS |= {".lance": "lance"}
-_ENDS |= {".h5": "hdf5", ".hdf5": "hdf5"}
-_REMOTE = ("lmdb", "parquet", "tar", "zip", "lance")  # files that are read from object stores too
+_ENDS = {f".{kind}": kind for kind in ("lmdb", "parquet", "tar", "zip", "arrow", "lance", "hdf5")} | {
+    ".h5": "hdf5"
+}
+_REMOTE = ("lmdb", "parquet", "tar", "lance")  # files that are read from object stores too
 
 __all__ = [
     "Columns",
@@ -69,15 +70,14 @@ _LAYOUTS = """understood are:
   LMDB     a *.lmdb file, an environment folder (with data.mdb), or a folder of *.lmdb shards
   Parquet  a *.parquet file, or a folder of them
   tar      an uncompressed *.tar of class/image.jpg, or of WebDataset's key.jpg beside key.cls; a folder of *.tar
-  zip      a *.zip of class/image.jpg
   MDS      a folder with MosaicML's index.json and *.mds
-  LitData  a folder with LitData's index.json and chunk-*.bin
   Lance    a data set *.lance
   folder   a folder of class/image.jpg
   Arrow    a *.arrow file, or a folder of them as the datasets library writes it
   TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe convert` copies them
+  zip      a *.zip of class/image.jpg; likewise
   HDF5     a *.h5 or *.hdf5 file; likewise
-several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last three at s3://, gs://,
+several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last four at s3://, gs://,
 az:// or abfs:// too"""
 
 
@@ -102,39 +102,46 @@ def open_store(address: str | Path, **options: Any) -> Store:
         StoreError: there is nothing at the address, its format is unknown, or it must be converted first.
         ConfigError: the store has no such option, or the address contains credentials.
     """
-    found = _open(address, options, sources=False)
-    if isinstance(found, Iterator):
+    text, kind = _found(address)
+    if kind in _SOURCES:
         raise StoreError(
             f"{address} is read once, in order: copy it by `raypipe convert {address} NEW.lmdb`, and open that"
         )
-    return found
+    return _opened(_STORES[kind], kind, text, options)
 
 
-def open_source(address: str | Path, **options: Any) -> Store | Iterator[dict[str, Any]]:
-    """What `raypipe.convert` copies from an address: a store, see `open_store`, or the samples of TFRecord,
-    HDF5, or LMDB that others wrote, whose option is `layout`."""
-    return _open(address, options, sources=True)
+def open_source(address: str | Path, **options: Any) -> Store | Iterable[dict[str, Any]]:
+    """What `raypipe.convert` copies from an address: a store, see `open_store`, or the samples of TFRecord, HDF5,
+    zip, or LMDB that others wrote, whose option is `layout`; those of zip have `classes`."""
+    from raypipe.storage.filesystem import is_remote
+
+    text, kind = _found(address)
+    if kind == "lmdb" and not is_remote(text):
+        from raypipe.stores.lmdb import is_foreign
+
+        kind = "foreign LMDB" if "layout" in options or is_foreign(text) else kind
+    return _opened((_STORES | _SOURCES)[kind], kind, text, options)
 
 
-def _open(address: str | Path, options: dict[str, Any], sources: bool) -> Store | Iterator[dict[str, Any]]:
-    from raypipe.storage.filesystem import is_remote, refuse_credentials
+def _found(address: str | Path) -> tuple[str, str]:
+    """The path or URI of an address, and its kind."""
+    from raypipe.storage.filesystem import refuse_credentials
 
     refuse_credentials(address)
     text = str(address)
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
-    kind = _kind_of(text)
-    if sources and kind == "lmdb" and not is_remote(text):
-        from raypipe.stores.lmdb import is_foreign
+    return text, _kind_of(text)
 
-        kind = "foreign LMDB" if "layout" in options or is_foreign(text) else kind
-    module, name = _STORES[kind]
-    found = getattr(import_module(f"raypipe.stores.{module}"), name)
-    known = list(signature(found).parameters)
+
+def _opened(place: tuple[str, str], kind: str, address: str, options: dict[str, Any]) -> Any:
+    module, name = place
+    make = getattr(import_module(f"raypipe.stores.{module}"), name)
+    known = list(signature(make).parameters)
     for option, value in options.items():
         if option not in known:
-            raise ConfigError(f"{text} is {kind}, which has no option {option!r}, as {value!r} was given for")
-    return found(text, **options)
+            raise ConfigError(f"{address} is {kind}, which has no option {option!r}, as {value!r} was given for")
+    return make(address, **options)
 
 
 def store_options(image_column: str = "image", label_column: str = "label") -> dict[str, str]:
@@ -198,22 +205,19 @@ def _kind_of_name(name: str) -> str:
     return next((kind for end, kind in _ENDS.items() if name.endswith(end)), "")
 
 
-def _kind_of_shards(address: str, names: set[str]) -> str:
-    """MDS or LitData by a folder's `index.json`, or by its files where that is damaged; empty if neither."""
+def _is_mds(address: str, names: set[str]) -> bool:
+    """Whether a folder is MDS, by its `index.json`, or by its files where that is damaged."""
     from raypipe.storage.files import read_json
     from raypipe.storage.filesystem import join
 
     try:
         content = read_json(join(address, "index.json"))
     except ConfigError:
-        shards = {"mds": any(".mds" in name for name in names), "litdata": "chunk-0-0.bin" in names}
-        return next((kind for kind, is_one in shards.items() if is_one), "")
+        return any(".mds" in name for name in names)
     match content:
         case {"shards": [{"format": str()}, *_]}:
-            return "mds"
-        case {"chunks": list(), "config": dict()}:
-            return "litdata"
-    return ""
+            return True
+    return False
 
 
 def _kind_of_folder(address: str, names: set[str]) -> str:
@@ -230,8 +234,8 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         raise StoreError(f"{address} holds several splits, each in a folder: give one, as {address}/train")
     if "arrow" in suffixes:
         return "arrow"
-    if "index.json" in names and (kind := _kind_of_shards(address, names)):
-        return kind
+    if "index.json" in names and _is_mds(address, names):
+        return "mds"
     here = "://" not in address
     if here and any(_kind_of_name(name) == "tfrecord" for name in names):
         return "tfrecord"
@@ -240,5 +244,5 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
     if "tar" in suffixes:
         return "tar"
     if not here and not address.startswith("hf://") and has_folders(address):
-        return "remote folder"
+        return "folder"
     raise StoreError(f"{address} holds no store; {_LAYOUTS}")

@@ -9,9 +9,7 @@ The files are mapped into memory: a read touches the rows that it needs and noth
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +21,8 @@ from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_file import regular_path
 from raypipe.storage.patience import one_line
 from raypipe.stores.addresses import list_files
-from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
-from raypipe.stores.base import Columns, FileStore, by_part, part_of
+from raypipe.stores.arrow_columns import TableParts
+from raypipe.stores.base import FileStore, hash_of_facts, part_of
 
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _FILE_MAGIC = b"ARROW1"
@@ -55,75 +53,51 @@ class ArrowStore(FileStore["_Batches"]):
         return _Batches(self.address, *self._options)
 
 
-class _Batches:
+class _Batches(TableParts):
     """The batches of all files, as one sequence."""
 
     groups = None
 
     def __init__(self, address: str, image_column: str, label_column: str) -> None:
-        self._paths = _files(address)
-        self._batches: list[pa.RecordBatch] = []
-        self._places: list[tuple[str, int]] = []  # of each batch: its file, and its number in it
-        self.classes: tuple[str, ...] | None = None
-        first, sizes = None, []
-        for path in self._paths:
-            schema, batches, num_bytes = _read_batches(path)
-            if first is None:
-                first, self.classes = schema, class_names(schema, label_column)
-            elif not schema.equals(first) or class_names(schema, label_column) != self.classes:
-                raise StoreError(
-                    f"{path} and {self._paths[0]} differ in schema or classes: a store has one schema"
-                )
-            self._batches += batches
-            self._places += [(path, number) for number in range(len(batches))]
-            sizes.append((num_bytes, [batch.num_rows for batch in batches]))
-        self._fields = columns_of(self._paths[0], first, image_column, label_column)
-        self.columns, self.label_is_class = tuple(self._fields), label_is_class(self._fields)
-        self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
+        paths = _files(address)
+        files = [_read_batches(path) for path in paths]
+        schemas = [(path, schema) for path, (schema, _, _) in zip(paths, files, strict=True)]
+        super().__init__(schemas, image_column, label_column)
+        self._batches = [batch for _, batches, _ in files for batch in batches]
+        # Of each batch: its file, and its number in it.
+        self._places = [
+            (p, n) for p, (_, batches, _) in zip(paths, files, strict=True) for n in range(len(batches))
+        ]
+        self.bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
         self._checked = [False] * len(self._batches)
-        facts = ([(name, str(field)) for name, field in self._fields.items()], self.classes, sizes)
-        self.fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-
-    def __len__(self) -> int:
-        return int(self._bounds[-1])
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        parts: dict[str, list[Any]] = {name: [] for name in columns}
-        for number, positions in by_part(indices, self._bounds):
-            batch, rows = self._batch(number), indices[positions] - self._bounds[number]
-            for name in columns:
-                field = self._fields[name]
-                column = batch.column(field.name)
-                if is_hf_image(name, field):
-                    column = pc.struct_field(column, "bytes")
-                where = f"{self._places[number][0]}, column {field.name!r}"
-                parts[name].append(take(pa.chunked_array([column]), rows, name == "label", where))
-        places = np.argsort(np.argsort(indices, kind="stable"))
-        return {name: join(parts[name], places, self._fields[name].type, name == "label") for name in columns}
+        sizes = [(num_bytes, [batch.num_rows for batch in batches]) for _, batches, num_bytes in files]
+        facts = ([(name, str(field)) for name, field in self.fields.items()], self.classes, sizes)
+        self.fingerprint = hash_of_facts(facts)
 
     def sample_name(self, index: int) -> str:
-        number, row = part_of(self._bounds, index)
+        number, row = part_of(self.bounds, index)
         path, within = self._places[number]
         return f"{path}, batch {within}, row {row}"
 
-    def _batch(self, number: int) -> pa.RecordBatch:
-        """A batch, in which nothing points outside of it."""
+    def _part(self, number: int, names: tuple[str, ...]) -> tuple[str, dict[str, pa.ChunkedArray]]:
+        """Columns of a batch, in which nothing points outside of it."""
+        path, within = self._places[number]
+        batch = self._batches[number]
         if not self._checked[number]:
             try:
-                self._batches[number].validate(full=True)
+                batch.validate(full=True)
             except (pa.ArrowException, OSError) as error:
-                path, within = self._places[number]
                 raise StoreError(
                     f"{path}, batch {within}, is damaged: {one_line(error)}; copy it again"
                 ) from error
             self._checked[number] = True
-            self._check_embedded(self._batches[number], self._places[number][0])
-        return self._batches[number]
+            self._check_embedded(batch, path)
+        return path, {name: pa.chunked_array([batch.column(self.fields[name].name)]) for name in names}
 
     def _check_embedded(self, batch: pa.RecordBatch, path: str) -> None:
         """Raise StoreError where all images of a batch are paths to files that are elsewhere."""
-        field = self._fields["image"]
-        if is_hf_image("image", field) and field.type.get_field_index("path") >= 0:
+        field = self.fields["image"]
+        if self.is_hf_image("image") and field.type.get_field_index("path") >= 0:
             found = batch.column(field.name)
             held, paths = (pc.struct_field(found, name) for name in ("bytes", "path"))
             if held.null_count == len(held) > paths.null_count:

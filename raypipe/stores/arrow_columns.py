@@ -7,25 +7,85 @@ from __future__ import annotations
 
 import itertools
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
-from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, by_part, stored_names
 from raypipe.stores.numbers import labels_of
 
 
-def columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
+class TableColumns:
+    """The columns of a store whose files have one Arrow schema.
+
+    Args:
+        schemas: path, for errors, and schema of each file; one at least.
+        image_column: the column that becomes `image`.
+        label_column: the column that becomes `label`.
+
+    Attributes:
+        fields: name in the store → field in the files, `image` and `label` first.
+
+    Raises:
+        StoreError: schemas differ, or image and label are not in them.
+    """
+
+    def __init__(self, schemas: Sequence[tuple[str, pa.Schema]], image_column: str, label_column: str) -> None:
+        first_path, first = schemas[0]
+        self.classes = class_names(first, label_column)
+        for path, schema in schemas[1:]:
+            if not schema.equals(first) or class_names(schema, label_column) != self.classes:
+                raise StoreError(f"{path} and {first_path} differ in schema or classes: a store has one schema")
+        self.fields = _columns_of(first_path, first, image_column, label_column)
+        self.columns = tuple(self.fields)
+        self.label_is_class = "label" not in self.fields or pa.types.is_integer(self.fields["label"].type)
+
+    def is_hf_image(self, name: str) -> bool:
+        """Whether a column's bytes are in a struct."""
+        return name == "image" and pa.types.is_struct(self.fields[name].type)
+
+    def take(self, name: str, column: pa.ChunkedArray, rows: np.ndarray, path: str) -> Any:
+        """Rows of a column as it stands in a file, see `take`."""
+        if self.is_hf_image(name):
+            column = pc.struct_field(column, "bytes")
+        return take(column, rows, name == "label", f"{path}, column {self.fields[name].name!r}")
+
+    def join(self, name: str, parts: list[Any], places: np.ndarray) -> Any:
+        """Put the parts together as they were asked for: value i is number places[i] of them all."""
+        return join(parts, places, self.fields[name].type, name == "label")
+
+
+class TableParts(TableColumns, ABC):
+    """Parts of Arrow tables, one after the other; `bounds`, int64 (parts + 1,), has where each begins."""
+
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    @abstractmethod
+    def _part(self, number: int, names: tuple[str, ...]) -> tuple[str, dict[str, pa.ChunkedArray]]:
+        """The file of a part, for errors, and columns of the part."""
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        parts: dict[str, list[Any]] = {name: [] for name in columns}
+        for number, positions in by_part(indices, self.bounds):
+            path, part = self._part(number, columns)
+            for name in columns:
+                parts[name].append(self.take(name, part[name], indices[positions] - self.bounds[number], path))
+        places = np.argsort(np.argsort(indices, kind="stable"))
+        return {name: self.join(name, parts[name], places) for name in columns}
+
+
+def _columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
     """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
-    renamed = {"image": image_column, "label": label_column}
-    columns: dict[str, pa.Field] = {}
-    for name, stored in renamed.items():
-        if stored in schema.names:
-            columns[name] = schema.field(stored)
-        elif name == "image" or stored != "label":
-            raise StoreError(missing(path, stored, schema.names, RENAMED[name]))
+    stored = stored_names(path, schema.names, {"image": image_column, "label": label_column})
+    columns = {name: schema.field(place) for name, place in stored.items()}
     image = columns["image"].type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type
@@ -39,9 +99,6 @@ def columns_of(path: str, schema: pa.Schema, image_column: str, label_column: st
             f"{path}, column {label_column!r} has type {columns['label'].type}; a label is a number, or a list of "
             "numbers; set label_column"
         )
-    for field in schema:
-        if field.name not in renamed.values():
-            columns.setdefault(field.name, field)
     return columns
 
 
@@ -54,10 +111,6 @@ def class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
         return tuple(str(name) for name in feature["names"])
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
-
-
-def is_hf_image(name: str, column: pa.Field) -> bool:
-    return name == "image" and pa.types.is_struct(column.type)
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -83,11 +136,6 @@ def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
         kind, shape = kind.value_type, (*shape, kind.list_size)
     known = _is_number(kind) or pa.types.is_boolean(kind)
     return (kind, shape) if shape and known else None
-
-
-def label_is_class(fields: dict[str, pa.Field]) -> bool:
-    """Whether the labels of a store are integers, or it has none."""
-    return "label" not in fields or pa.types.is_integer(fields["label"].type)
 
 
 def take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str) -> Any:

@@ -253,6 +253,32 @@ def missing(where: object, name: str, present: Collection[str], setting: str = "
     return f"{where} has no {what} {name!r}{named}{choices(name, present, f'its {what}s are'):.1500}"
 
 
+def stored_names(where: object, present: Collection[str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """Name in the store → name in its files, `image` and `label` first.
+
+    Args:
+        where: the store, or a file of it, for the error.
+        present: names of the columns in the files.
+        renamed: of `image` and `label` the columns that become them; a store without `label` has no labels.
+
+    Raises:
+        StoreError: a column that is named is not there.
+    """
+    stored = {}
+    for name, place in renamed.items():
+        if place in present:
+            stored[name] = place
+        elif name == "image" or place != "label":
+            raise StoreError(missing(where, place, present, RENAMED[name]))
+    others = (name for name in present if name not in renamed and name not in renamed.values())
+    return stored | {name: name for name in others}
+
+
+def hash_of_facts(facts: object) -> str:
+    """A fingerprint of what a store's files say of it."""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
 def check_columns(wanted: Iterable[str], present: Collection[str], address: str) -> None:
     """Raise StoreError if the store lacks a wanted column."""
     for name in wanted:

@@ -25,7 +25,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, digest_of_file
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
 from raypipe.storage.local_file import cache_folder, make_cache_folder, open_lock, try_lock
-from raypipe.storage.patience import upload
+from raypipe.storage.patient import upload
 from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
 from raypipe.stores.writers import open_writer
 

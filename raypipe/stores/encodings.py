@@ -1,11 +1,10 @@
-"""How values are written in the shards of MDS and LitData, see `raypipe.stores.shards`.
+"""How values are written in the shards of MDS, see `raypipe.stores.mds`.
 
     bytes, jpeg, png, …       as they are
     str, json, str_int, …     text in UTF-8
     int, uint8, float32, …    little-endian
     pil                       uint32 width, height and length of the mode's name | name | pixels
-    ndarray                   of MDS: type and axes, as far as the name of the encoding lacks them | values
-    numpy, tensor             of LitData: uint32 type, number of axes, and axes | values
+    ndarray                   type and axes, as far as the name of the encoding lacks them | values
 
 There is no encoding for pickles: they are programs.
 """
@@ -16,8 +15,8 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,12 +30,9 @@ _NUMBERS = {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "int8": "
 _NUMBERS |= {"int64": "q", "float16": "e", "float32": "f", "float64": "d"}
 _PIL_HEAD = struct.Struct("<III")
 _PIL_CHANNELS = {b"L": 1, b"RGB": 3, b"RGBA": 4}
-# The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
+# The types of arrays are numbers in the data.
 _MDS_TYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4"}
 _MDS_TYPES |= {64: "u8", 65: "i8", 66: "f8"}
-_NUMPY_TYPES = {**dict(enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))), 13: "?"}
-_TORCH_TYPES = {0: "f4", 1: "f4", 2: "f8", 3: "f8", 8: "f2", 9: "f2", 11: "u1", 12: "i1", 13: "i2", 14: "i2"}
-_TORCH_TYPES |= {15: "i4", 16: "i4", 17: "i8", 18: "i8", 19: "?", 20: "u2"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,6 @@ class Encoding:
     Attributes:
         decode: bytes → a value; raises one of `DAMAGE` where the bytes are none.
         dtype: of numbers, and of arrays of one shape; None for other values.
-        num_bytes: size of each value; None where each has its own.
         shape: of arrays that all have it; with a dtype.
         is_array: values are numbers, as lists or arrays.
         is_image: values may be encoded images.
@@ -54,7 +49,6 @@ class Encoding:
 
     decode: Callable[[bytes], Any]
     dtype: np.dtype[Any] | None = None
-    num_bytes: int | None = None
     is_image: bool = False
     shape: tuple[int, ...] = ()
     is_array: bool = False
@@ -72,13 +66,13 @@ def encoding_of(name: str) -> Encoding | None:
     return None
 
 
-def _as_it_is(_: str, is_image: bool = True) -> Encoding:
-    return Encoding(lambda data: data, is_image=is_image)
+def _as_it_is(_: str) -> Encoding:
+    return Encoding(lambda data: data, is_image=True)
 
 
 def _number(kind: str, _: str) -> Encoding:
     number = struct.Struct(f"<{_NUMBERS[kind]}")
-    return Encoding(lambda data: number.unpack(data)[0], np.dtype(kind), number.size)
+    return Encoding(lambda data: number.unpack(data)[0], np.dtype(kind))
 
 
 def _text(_: str) -> Encoding:
@@ -86,26 +80,14 @@ def _text(_: str) -> Encoding:
 
 
 def _ndarray(rest: str) -> Encoding:
-    """Arrays of MDS, whose values become lists."""
+    """Arrays; those of no fixed shape become lists."""
     name, _, axes = rest.partition(":")
     dtype = np.dtype(name) if name in _NUMBERS else None
     shape = tuple(map(int, axes.split(","))) if axes else None
     if (name and dtype is None) or min(shape or (1,)) < 1:
         raise ValueError(f"the encoding ndarray:{rest}")
-    num_bytes = None if dtype is None or shape is None else dtype.itemsize * math.prod(shape)
-    whole = {} if num_bytes is None else {"dtype": dtype, "shape": shape, "num_bytes": num_bytes}
-    return Encoding(lambda data: _of_mds(data, dtype, shape), is_array=True, **whole)  # type: ignore[arg-type]
-
-
-def _tensor(types: dict[int, str], _: str) -> Encoding:
-    return Encoding(lambda data: _of_litdata(data, types), is_array=True)
-
-
-def _headless(types: dict[int, str], rest: str) -> Encoding | None:
-    if int(rest) not in types:  # complex numbers, objects
-        return None
-    one_type = np.dtype(types[int(rest)])
-    return Encoding(lambda data: np.frombuffer(data, one_type).tolist(), is_array=True)
+    whole = Encoding(lambda data: _of_mds(data, dtype, shape), is_array=True)
+    return whole if dtype is None or shape is None else replace(whole, dtype=dtype, shape=shape)
 
 
 def _png_of(data: bytes) -> bytes:
@@ -134,18 +116,6 @@ def _of_mds(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | N
         num_axes, axis = data[start] >> 2, np.dtype(f"<u{1 << data[start] % 4}")
         shape = tuple(np.frombuffer(data, axis, num_axes, start + 1).tolist())
         start += 1 + num_axes * axis.itemsize
-    return _as_list(data, start, dtype, shape)
-
-
-def _of_litdata(data: bytes, types: dict[int, str]) -> list[Any]:
-    # The head of a tensor was little-endian, as that of numpy's arrays is, and is big-endian in newer versions.
-    order = "<" if struct.unpack_from("<I", data)[0] in types else ">"
-    kind, num_axes = struct.unpack_from(f"{order}II", data)
-    shape = np.frombuffer(data, f"{order}u4", num_axes, 8).tolist()
-    return _as_list(data, 8 + 4 * num_axes, np.dtype(types[kind]), shape)
-
-
-def _as_list(data: bytes, start: int, dtype: np.dtype[Any], shape: Sequence[int]) -> list[Any]:
     values = np.frombuffer(memoryview(data)[start:], dtype)
     if math.prod(shape) != len(values):  # numpy would take a product over 64 bits for another
         raise ValueError(f"{len(values)} values in an array of {tuple(shape)}")
@@ -155,21 +125,14 @@ def _as_list(data: bytes, start: int, dtype: np.dtype[Any], shape: Sequence[int]
 
 
 ENCODINGS: dict[str, Callable[[str], Encoding | None]] = {
-    **dict.fromkeys(("bytes", "jpeg", "png", "tifffile", "file"), _as_it_is),
-    "video": partial(_as_it_is, is_image=False),
+    **dict.fromkeys(("bytes", "jpeg", "png"), _as_it_is),
     **{kind: partial(_number, kind) for kind in _NUMBERS},
     "int": partial(_number, "int64"),
-    "float": partial(_number, "float64"),
-    "bool": lambda _: Encoding(lambda data: int(struct.unpack("<?", data)[0]), np.dtype(np.int64), 1),
     "str_int": lambda _: Encoding(lambda data: np.int64(int(data.decode())), np.dtype(np.int64)),
     "str_float": lambda _: Encoding(lambda data: np.float64(data.decode()), np.dtype(np.float64)),
     **dict.fromkeys(("str", "str_decimal"), _text),
     "json": lambda _: Encoding(json.loads),
     "pil": lambda _: Encoding(_png_of, is_image=True),
     "ndarray": _ndarray,
-    "numpy": partial(_tensor, _NUMPY_TYPES),
-    "tensor": partial(_tensor, _TORCH_TYPES),
-    "no_header_numpy": partial(_headless, _NUMPY_TYPES),
-    "no_header_tensor": partial(_headless, _TORCH_TYPES),
 }
 """Name → makes the encoding, of the rest of its name in an index; None where that names what is not read."""

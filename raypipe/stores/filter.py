@@ -174,23 +174,14 @@ def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
 
 def _is_in(values: list[Any]) -> Callable[[Any], Any]:
     """Whether it equals one of the values, as a chain of comparisons with each of them would find."""
-    given = [value for value in values if value is not None]
-    kinds = {"number" if type(value) in (int, float) else type(value) for value in given}
+    kinds = {"number" if type(value) in (int, float) else type(value) for value in values if value is not None}
     if len(kinds) > 1:
         raise ConfigError("`in` takes numbers, strings, or True and False, and None, and not several of them")
-    if not given:
-        return pc.is_null if values else lambda left: pc.and_kleene(pc.is_null(left), pa.scalar(False))
-    # Of one type, and without -0.0, which is_in takes for another number than 0.
-    zero = None if kinds != {"number"} else 0.0 if any(isinstance(value, float) for value in given) else 0
-    wanted = pa.array(given if zero is None else [value + zero for value in given])
 
     def is_in(left: Any) -> Any:
         is_null = pc.is_null(left)
-        # Of the values' type where no sample has a value, and so any type.
-        left = pc.if_else(is_null, pa.scalar(None, wanted.type), left) if zero is None else pc.add(left, zero)
-        # The comparison refuses other types, which is_in would convert, and is null where there is no value.
-        found = pc.or_kleene(pc.is_in(left, value_set=wanted), pc.equal(left, wanted[0]))
-        return pc.or_kleene(found, is_null) if len(given) < len(values) else found
+        found = (is_null if value is None else pc.equal(left, pa.scalar(value)) for value in values)
+        return reduce(pc.or_kleene, found, pc.and_kleene(is_null, pa.scalar(False)))
 
     return is_in
 

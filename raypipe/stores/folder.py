@@ -1,4 +1,4 @@
-"""A folder of class folders of images, as torchvision's ImageFolder reads it."""
+"""A folder of class folders of images, as torchvision's ImageFolder reads it, here or in an object store."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Collection, Iterator
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
+import pyarrow.fs
 
 from raypipe.errors import StoreError
+from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
 from raypipe.storage.local_file import check_regular, open_regular
+from raypipe.storage.patience import in_threads, progress
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
 
+_SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 
-class FolderStore(FileStore["_Scan"]):
+_Found = tuple[str, int]
+"""The path of a file from the root, and its size; of a local one -1, which is asked for where it is needed."""
+
+
+class FolderStore(FileStore["_Images"]):
     """A store in `root/class/**/file`.
 
     Every folder in the root is a class, in the order of the names, even one without images: a split
@@ -26,65 +36,102 @@ class FolderStore(FileStore["_Scan"]):
     links lead to counts once in a class, by the shortest path, and of these by the first. A file that cannot be
     read, or is over 512 MiB, is an image None. Where no folder has an image, arrays (*.npy) are the samples.
 
+    In an object store, the process that opens it first lists the folder, and sends what it has found to the
+    others; an object of another size than was listed raises StoreError. The fingerprint is a hash over the class
+    names and the files' relative paths and sizes, here and there.
+
     Args:
-        address: the root.
+        address: the root, a path or a URI.
     """
 
-    def _open(self) -> _Scan:
-        return _Scan(self.address)
+    def _open(self) -> _Images:
+        if not is_remote(self.address):
+            return _LocalImages(self.address, *_chosen(self.address, _found_here(self.address)))
+        self._found = self._found or _packed(*_chosen(self.address, _found_there(self.address)))
+        return _RemoteImages(self.address, *_unpacked(self._found))
 
 
-class _Scan:
-    """What is in a folder: class names, and the relative path and label of each sample."""
+def _chosen(root: str, found: dict[str, list[_Found]]) -> tuple[tuple[str, ...], list[int], list[_Found]]:
+    """Class names, the number of samples of each, and the samples in order; `found` has each class's files."""
+    every = [sorted(of_class) for of_class in found.values()]
+    images = [[each for each in of_class if _suffix(each[0]) in IMAGE_SUFFIXES] for of_class in every]
+    samples = images if any(images) else every
+    if not any(samples):
+        raise StoreError(
+            f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
+            f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg"
+        )
+    return tuple(found), list(map(len, samples)), [each for of_class in samples for each in of_class]
+
+
+def _suffix(path: str) -> str:
+    return PurePosixPath(path).suffix.lower()
+
+
+class _Images(ABC):
+    """What is in a folder: class names, and the path from the root and label of each sample."""
 
     columns = ("image", "label")
     groups = None
 
-    def __init__(self, root: str) -> None:
-        self._root = root
-        try:
-            entries = sorted(_visible(root), key=lambda entry: entry.name)
-            self.classes = tuple(entry.name for entry in entries if stat.S_ISDIR(_mode(entry)))
-            images = [sorted(_images(root, name, IMAGE_SUFFIXES)) for name in self.classes]
-            if not any(images):
-                images = [sorted(_images(root, name, {ARRAY_SUFFIX})) for name in self.classes]
-        except OSError as error:
-            raise StoreError(f"{root} cannot be scanned: {error}") from error
-        self._paths = [path for of_class in images for path in of_class]
-        self._labels = np.repeat(np.arange(len(images)), [len(of_class) for of_class in images])
-        if not self._paths:
-            raise StoreError(
-                f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
-                f"arrays ({ARRAY_SUFFIX}): "
-                "the layout is root/class/image.jpg"
-            )
+    def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_Found]) -> None:
+        self._root, self.classes = root, classes
+        self._labels = np.repeat(np.arange(len(classes)), num)
+        self._paths = [path for path, _ in files]
 
     def __len__(self) -> int:
         return len(self._paths)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash over the class names and the files' relative paths and sizes."""
-        # Only here are the sizes asked for: one system call per file, which readers need not pay.
         digest = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
         for index, path in enumerate(self._paths):
-            try:
-                num_bytes = Path(self.sample_name(index)).stat().st_size
-            except OSError:
-                num_bytes = -1
-            digest.update(f"{path}\0{num_bytes}\n".encode(errors="surrogateescape"))
+            digest.update(f"{path}\0{self._size(index)}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         return {
-            name: self._labels[indices]
-            if name == "label"
-            else [_bytes_of(self.sample_name(index)) for index in indices.tolist()]
-            for name in columns
+            name: self._labels[indices] if name == "label" else self._images(indices.tolist()) for name in columns
         }
 
+    @abstractmethod
+    def sample_name(self, index: int) -> str:
+        """Where a sample is."""
+
+    @abstractmethod
+    def _size(self, index: int) -> int:
+        """Bytes of a sample's file; -1 where that cannot be known."""
+
+    @abstractmethod
+    def _images(self, indices: list[int]) -> list[bytes | None]:
+        """The contents of files."""
+
+
+# On a disk
+
+
+class _LocalImages(_Images):
     def sample_name(self, index: int) -> str:
         return f"{self._root}/{self._paths[index]}"
+
+    def _size(self, index: int) -> int:
+        # Only for a fingerprint: one system call per file, which readers need not pay.
+        try:
+            return Path(self.sample_name(index)).stat().st_size
+        except OSError:
+            return -1
+
+    def _images(self, indices: list[int]) -> list[bytes | None]:
+        return [_bytes_of(self.sample_name(index)) for index in indices]
+
+
+def _found_here(root: str) -> dict[str, list[_Found]]:
+    try:
+        entries = sorted(_visible(root), key=lambda entry: entry.name)
+        classes = [entry.name for entry in entries if stat.S_ISDIR(_mode(entry))]
+        return {name: [(path, -1) for path in _files(root, name)] for name in classes}
+    except OSError as error:
+        raise StoreError(f"{root} cannot be scanned: {error}") from error
 
 
 def _visible(folder: str) -> Iterator[os.DirEntry[str]]:
@@ -92,8 +139,8 @@ def _visible(folder: str) -> Iterator[os.DirEntry[str]]:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
-def _images(root: str, name: str, suffixes: Collection[str]) -> Iterator[str]:
-    """Yield the relative paths of all files of a class with these suffixes, in no order."""
+def _files(root: str, name: str) -> Iterator[str]:
+    """Yield the paths of all images and arrays of a class from the root, in no order."""
     folders, visited = [name], set[tuple[int, int]]()
     for folder in folders:  # which grow meanwhile
         found = Path(f"{root}/{folder}").stat()
@@ -105,7 +152,7 @@ def _images(root: str, name: str, suffixes: Collection[str]) -> Iterator[str]:
             path, mode = f"{folder}/{entry.name}", _mode(entry)
             if stat.S_ISDIR(mode):
                 within.append(path)
-            elif Path(entry.name).suffix.lower() in suffixes:
+            elif _suffix(entry.name) in _SUFFIXES:
                 try:
                     check_regular(mode)
                 except OSError as error:
@@ -132,3 +179,77 @@ def _bytes_of(path: str) -> bytes | None:
             return file.read(num_bytes) if num_bytes <= MAX_SAMPLE_BYTES else None
     except OSError:
         return None
+
+
+# In an object store
+
+
+class _RemoteImages(_Images):
+    def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_Found]) -> None:
+        super().__init__(root, classes, num, files)
+        self._sizes = np.array([size for _, size in files], np.int64)
+
+    def sample_name(self, index: int) -> str:
+        return join(self._root, *self._paths[index].split("/"))
+
+    def _size(self, index: int) -> int:
+        return int(self._sizes[index])
+
+    def _images(self, indices: list[int]) -> list[bytes | None]:
+        with explained(StoreError, f"{self._root} cannot be read"):
+            filesystem, root = open_filesystem(self._root)
+            return in_threads(lambda index: self._image(filesystem, root, index), indices)
+
+    def _image(self, filesystem: pyarrow.fs.FileSystem, root: str, index: int) -> bytes | None:
+        num_bytes = self._size(index)
+        if num_bytes > MAX_SAMPLE_BYTES:
+            return None
+        try:
+            with filesystem.open_input_file(f"{root}/{self._paths[index]}") as file:
+                if file.size() != num_bytes:
+                    raise StoreError(
+                        f"{self.sample_name(index)} has changed since the store was opened: {num_bytes} bytes "
+                        f"then, {file.size()} now. Start a new run, or put the old object back"
+                    )
+                return file.read(num_bytes)
+        except FileNotFoundError:
+            return None
+
+
+def _found_there(address: str) -> dict[str, list[_Found]]:
+    """Ask the object store what there is: the classes first, then several of them at a time."""
+    with explained(StoreError, f"{address} cannot be listed"):
+        filesystem, root = open_filesystem(address)
+        found = filesystem.get_file_info(pyarrow.fs.FileSelector(root))
+        folders = (info.base_name for info in found if info.type == pyarrow.fs.FileType.Directory)
+        classes = sorted(name for name in folders if not name.startswith("."))
+        files = in_threads(lambda name: _objects(filesystem, root, name), classes)
+    return dict(zip(classes, files, strict=True))
+
+
+def _objects(filesystem: pyarrow.fs.FileSystem, root: str, name: str) -> list[_Found]:
+    """The images and arrays of a class."""
+    found = filesystem.get_file_info(pyarrow.fs.FileSelector(f"{root}/{name}", recursive=True))
+    progress()
+    there = (info for info in found if info.type == pyarrow.fs.FileType.File)
+    files = ((info.path.removeprefix(f"{root}/"), info.size) for info in there)
+    return [
+        (path, size)
+        for path, size in files
+        if _suffix(path) in _SUFFIXES and not any(part.startswith(".") for part in path.split("/"))
+    ]
+
+
+_Packed = tuple[tuple[str, ...], list[int], bytes, bytes]
+"""Class names, the number of samples of each, and their paths and sizes, deflated: every process gets it."""
+
+
+def _packed(classes: tuple[str, ...], num: list[int], files: list[_Found]) -> _Packed:
+    paths, sizes = "\0".join(path for path, _ in files), np.array([size for _, size in files], "<i8")
+    return classes, num, zlib.compress(paths.encode()), zlib.compress(sizes.tobytes())
+
+
+def _unpacked(found: _Packed) -> tuple[tuple[str, ...], list[int], list[_Found]]:
+    classes, num, paths, sizes = found
+    names, numbers = zlib.decompress(paths).decode().split("\0"), np.frombuffer(zlib.decompress(sizes), "<i8")
+    return classes, num, list(zip(names, numbers.tolist(), strict=True))

@@ -11,7 +11,6 @@ nothing. It goes by the library, on a disk and in object storage.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -20,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.lookup import to_install
 from raypipe.storage.patience import one_line, patience_s
-from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices
+from raypipe.stores.arrow_columns import TableColumns
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices, hash_of_facts
 
 # Of the library's errors: the place in its own source.
 _PLACE = re.compile(r",? ?/\S+\.rs:\d+.*", re.DOTALL)
@@ -60,7 +58,7 @@ class LanceStore(FileStore["_Version"]):
         return opened
 
 
-class _Version:
+class _Version(TableColumns):
     """One version of a data set; `number` None = the newest."""
 
     groups = None
@@ -81,18 +79,16 @@ class _Version:
         self._blobs = {field.name for field in schema if _is_blob(field)}
         plain = [field.with_type(_plain(field)) for field in schema]
         schema = pa.schema(plain, schema.metadata)
-        self._fields = columns_of(address, schema, image_column, label_column)
-        self.columns, self.label_is_class = tuple(self._fields), label_is_class(self._fields)
-        self.classes = class_names(schema, label_column)
-        facts = [(name, str(field)) for name, field in self._fields.items()], self.classes
+        super().__init__([(address, schema)], image_column, label_column)
+        facts = [(name, str(field)) for name, field in self.fields.items()], self.classes
         files = [[each[name] for name in _OF_A_FRAGMENT if each.get(name)] for each in fragments]
-        self.fingerprint = hashlib.blake2b(repr((facts, files)).encode(), digest_size=16).hexdigest()
+        self.fingerprint = hash_of_facts((facts, files))
 
     def __len__(self) -> int:
         return self._num
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        stored = {name: self._fields[name].name for name in columns}
+        stored = {name: self.fields[name].name for name in columns}
         with _explained(f"{self._address}, version {self.number}, cannot be read"):
             # Of a blob this is where it lies.
             table = self._data.take(indices.tolist(), columns=list(stored.values())) if len(indices) else None
@@ -104,17 +100,15 @@ class _Version:
             }
 
     def _values(self, name: str, table: pa.Table | None) -> Any:
-        field, is_label = self._fields[name], name == "label"
+        field = self.fields[name]
         column = pa.chunked_array([], field.type) if table is None else table.column(field.name)
         if isinstance(column.type, pa.BaseExtensionType):
             column = pa.chunked_array([chunk.storage for chunk in column.chunks], field.type)
-        if is_hf_image(name, field):
-            column = pc.struct_field(column, "bytes")
         rows = np.arange(len(column))
-        taken = take(column, rows, is_label, f"{self._address}, column {field.name!r}")
+        taken = self.take(name, column, rows, self._address)
         if name == "image":
             taken = [None if image is None or len(image) > MAX_SAMPLE_BYTES else image for image in taken]
-        return join([taken], rows, field.type, is_label)
+        return self.join(name, [taken], rows)
 
     def _contents_of(self, column: str, table: pa.Table | None, indices: np.ndarray) -> list[bytes | None]:
         """The blobs of a column; None for one that is a link to a file elsewhere, which is not followed."""

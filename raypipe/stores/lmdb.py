@@ -9,7 +9,7 @@ Shards in an object store are opened by ranged reads of their metadata; records 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,14 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, opened
 from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_cache import shared_cache
-from raypipe.storage.patience import Threads
+from raypipe.storage.patience import in_threads
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, missing, part_of
+from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, part_of, stored_names
 from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout, array_type
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-_NUM_THREADS = 16  # a shard's metadata take about six round trips; a store may have thousands of shards
 
 
 class LMDBStore(FileStore["_Shards"]):
@@ -52,8 +50,7 @@ class LMDBStore(FileStore["_Shards"]):
         if not is_remote(self.address):
             return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], label_column)
         if self._found is None:
-            with Threads(_NUM_THREADS) as pool:
-                self._found = list(pool.map(_look_up, lmdb_files(self.address)))
+            self._found = in_threads(_look_up, lmdb_files(self.address))
         return _Shards(self._found, label_column)
 
     def close(self) -> None:
@@ -119,9 +116,15 @@ class _Shards:
     def __init__(self, shards: Sequence[_Shard], label_column: str = "label") -> None:
         self._shards, first = shards, shards[0].metadata
         self._types, self.classes = first.types, first.classes
-        self._stored = _stored_names(shards[0].path, first.types, label_column)
+        self._stored = stored_names(shards[0].path, first.types, {"label": label_column})
         self.columns = tuple(sorted(self._stored, key=lambda name: {"image": 0, "label": 1}.get(name, 2)))
-        self.label_is_class = first.types.get(label_column, "int64") == "int64"
+        label = first.types.get(label_column, "int64")
+        self.label_is_class = label == "int64"
+        if label in ("string", "binary"):
+            raise StoreError(
+                f"{shards[0].path}, column {label_column!r} is {label}; a label is a number, or an array of them; "
+                f"set label_column, of {', '.join(first.types)}"
+            )
         if label_column != "label":
             self.classes = None  # they are those of `label`
         for shard in shards:
@@ -176,21 +179,6 @@ def _column(values: list[Any], kind: str) -> Any:
         return values
     dtype, shape = array
     return np.array(values, dtype.newbyteorder("=")).reshape(len(values), *shape)
-
-
-def _stored_names(path: str, types: Mapping[str, str], label_column: str) -> dict[str, str]:
-    """Name in the store → name in the file."""
-    stored = {name: name for name in types if label_column == "label" or name not in ("label", label_column)}
-    if label_column == "label":
-        return stored
-    if label_column not in types:
-        raise StoreError(missing(path, label_column, types, "label_column"))
-    if types[label_column] in ("string", "binary"):
-        raise StoreError(
-            f"{path}, column {label_column!r} is {types[label_column]}; a label is a number, or an array of them; "
-            f"set label_column, of {', '.join(types)}"
-        )
-    return stored | {"label": label_column}
 
 
 def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:

@@ -1,46 +1,149 @@
 """Stores of MosaicML's MDS: what `streaming.MDSWriter` writes, without the streaming library.
 
-index.json   {"version": 2, "shards": [{"format": "mds", "samples": n, "compression": null or "zstd:7",
-             "column_names": […], "column_encodings": […], "column_sizes": […],
-             "raw_data": {"basename", "bytes", "hashes"}, "zip_data": null or the same, compressed}, …]}
+    index.json   {"version": 2, "shards": [{"format": "mds", "samples": n, "compression": null or "zstd:7",
+                 "column_names": […], "column_encodings": […], "column_sizes": […],
+                 "raw_data": {"basename", "bytes", "hashes"}, "zip_data": null or the same, compressed}, …]}
+
+A sample in a shard is | uint32 size of each value that has no fixed one | values |. Each is read alone. Compressed
+shards are unpacked into memory whole, so they are groups of the store.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from raypipe.errors import StoreError
-from raypipe.stores.shard_files import Shard
-from raypipe.stores.shards import Index, ShardStore
+import numpy as np
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.files import RemoteFile, look_up, read_json
+from raypipe.storage.filesystem import is_remote, join
+from raypipe.storage.local_cache import shared_cache
+from raypipe.storage.local_file import OpenFile
+from raypipe.storage.patience import in_threads
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, by_part, hash_of_facts, part_of, stored_names
+from raypipe.stores.encodings import DAMAGE, Encoding, encoding_of
+from raypipe.stores.mds_shard import OpenShard, Shard, check_shard, open_file, unpacked
+from raypipe.stores.numbers import labels_of
+
+_INDEX = "index.json"
+DEFAULT_CACHE_BYTES = 1 << 30  # 16 unpacked shards of 64 MiB, the usual size
+
+_MAX_OPEN = 256  # each takes a file descriptor
 
 
-class MDSStore(ShardStore):
-    """A store of MDS: a folder with index.json and *.mds, see `ShardStore`."""
+@dataclass(frozen=True)
+class _Index:
+    """What an index says.
 
-    @staticmethod
-    def parse(content: Any) -> Index:
-        shards = content["shards"]
-        if content["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
-            kinds = sorted({str(shard["format"]) for shard in shards})
+    Attributes:
+        encodings: name of each value of a sample → its encoding, in the order of the values.
+        sizes: fixed size of each value; None where each sample gives it.
+        shards: in their order.
+        facts: what else tells contents from others, such as checksums.
+    """
+
+    encodings: dict[str, str]
+    sizes: tuple[int | None, ...]
+    shards: tuple[Shard, ...]
+    facts: tuple[str, ...]
+
+
+class MDSStore(FileStore["_Opened"]):
+    """A store of MDS: a folder with index.json and *.mds, local or remote.
+
+    Remote shards are read through the node's cache, see `storage.local_cache`. The fingerprint is a hash over what
+    the index says: columns, numbers of samples, sizes and checksums. It does not cover the data.
+
+    Args:
+        address: path or URI of the folder.
+        image_column: the column that becomes `image`.
+        label_column: the column of numbers, or of arrays of them, that becomes `label`; integers are classes. A
+            store without a column `label` has no labels; any other name must be there.
+        cache_bytes: unpacked shards that this object keeps; the last one always stays.
+    """
+
+    _has_lock = True
+
+    def __init__(
+        self,
+        address: str | Path,
+        image_column: str = "image",
+        label_column: str = "label",
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        super().__init__(address, image_column, label_column, cache_bytes)
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+        """Read samples, see `Store.read`."""
+        for name in columns:
+            if name in self._contents.refused:
+                raise StoreError(f"{self.address}: {_refusal(name, self._contents.refused[name])}")
+        return super().read(indices, columns)
+
+    def _open(self) -> _Opened:
+        index, files = self._found or self._find()
+        if is_remote(self.address):
+            self._found = index, files
+        return _Opened(self.address, index, files, *self._options)
+
+    def _find(self) -> tuple[_Index, list[str | RemoteFile]]:
+        where = join(self.address, _INDEX)
+        try:
+            index = _parsed(read_json(where))
+            index = replace(index, shards=tuple(map(self._preferred, index.shards)))
+            for shard in index.shards:
+                check_shard(shard)
+        except ConfigError as error:
+            raise StoreError(str(error)) from error
+        except StoreError as error:
+            raise StoreError(f"{where} {error}") from error
+        except (*DAMAGE, AttributeError) as error:
             raise StoreError(
-                f"is of version {content['version']} of {', '.join(kinds)}: only version 2 of mds is read"
-            )
-        first = shards[0]
-        names, kinds, sizes = (first[f"column_{what}"] for what in ("names", "encodings", "sizes"))
-        for number, shard in enumerate(shards):
-            if [shard[f"column_{what}"] for what in ("names", "encodings", "sizes")] != [names, kinds, sizes]:
-                raise ValueError(f"shards 0 and {number} differ in their columns")
-        if any(size is not None and size < 0 for size in sizes) or len(set(names)) != len(names):
-            raise ValueError(f"columns {names} of {sizes} bytes")
-        return Index(
-            encodings={str(name): str(kind) for name, kind in zip(names, kinds, strict=True)},
-            sizes=tuple(int(size) if size else None for _, size in zip(names, sizes, strict=True)),
-            shards=tuple(map(_shard, shards)),
-            facts=tuple(repr(sorted(shard["raw_data"].items())) for shard in shards),
+                f"{where} cannot be understood: {type(error).__name__}: {error!s:.300}; copy it again"
+            ) from None
+        files = [join(self.address, *PurePosixPath(shard.name).parts) for shard in index.shards]
+        if not is_remote(self.address):
+            return index, list(files)
+        listed = [RemoteFile(file, shard.num_bytes) for file, shard in zip(files, index.shards, strict=True)]
+        return index, in_threads(lambda file: file.checked(look_up(file.address)), listed)
+
+    def _preferred(self, shard: Shard) -> Shard:
+        """Of a local shard the uncompressed file, where that is there in place of the compressed one."""
+        if not shard.unpacked_name or is_remote(self.address) or Path(self.address, shard.name).exists():
+            return shard
+        return Shard(shard.unpacked_name, shard.num_samples, shard.unpacked_bytes)
+
+
+def _parsed(content: Any) -> _Index:
+    """The JSON of an index, understood. StoreError says what is not read; damage may raise others."""
+    shards = content["shards"]
+    if content["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
+        kinds = sorted({str(shard["format"]) for shard in shards})
+        raise StoreError(
+            f"is of version {content['version']} of {', '.join(kinds)}: only version 2 of mds is read"
         )
+    first = shards[0]
+    names, kinds, sizes = (first[f"column_{what}"] for what in ("names", "encodings", "sizes"))
+    for number, shard in enumerate(shards):
+        if [shard[f"column_{what}"] for what in ("names", "encodings", "sizes")] != [names, kinds, sizes]:
+            raise ValueError(f"shards 0 and {number} differ in their columns")
+    if any(size is not None and size < 0 for size in sizes) or len(set(names)) != len(names):
+        raise ValueError(f"columns {names} of {sizes} bytes")
+    return _Index(
+        encodings={str(name): str(kind) for name, kind in zip(names, kinds, strict=True)},
+        sizes=tuple(int(size) if size else None for _, size in zip(names, sizes, strict=True)),
+        shards=tuple(map(_shard_of, shards)),
+        facts=tuple(repr(sorted(shard["raw_data"].items())) for shard in shards),
+    )
 
 
-def _shard(found: dict[str, Any]) -> Shard:
+def _shard_of(found: dict[str, Any]) -> Shard:
     raw, packed = found["raw_data"], found.get("zip_data")
     name, num_bytes, num_samples = str(raw["basename"]), int(raw["bytes"]), int(found["samples"])
     if packed is None:
@@ -48,3 +151,140 @@ def _shard(found: dict[str, Any]) -> Shard:
     return Shard(
         str(packed["basename"]), num_samples, int(packed["bytes"]), str(found["compression"]), num_bytes, name
     )
+
+
+def _refusal(name: str, encoding: str) -> str:
+    if encoding in ("pkl", "pickle"):
+        return (
+            f"column {name!r} is pickled, and a pickle is a program, which is not run: write the data set anew, "
+            "with bytes, text or numbers"
+        )
+    return f"column {name!r} has the encoding {encoding!r}, which is not read"
+
+
+class _Opened:
+    """The shards of a store; those used last are open."""
+
+    classes = None
+
+    def __init__(
+        self,
+        address: str,
+        index: _Index,
+        files: Sequence[str | RemoteFile],
+        image_column: str,
+        label_column: str,
+        cache_bytes: int,
+    ) -> None:
+        self._shards, self._files, self._cache_bytes = index.shards, files, cache_bytes
+        self._sizes, self._num_sizes = index.sizes, index.sizes.count(None)
+        encodings = {name: encoding_of(kind) for name, kind in index.encodings.items()}
+        self.refused = {name: index.encodings[name] for name, encoding in encodings.items() if encoding is None}
+        known = {name: encoding for name, encoding in encodings.items() if encoding is not None}
+        renamed = {"image": image_column, "label": label_column}
+        stored = _stored_names(address, index.encodings, known, renamed)
+        places = list(index.encodings)
+        self._fields = {name: (places.index(place), known[place]) for name, place in stored.items()}
+        self.columns = tuple(self._fields)
+        label = self._fields["label"][1] if "label" in self._fields else None
+        integers = label is not None and label.dtype is not None and label.dtype.kind in "iu" and not label.shape
+        self.label_is_class = label is None or integers
+        counts = [shard.num_samples for shard in index.shards]
+        self._bounds = np.cumsum([0, *counts], dtype=np.int64)
+        # What is unpacked at a time is read at a time.
+        self.groups = np.unique(self._bounds) if any(shard.codec for shard in index.shards) else None
+        facts = (index.encodings, index.sizes, counts, index.facts, stored)
+        self.fingerprint = hash_of_facts(facts)
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        rows: list[dict[str, Any]] = [{}] * len(indices)
+        for number, positions in by_part(indices, self._bounds):
+            shard = self._shard(number)
+            within = (indices[positions] - self._bounds[number]).tolist()
+            for position, sample in zip(positions.tolist(), within, strict=True):
+                rows[position] = self._row(shard, sample, columns)
+        return {name: self._column(name, [row.get(name) for row in rows]) for name in columns}
+
+    def sample_name(self, index: int) -> str:
+        number, within = part_of(self._bounds, index)
+        return f"{self._name(number)}, sample {within}"
+
+    def _name(self, number: int) -> str:
+        file = self._files[number]
+        return file.address if isinstance(file, RemoteFile) else file
+
+    def _row(self, shard: OpenShard, sample: int, columns: tuple[str, ...]) -> dict[str, Any]:
+        """The values of a sample that are sound."""
+        start, end = shard.offsets[sample : sample + 2].tolist()
+        head = np.frombuffer(shard.part(start, 4 * self._num_sizes), np.uint8)
+        if len(head) < 4 * self._num_sizes:
+            return {}
+        given = iter(head.view("<u4").tolist())
+        sizes = [next(given) if size is None else size for size in self._sizes]
+        begins = list(itertools.accumulate(sizes, initial=start + len(head)))
+        row: dict[str, Any] = {}
+        if begins[-1] != end:  # each value may then be a part of another
+            return row
+        for name in columns:
+            place, encoding = self._fields[name]
+            if sizes[place] <= MAX_SAMPLE_BYTES:
+                try:
+                    row[name] = encoding.decode(shard.part(begins[place], sizes[place]))
+                except DAMAGE:
+                    continue
+        return row
+
+    def _column(self, name: str, values: list[Any]) -> Any:
+        encoding = self._fields[name][1]
+        found: Any = values
+        if encoding.dtype is not None and None not in values:
+            found = np.array(values, encoding.dtype).reshape(len(values), *encoding.shape)
+        return labels_of(found) if name == "label" and self.label_is_class else found
+
+    def _shard(self, number: int) -> OpenShard:
+        """A shard, which becomes the one used last."""
+        shard, file = self._shards[number], self._files[number]
+        if isinstance(file, RemoteFile) and not shard.codec:  # the node's cache knows when to close it
+            name = file.address
+            return shared_cache().get(file, lambda path: _open_shard(open_file(path, shard, name), shard, name))
+        with self._lock:
+            if number not in self._open:
+                name = self._name(number)
+                if isinstance(file, RemoteFile):
+                    opened = shared_cache().get(file, OpenFile)
+                else:
+                    opened = open_file(file, shard, name)
+                self._open[number] = _open_shard(opened, shard, name)
+            self._open.move_to_end(number)
+            num_bytes = sum(held.num_bytes for held in self._open.values())
+            while len(self._open) > 1 and (len(self._open) > _MAX_OPEN or num_bytes > self._cache_bytes):
+                num_bytes -= self._open.popitem(last=False)[1].num_bytes
+            return self._open[number]
+
+
+def _open_shard(file: OpenFile, shard: Shard, name: str) -> OpenShard:
+    return OpenShard(name, shard.num_samples, unpacked(file, shard, name) if shard.codec else file)
+
+
+def _stored_names(
+    address: str, kinds: dict[str, str], encodings: dict[str, Encoding], renamed: dict[str, str]
+) -> dict[str, str]:
+    """See `stored_names`; raises StoreError where `image` and `label` are none. Refused columns are left out."""
+    stored = stored_names(address, kinds, renamed)
+    for name in renamed.keys() & stored:
+        place = stored[name]
+        if place not in encodings:
+            raise StoreError(f"{address}: {_refusal(place, kinds[place])}")
+        encoding = encodings[place]
+        if not (encoding.is_image if name == "image" else encoding.dtype is not None or encoding.is_array):
+            needed = "jpeg, png, bytes or pil" if name == "image" else "a number, or an array of them"
+            raise StoreError(
+                f"{address}: column {place!r} has the encoding {kinds[place]!r}; {name} is {needed}; "
+                f"set {name}_column"
+            )
+    return {name: place for name, place in stored.items() if place in encodings}

@@ -11,28 +11,32 @@ import hashlib
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import open_input
+from raypipe.storage.files import open_input, read_by
 from raypipe.storage.filesystem import explained, open_filesystem
-from raypipe.storage.patience import Threads, one_line
+from raypipe.storage.patience import in_threads, one_line
 from raypipe.stores.addresses import list_files
-from raypipe.stores.arrow_columns import class_names, columns_of, is_hf_image, join, label_is_class, take
-from raypipe.stores.base import Columns, FileStore, by_part, part_of
-from raypipe.stores.parquet_pages import bounded
+from raypipe.stores.arrow_columns import TableParts
+from raypipe.stores.base import FileStore, part_of
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
-_NUM_FOOTER_THREADS = 16  # a remote footer takes two round trips; a store may have thousands
+
+MAX_GROUP_BYTES = 1 << 29
+"""What the wanted columns of one row group may unpack to, as the footer says. Images hardly shrink: they may
+unpack to _GROWTH times what is stored, up to _MAX_IMAGE_BYTES."""
+
+_GROWTH, _MAX_IMAGE_BYTES = 3, 4 << 30
+_VALUE_BYTES = 8  # of each value at least: equal ones may take next to nothing in the file
 
 
 class ParquetStore(FileStore["_Groups"]):
@@ -83,7 +87,7 @@ class _Group(NamedTuple):
         return f"{self.path}, row group {self.number}"
 
 
-class _Groups:
+class _Groups(TableParts):
     """The row groups of the files that have rows, as one sequence; the last used ones are decoded."""
 
     def __init__(self, address: str, image_column: str, label_column: str, cache_bytes: int) -> None:
@@ -91,52 +95,37 @@ class _Groups:
         with explained(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
             paths = [open_filesystem(file.address)[1] for file in files]
-        with Threads(_NUM_FOOTER_THREADS) as pool:
-            footers = list(pool.map(lambda path: _read_footer(self._filesystem, path), paths))
-        digest, first = hashlib.blake2b(digest_size=16), None
-        self._groups: list[_Group] = []
-        for path, footer in zip(paths, footers, strict=True):
-            metadata, schema, sizes = _parse_footer(path, footer)
-            if first is None:
-                first, self.classes = schema, class_names(schema, label_column)
-            elif not schema.equals(first) or class_names(schema, label_column) != self.classes:
-                raise StoreError(f"{path} and {paths[0]} differ in schema or classes: a store has one schema")
-            self._groups += (_Group(path, metadata, number, size) for number, size in enumerate(sizes) if size)
+        footers = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
+        parsed = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
+        schemas = [schema for _, schema, _ in parsed]
+        super().__init__(list(zip(paths, schemas, strict=True)), image_column, label_column)
+        self._groups = [
+            _Group(path, metadata, number, size)
+            for path, (metadata, _, sizes) in zip(paths, parsed, strict=True)
+            for number, size in enumerate(sizes)
+            if size
+        ]
+        digest = hashlib.blake2b(digest_size=16)
+        for footer in footers:
             digest.update(len(footer).to_bytes(8, "little") + footer)
         if (image_column, label_column) != ("image", "label"):  # other columns are other contents
             digest.update(repr((image_column, label_column)).encode())
-        self._fields = columns_of(paths[0], first, image_column, label_column)
-        self.columns, self.fingerprint = tuple(self._fields), digest.hexdigest()
-        self.label_is_class = label_is_class(self._fields)
-        self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
+        self.fingerprint = digest.hexdigest()
+        self.groups = self.bounds = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], pa.ChunkedArray] = OrderedDict()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return int(self.groups[-1])
 
     def num_bytes(self) -> int:
         """Of the columns that are held now."""
         return sum(column.get_total_buffer_size() for column in self._cache.values())
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        parts: dict[str, list[Any]] = {name: [] for name in columns}
-        for number, positions in by_part(indices, self.groups):
-            decoded = self._decoded(number, columns)
-            for name in columns:
-                where = f"{self._groups[number].path}, column {self._fields[name].name!r}"
-                rows = indices[positions] - self.groups[number]
-                parts[name].append(take(decoded[name], rows, name == "label", where))
-        places = np.argsort(np.argsort(indices, kind="stable"))
-        return {name: join(parts[name], places, self._fields[name].type, name == "label") for name in columns}
-
     def sample_name(self, index: int) -> str:
         number, row = part_of(self.groups, index)
         return f"{self._groups[number]}, row {row}"
 
-    def _decoded(self, number: int, names: tuple[str, ...]) -> dict[str, pa.ChunkedArray]:
-        """Return columns of a row group, which become the last used."""
+    def _part(self, number: int, names: tuple[str, ...]) -> tuple[str, dict[str, pa.ChunkedArray]]:
+        """Columns of a row group, which become the last used."""
         with self._lock:
             missing = [name for name in names if (number, name) not in self._cache]
             self._cache.update({(number, name): column for name, column in self._load(number, missing).items()})
@@ -145,35 +134,51 @@ class _Groups:
             found = {name: self._cache[number, name] for name in names}
             while len(self._cache) > len(found) and self.num_bytes() > self._cache_bytes:
                 self._cache.popitem(last=False)
-            return found
+            return self._groups[number].path, found
 
     def _load(self, number: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
         if not names:
             return {}
         group = self._groups[number]
-        fields = {name: self._fields[name] for name in names}
+        stored = {name: self.fields[name].name for name in names}
         # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.
-        leaves = [f"{f.name}.bytes" if is_hf_image(name, f) else f.name for name, f in fields.items()]
+        leaves = [f"{stored[name]}.bytes" if self.is_hf_image(name) else stored[name] for name in names]
+        _check_size(group, leaves)
+
+        def read(file: pa.NativeFile) -> pa.Table:
+            reader = pq.ParquetFile(file, metadata=group.metadata, pre_buffer=True)
+            # One thread: a reader inside an actor has the CPUs of that actor and no more.
+            return reader.read_row_group(group.number, columns=leaves, use_threads=False)
+
         try:
-            with open_input(self._filesystem, group.path) as file:
-                bytes_of, in_dictionaries = bounded(file, group.metadata, group.number, leaves)
-                options = {"metadata": group.metadata, "read_dictionary": in_dictionaries}
-                # What it reads is there, column by column: it must not ask for several at a time.
-                reader = pq.ParquetFile(bytes_of, pre_buffer=False, **options)
-                # One thread: a reader inside an actor has the CPUs of that actor and no more.
-                table = reader.read_row_group(group.number, columns=leaves, use_threads=False)
+            table = read_by(self._filesystem, group.path, read)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise StoreError(f"{group}, cannot be read: {one_line(error)}; copy or convert it again") from error
-        except StoreError as error:  # over a limit
-            raise StoreError(f"{group}: {error}") from error
         if table.num_rows != group.num_rows:
             raise StoreError(
                 f"{group}, has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
-        return {
-            name: pc.struct_field(table[f.name], "bytes") if is_hf_image(name, f) else table[f.name]
-            for name, f in fields.items()
-        }
+        return {name: table[stored[name]] for name in names}
+
+
+def _check_size(group: _Group, leaves: list[str]) -> None:
+    """Raise StoreError where the footer says that columns of a row group unpack to more than the limits."""
+    found = group.metadata.row_group(group.number)
+    unpacked, stored = _VALUE_BYTES * found.num_rows * len(leaves), 0
+    if found.total_byte_size + unpacked <= MAX_GROUP_BYTES:
+        return
+    starts = tuple(f"{leaf}." for leaf in leaves)
+    for number in range(found.num_columns):
+        column = found.column(number)
+        if column.path_in_schema in leaves or column.path_in_schema.startswith(starts):
+            unpacked += column.total_uncompressed_size
+            stored += column.total_compressed_size
+    limit = min(max(MAX_GROUP_BYTES, _GROWTH * stored), _MAX_IMAGE_BYTES)
+    if unpacked > limit:
+        raise StoreError(
+            f"{group}: its columns have {unpacked:,} bytes unpacked, limit is {limit:,}: write smaller row groups "
+            "(row_group_size=1000)"
+        )
 
 
 def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:

@@ -21,14 +21,15 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.stores.archive import Index, Scan, is_visible
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, join_fingerprints, missing
+from raypipe.stores.class_folders import is_visible
 from raypipe.stores.numbers import exactly
 
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
@@ -40,6 +41,30 @@ _MAX_JSON_BYTES = 1 << 20  # a label is not looked for in a larger one
 
 Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
+
+Scan = dict[str, Any]
+"""What a scan of a tar finds, as JSON has it: of class folders {"members": {name: [position, num_bytes, mtime]}},
+of WebDataset {"samples": what `find_samples` returns}."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """The samples of one tar or of several, one tar after the other.
+
+    Attributes:
+        columns: image and label first. Labels are int64 of shape (N,). Other columns hold places, int64 of shape
+            (N, 2): position and num_bytes of each sample's member, -1 if it has none.
+        texts: the columns that are text.
+        classes: class names, position = label; None if they have no names.
+        bounds: int64 of shape (num_tars + 1,): the first sample of each tar, and N.
+        fingerprint: 32 hex digits.
+    """
+
+    columns: dict[str, np.ndarray]
+    texts: frozenset[str]
+    classes: tuple[str, ...] | None
+    bounds: np.ndarray
+    fingerprint: str
 
 
 def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> Any:

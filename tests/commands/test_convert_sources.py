@@ -214,5 +214,7 @@ def test_each_format_on_files_of_its_own_library(tmp_path: Path, capsys: pytest.
     writer.close()
     order = sorted(range(30), key=lambda i: (i % 3, i))
     for name, expected in (("a.zip", order), ("w.tar", range(30)), ("a.tfrecord", range(30))):
-        found = contents(converted(capsys, tmp_path / name, tmp_path / f"{name}.lmdb"))
+        store = converted(capsys, tmp_path / name, tmp_path / f"{name}.lmdb")
+        found = contents(store)
+        assert store.classes == (("0", "1", "2") if name == "a.zip" else None)
         assert found == {"image": [IMAGES[i] for i in expected], "label": [i % 3 for i in expected]}

@@ -8,14 +8,12 @@ is damaged.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import pickle
 import re
 import struct
 import sys
 import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +36,7 @@ from raypipe.stores.record import COLUMN_TYPES, KEY, METADATA_KEY, Metadata
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
 import tfrecords
-from shard_writers import write_litdata, write_mds
+from shard_writers import write_mds
 
 SIDE = 6
 NUM = 17
@@ -389,14 +387,6 @@ def _member(suffix: str, number: int, value: bytes) -> dict[str, bytes]:
     return {f"{number:04d}.{name}": each for name, each in content.items()}
 
 
-def write_zip(method: int, suffix: str, path: Path, values: Values) -> Path:
-    path = path.with_suffix(".zip")
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for number, value in enumerate(values):
-            archive.writestr(f"a/{number:04d}.{suffix}", value)
-    return path
-
-
 def write_folder(suffix: str, path: Path, values: Values) -> Path:
     (path / "a").mkdir(parents=True)
     for number, value in enumerate(values):
@@ -404,21 +394,11 @@ def write_folder(suffix: str, path: Path, values: Values) -> Path:
     return path
 
 
-def write_remote(suffix: str, path: Path, values: Values) -> Any:
-    """A folder by the reader of object stores, on the file system of this machine."""
-    from raypipe.stores.remote_folder import RemoteFolderStore
-
-    return RemoteFolderStore(write_folder(suffix, path, values).as_uri())
-
-
-def write_shards(kind: str, column: str, encoding: tuple[str, int | None], path: Path, values: Values) -> Path:
+def write_shards(column: str, encoding: tuple[str, int | None], path: Path, values: Values) -> Path:
     columns = {"image": ("png", None), "label": ("int", 8)} | {column: encoding}
     rows = zip(*columns_of(column, values).values(), strict=True)
     samples = [[struct.pack("<q", each) if isinstance(each, int) else each for each in row] for row in rows]
-    if kind == "mds":
-        write_mds(path, columns, [samples[:10], samples[10:]])
-    else:
-        write_litdata(path, {name: each for name, (each, _) in columns.items()}, [samples[:10], samples[10:]])
+    write_mds(path, columns, [samples[:10], samples[10:]])
     return path
 
 
@@ -427,20 +407,16 @@ def carriers(form: Form) -> Iterator[tuple[str, Write]]:
     yield "lmdb", partial(_lmdb_of, form)
     for kind in ("parquet", "arrow", "lance"):
         yield kind, partial(write_table, kind, "value", _strings if form.is_text else pa.array)
-    yield "mds", partial(write_shards, "mds", "value", ("str" if form.is_text else "bytes", None))
-    yield "litdata", partial(write_shards, "litdata", "value", ("text" if form.is_text else "bytes", None))
+    yield "mds", partial(write_shards, "value", ("str" if form.is_text else "bytes", None))
 
 
 def image_carriers(suffix: str) -> Iterator[tuple[str, Write]]:
     yield "lmdb", _lmdb_images
     for kind in ("parquet", "arrow", "lance"):
         yield kind, partial(write_table, kind, "image", pa.array)
-    for kind in ("mds", "litdata"):
-        yield kind, partial(write_shards, kind, "image", ("bytes", None))
+    yield "mds", partial(write_shards, "image", ("bytes", None))
     yield "tar", partial(write_tar, lambda number, value: {f"a/{number:04d}.{suffix}": value})
-    yield "zip", partial(write_zip, zipfile.ZIP_DEFLATED, suffix)
     yield "folder", partial(write_folder, suffix)
-    yield "remote folder", partial(write_remote, suffix)
 
 
 def column_cases() -> Iterator[Case]:
@@ -635,7 +611,7 @@ def _exact_of(kind: pa.DataType, value: Any) -> Any:
     return as_numbers(found.as_py())
 
 
-# Encodings of MDS and LitData, by struct and numpy
+# Encodings of MDS, by struct and numpy
 
 
 def _pil(mode: str) -> bytes:
@@ -698,26 +674,12 @@ def _shaped(data: bytes, dtype: Any, shape: Sequence[int]) -> np.ndarray:
     return values.reshape(shape)
 
 
-def _litdata_array(code: int, order: str, array: np.ndarray) -> bytes:
-    return struct.pack(f"{order}{2 + array.ndim}I", code, array.ndim, *array.shape) + array.tobytes()
-
-
-def litdata_array_of(types: Mapping[int, str], data: bytes) -> np.ndarray:
-    order = "<" if struct.unpack_from("<I", data)[0] in types else ">"
-    code, num = struct.unpack_from(f"{order}II", data)
-    shape = struct.unpack_from(f"{order}{min(num, len(data))}I", data, 8)
-    return _shaped(data[8 + 4 * num :], types[code], shape)
-
-
 def _number_of(code: str, data: bytes) -> Any:
     return as_numbers(struct.unpack(f"<{code}", data)[0])
 
 
 _CODES = {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "int8": "b", "int16": "h", "int32": "i"}
-_CODES |= {"int64": "q", "float16": "e", "float32": "f", "float64": "d", "int": "q", "float": "d"}
-_NUMPY = {**dict(enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))), 13: "?"}
-_TORCH = {0: "f4", 1: "f4", 2: "f8", 3: "f8", 8: "f2", 9: "f2", 11: "u1", 12: "i1", 13: "i2", 14: "i2", 15: "i4"}
-_TORCH |= {16: "i4", 17: "i8", 18: "i8", 19: "?", 20: "u2"}
+_CODES |= {"int64": "q", "float16": "e", "float32": "f", "float64": "d", "int": "q"}
 
 
 def digits(data: bytes, rng: np.random.Generator) -> bytes:
@@ -749,9 +711,8 @@ _PAIRS = [np.array([1, 2]), np.array([3, 4])]
 _TWO = {"length": 2}
 _FILES = Encoded([IMAGE, _RGBA], IMAGES["image, PNG"].mean, where=("image",))
 ENCODED: dict[str, Encoded] = {
-    **dict.fromkeys(("jpeg", "png", "tifffile", "file"), _FILES),
+    **dict.fromkeys(("jpeg", "png"), _FILES),
     "bytes": Encoded([b"ab", b""], bytes, where=("value",)),
-    "video": Encoded([b"ab", b""], bytes, where=("value",)),
     **{
         kind: Encoded(
             [struct.pack(f"<{code}", i) for i in range(3)],
@@ -761,7 +722,6 @@ ENCODED: dict[str, Encoded] = {
         )
         for kind, code in _CODES.items()
     },
-    "bool": Encoded([b"\0", b"\1"], partial(_number_of, "?"), "", 1),
     "str_int": Encoded([b"1", b"-22"], lambda data: as_numbers(int(data.decode()))),
     "str_float": Encoded([b"1.5", b"-2e3"], lambda data: as_numbers(float(data.decode()))),
     "str": Encoded([b"ab", "ä".encode()], bytes.decode, where=("value",)),
@@ -775,35 +735,16 @@ ENCODED: dict[str, Encoded] = {
         "ndarray:int32:2",
         8,
     ),
-    "numpy": Encoded(
-        [_litdata_array(3, "<", each) for each in _PAIRS], partial(litdata_array_of, _NUMPY), options=_TWO
-    ),
-    "tensor": Encoded(
-        [_litdata_array(17, order, each) for order, each in zip("<>", _PAIRS, strict=True)],
-        partial(litdata_array_of, _TORCH),
-        options=_TWO,
-    ),
-    "no_header_numpy": Encoded(
-        [each.tobytes() for each in _PAIRS], partial(raw, dtype="<i8"), "no_header_numpy:3", None, _TWO
-    ),
-    "no_header_tensor": Encoded(
-        [each.tobytes() for each in _PAIRS], partial(raw, dtype="<i8"), "no_header_tensor:17", None, _TWO
-    ),
 }
 
 
 def encoding_cases() -> Iterator[Case]:
-    renamed = {"str": "text"}
     for kind, each in ENCODED.items():
-        for store, where in itertools.product(("mds", "litdata"), each.where):
-            if store == "litdata" and kind == "json":  # where it is a program's own form, which is not read
-                continue
-            name = each.name or kind
-            encoding = (renamed.get(name, name) if store == "litdata" else name), each.num_bytes
-            write = partial(write_shards, store, where, encoding)
+        for where in each.where:
+            write = partial(write_shards, where, (each.name or kind, each.num_bytes))
             damage = ANY | ({"digits": digits} if kind.startswith("str_") else {})
             columns = {} if where == "image" else {where: each.options} if where == "value" or each.options else {}
-            yield Case(f"{where} of {kind}", store, write, each.seeds, each.mean, damage, where, columns)
+            yield Case(f"{where} of {kind}", "mds", write, each.seeds, each.mean, damage, where, columns)
 
 
 def other_labels() -> Iterator[Case]:

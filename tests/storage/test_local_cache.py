@@ -19,8 +19,7 @@ from raypipe.storage import local_cache, patience
 from raypipe.storage.files import RemoteFile, digest_of_file, look_up
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.local_cache import LocalCache, shared_cache
-from raypipe.storage.local_file import boot_id
-from raypipe.stores.archive import OpenFile
+from raypipe.storage.local_file import OpenFile, boot_id
 
 SIZE = 200_000
 Put = Callable[..., RemoteFile]

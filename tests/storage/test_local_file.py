@@ -43,11 +43,11 @@ from raypipe.commands.settings import parse_run
 from raypipe.stores.record import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_source, open_store
-from raypipe.stores import base, folder, hdf5, lmdb, parquet, tar_and_zip, tfrecord
+from raypipe.stores import base, folder, hdf5, lmdb, parquet, tar, tfrecord, zip
 from raypipe.transform.transform_steps import read_steps
 
 def store(path):
-    if path.endswith((".h5", ".tfrecord")) or os.path.exists(path + "/a.tfrecord"):
+    if path.endswith((".h5", ".tfrecord", ".zip")) or os.path.exists(path + "/a.tfrecord"):
         return list(open_source(path))
     opened = open_store(path)
     opened.read(np.arange(len(opened)), ("image",))

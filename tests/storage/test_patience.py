@@ -15,9 +15,10 @@ from s3_server import FaultyProxy, first
 from raypipe.errors import OutageError, StoreError
 from raypipe.rayext.failures import is_final
 from raypipe.storage import patience
+from raypipe.storage.counts import take_counts
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem
-from raypipe.storage.patience import impatient, take_counts
+from raypipe.storage.patience import impatient
 
 MANY = 9  # more than pyarrow tries a request by itself, and than it ever did for raypipe
 

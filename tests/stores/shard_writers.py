@@ -1,4 +1,4 @@
-"""Shards of MDS and LitData, written as their layouts say, of bytes that a test chooses."""
+"""Shards of MDS, written as their layout says, of bytes that a test chooses."""
 
 from __future__ import annotations
 
@@ -74,22 +74,6 @@ def write_mds(
         if not codec:
             entries[-1]["zip_data"] = None
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
-
-
-def write_litdata(folder: Path, columns: dict[str, str], shards: Sequence[Sequence[Values]]) -> None:
-    """Write a folder of LitData: columns are name → encoding."""
-    folder.mkdir(exist_ok=True)
-    leaf = {"type": None, "context": None, "children_spec": []}
-    spec = {"type": "builtins.dict", "context": json.dumps(list(columns)), "children_spec": [leaf] * len(columns)}
-    chunks = []
-    for number, samples in enumerate(shards):
-        content = shard([record(values, [None] * len(columns)) for values in samples])
-        (folder / f"chunk-0-{number}.bin").write_bytes(content)
-        chunks.append(
-            {"chunk_bytes": len(content), "chunk_size": len(samples), "filename": f"chunk-0-{number}.bin"}
-        )
-    config = {"compression": None, "data_format": list(columns.values()), "data_spec": json.dumps([1, spec])}
-    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
 
 
 def edit(folder: Path, change: Any) -> None:

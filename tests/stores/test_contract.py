@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import MemoryStore, name_of
 
-from shard_writers import write_litdata, write_mds  # isort: skip
+from shard_writers import write_mds  # isort: skip
 
 CLASSES = ("ant", "bee", "cat")
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
@@ -106,15 +105,6 @@ def make_webdataset_shards(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder)
 
 
-def make_zip(folder: Path, images: list[bytes]) -> Store:
-    with zipfile.ZipFile(folder / "data.zip", "w") as archive:
-        for number, (image, label) in enumerate(zip(images, LABELS, strict=True)):
-            method = zipfile.ZIP_DEFLATED if number % 2 else zipfile.ZIP_STORED
-            member = zipfile.ZipInfo(f"train/{CLASSES[label]}/{number:03d}.PNG")
-            archive.writestr(member, image, method)
-    return open_store(folder / "data.zip")
-
-
 def make_arrow(folder: Path, images: list[bytes]) -> Store:
     (folder / "data").mkdir()
     metadata = {"huggingface": json.dumps({"info": {"features": {"label": {"names": CLASSES}}}})}
@@ -140,11 +130,6 @@ def make_mds(folder: Path, images: list[bytes]) -> Store:
 
 def make_mds_compressed(folder: Path, images: list[bytes]) -> Store:
     write_mds(folder / "data", {"image": ("png", None), "label": ("int", 8)}, _shards_of(images), "zstd")
-    return open_store(folder / "data")
-
-
-def make_litdata(folder: Path, images: list[bytes]) -> Store:
-    write_litdata(folder / "data", {"image": "bytes", "label": "int"}, _shards_of(images))
     return open_store(folder / "data")
 
 
@@ -178,16 +163,14 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "tar": make_tar,
     "webdataset": make_webdataset,
     "webdataset_shards": make_webdataset_shards,
-    "zip": make_zip,
     "arrow": make_arrow,
     "mds": make_mds,
     "mds_compressed": make_mds_compressed,
-    "litdata": make_litdata,
     "lance": make_lance,
     "memory": make_memory,
     "memory_groups": make_memory_groups,
 }
-WITHOUT_CLASSES = ("webdataset", "webdataset_shards", "mds", "mds_compressed", "litdata")
+WITHOUT_CLASSES = ("webdataset", "webdataset_shards", "mds", "mds_compressed")
 GROUPS = {
     "parquet": [0, 3, 6, 9, 10],
     "parquet_hf": [0, 4, 6, 10],
@@ -272,11 +255,9 @@ NAMES = {
     "tar": "/data.tar, ./train/cat/009.PNG",
     "webdataset": "/data.tar, 009.png",
     "webdataset_shards": "/00002.tar, 009.png",
-    "zip": "/data.zip, train/cat/009.PNG",
     "arrow": "/data/data-00001-of-00002.arrow, batch 0, row 3",
     "mds": "/data/shard.00002.mds, sample 4",
     "mds_compressed": "/data/shard.00002.mds.zstd, sample 4",
-    "litdata": "/data/chunk-0-2.bin, sample 4",
     "lance": "/data.lance, version 1, row 9",
 }
 
@@ -361,7 +342,7 @@ def test_reads_after_close(store: Store) -> None:
     assert store.read(np.array([3]))["image"] == [IMAGES[3]]
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "parquet", "tar", "webdataset", "zip"])
+@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "parquet", "tar", "webdataset"])
 def test_reads_in_another_process(store: Store, kind: str, tmp_path: Path) -> None:
     store.read(np.array([0]))
     (tmp_path / "store.pickle").write_bytes(pickle.dumps(store))

@@ -121,14 +121,14 @@ def test_a_malicious_pickle_runs_nothing(tmp_path: Path, caplog: pytest.LogCaptu
     touched = tmp_path / "touched"
     bad = pickle.dumps((IMAGES[0], Malicious(touched)))
     all_bad = write(tmp_path / "all.lmdb", {b"%d" % i: bad for i in range(20)})
-    with pytest.raises(StoreError, match=r"all\.lmdb is not in the layout pickle: .*more than plain data"):
+    with pytest.raises(StoreError, match=r"all\.lmdb is not in the layout pickle: .*no pickle of plain data"):
         read(all_bad, "pickle")
     entries = {b"%04d" % i: pickle.dumps((image, 1)) for i, image in enumerate(IMAGES)}
     one_bad = write(tmp_path / "one.lmdb", entries | {b"0005": bad, b"__keys__": bad, b"__len__": bad})
     caplog.clear()
     found = read(one_bad, "pickle")
     assert [i for i, sample in enumerate(found) if sample["image"] is None] == [5] and len(found) == NUM
-    assert "one.lmdb has a bad sample at key b'0005': it holds more than plain data" in caplog.text
+    assert "one.lmdb has a bad sample at key b'0005': it is no pickle of plain data" in caplog.text
     assert not touched.exists()
 
 

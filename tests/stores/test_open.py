@@ -15,7 +15,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.parquet import ParquetStore
-from raypipe.stores.tar_and_zip import TarStore, ZipStore
+from raypipe.stores.tar import TarStore
 
 from conftest import write_tar  # isort: skip
 
@@ -88,7 +88,6 @@ def test_options_are_those_that_are_not_usual() -> None:
         ("train.lmdb", LMDBStore),
         ("train.parquet/", ParquetStore),
         ("{00..99}.tar", TarStore),
-        ("train.zip", ZipStore),
     ],
 )
 def test_a_remote_store_is_known_by_its_name_and_opened_later(address: str, kind: type) -> None:

@@ -7,7 +7,6 @@ import json
 import pickle
 import struct
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.stores import Store, destination, open_store, open_writer
 from raypipe.stores.addresses import MANIFEST, expand, list_files
 from raypipe.stores.destination import new_remote
-from raypipe.stores.tar_and_zip import TarStore
+from raypipe.stores.tar import TarStore
 
 from shard_writers import write_mds  # isort: skip
 
@@ -97,14 +96,6 @@ def several_tars(folder: Path, bucket: str) -> tuple[Path, str]:
     return folder / "t-{00..02}.tar", f"{bucket}/t-{{00..02}}.tar"
 
 
-def one_zip(folder: Path, bucket: str) -> tuple[Path, str]:
-    with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for number, image in enumerate(IMAGES):
-            archive.writestr(f"{CLASSES[LABELS[number]]}/{number:03d}.png", image)
-    put(folder / "a.zip", f"{bucket}/a.zip")
-    return folder / "a.zip", f"{bucket}/a.zip"
-
-
 def mds(codec: str) -> Callable[[Path, str], tuple[Path, str]]:
     def make(folder: Path, bucket: str) -> tuple[Path, str]:
         values = [(image, struct.pack("<q", label)) for image, label in zip(IMAGES, LABELS, strict=True)]
@@ -123,7 +114,6 @@ MAKERS = {
     "parquet_shards": shards("parquet"),
     "one_tar": one_tar,
     "several_tars": several_tars,
-    "one_zip": one_zip,
     "mds": mds(""),
     "mds_compressed": mds("zstd"),
 }
@@ -197,7 +187,7 @@ def test_the_index_of_a_tar_outlives_the_tar_in_the_cache(
     largest = max(file.stat().st_size for file in tmp_path.glob("*.tar"))
     monkeypatch.setenv("RAYPIPE_CACHE_BYTES", str(largest))
     store = open_store(address)
-    monkeypatch.setattr("raypipe.stores.archive._NUM_FETCHES", 1)
+    monkeypatch.setattr("raypipe.stores.tar._NUM_FETCHES", 1)
     assert len(store) == len(IMAGES)
     store.close()
     with proxy.lock:
@@ -229,7 +219,6 @@ def test_a_shard_that_is_another_one_by_now_is_refused(bucket: str, tmp_path: Pa
         ("none", r"none does not exist, or its bucket does not"),
         ("junk.lmdb", r"junk\.lmdb cannot be opened as LMDB: "),
         ("junk.tar", r"junk\.tar cannot be read as tar: "),
-        ("junk.zip", r"junk\.zip cannot be read as zip: "),
         ("junk.7z", r"junk\.7z is no store; understood are"),
         ("folder.lmdb", r"folder\.lmdb has no .* \*\.lmdb files"),
         ("x-{9..1}.tar", r"stands for 0 shards"),
@@ -237,7 +226,7 @@ def test_a_shard_that_is_another_one_by_now_is_refused(bucket: str, tmp_path: Pa
 )
 def test_what_is_no_store(name: str, message: str, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"junk" * 5000)
-    for there in ("junk.lmdb", "junk.tar", "junk.zip", "junk.7z", "folder.lmdb/x.txt"):
+    for there in ("junk.lmdb", "junk.tar", "junk.7z", "folder.lmdb/x.txt"):
         put(tmp_path / "junk", f"{bucket}/{there}")
     with pytest.raises(StoreError, match=message):
         len(open_store(f"{bucket}/{name}"))

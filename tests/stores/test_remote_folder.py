@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,11 @@ from s3_server import FaultyProxy
 
 from raypipe.errors import OutageError, StoreError
 from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.stores import open_store, remote_folder
+from raypipe.storage.patience import NUM_REQUESTS
+from raypipe.stores import folder as folder_module
+from raypipe.stores import open_store
 from raypipe.stores.base import name_of
 from raypipe.stores.folder import FolderStore
-from raypipe.stores.remote_folder import RemoteFolderStore
 
 NAMES = [
     *(
@@ -61,7 +61,7 @@ def test_a_folder_copied_to_a_bucket_is_the_same_store(folder: str, bucket: str,
     address = bucket + folder
     write(tmp_path / "root", address)
     local, remote = FolderStore(tmp_path / "root"), open_store(address)
-    assert isinstance(remote, RemoteFolderStore) and remote.groups is None
+    assert isinstance(remote, FolderStore) and remote.groups is None
     assert remote.address == address and len(remote) == len(local) == 9
     assert (
         (remote.columns, remote.classes)
@@ -93,7 +93,7 @@ def test_it_is_listed_once_and_other_processes_get_what_was_found(
     def never(address: str) -> None:
         raise AssertionError(f"{address} is listed again")
 
-    monkeypatch.setattr(remote_folder, "_listed", never)
+    monkeypatch.setattr(folder_module, "_found_there", never)
     before = proxy.requests.total()
     copy = pickle.loads(sent)
     assert copy.fingerprint == fingerprint and len(copy) == 9 and proxy.requests.total() == before
@@ -107,12 +107,13 @@ def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     paths = [
         [(f"n{c:08d}/n{c:08d}_{i * 7919 % 100_000}.JPEG", 100_000 + i) for i in range(1000)] for c in range(100)
     ]
-    listing = remote_folder._listing(tuple(f"n{c:08d}" for c in range(100)), paths)
-    store = RemoteFolderStore("s3://bucket/train")
-    store._found = listing
+    found = {f"n{c:08d}": of_class for c, of_class in enumerate(paths)}
+    monkeypatch.setattr(folder_module, "_found_there", lambda address: found)
+    store = FolderStore("s3://bucket/train")
+    assert len(store) == 100_000
     assert len(pickle.dumps(store)) < 6 * 100_000
     copy = pickle.loads(pickle.dumps(store))
-    assert len(copy) == 100_000 and copy.sample_name(99_999) == f"s3://bucket/train/{paths[-1][-1][0]}"
+    assert len(copy) == 100_000 and copy.sample_name(99_999) == f"s3://bucket/train/{max(paths[-1])[0]}"
 
 
 def test_reads_are_made_at_the_same_time(
@@ -142,7 +143,7 @@ def test_reads_are_made_at_the_same_time(
     with Counting(s3_endpoint) as slow:
         monkeypatch.setenv("AWS_ENDPOINT_URL", slow.endpoint)
         assert None not in store.read(np.repeat(np.arange(9), 4))["image"]
-    assert 4 <= most <= remote_folder._NUM_REQUESTS
+    assert 4 <= most <= NUM_REQUESTS
 
 
 def test_a_vanished_object_is_a_missing_sample_and_a_changed_one_an_error(bucket: str, tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_an_object_too_large_for_an_image_is_never_asked_for(
     write(tmp_path / "root", f"{bucket}/train")
     store = open_store(f"{bucket}/train")
     sizes = [len(image) for image in store.read(np.arange(9))["image"]]
-    monkeypatch.setattr(remote_folder, "MAX_SAMPLE_BYTES", sorted(sizes)[4])
+    monkeypatch.setattr(folder_module, "MAX_SAMPLE_BYTES", sorted(sizes)[4])
     before = proxy.requests["GET"]
     found = store.read(np.arange(9))["image"]
     assert [image is None for image in found] == [size > sorted(sizes)[4] for size in sizes]
@@ -186,15 +187,6 @@ def test_faults_of_the_network_are_tried_again_and_a_bucket_that_is_gone_is_an_e
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
     with pytest.raises(OutageError, match=rf"{bucket}/train.* was waited for in vain.*check the network"):
         store.read(np.arange(2))
-
-
-def test_a_forked_child_reads_with_threads_of_its_own(bucket: str, tmp_path: Path) -> None:
-    write(tmp_path / "root", f"{bucket}/train")
-    store = RemoteFolderStore(f"{bucket}/train")
-    assert len(store) == 9
-    first = store._contents
-    store._pid = os.getpid() - 1  # as a child of this process finds it
-    assert store._contents is not first and len(store.read(np.arange(9))["image"]) == 9
 
 
 @pytest.mark.parametrize("names", [["a/notes.txt"], ["a/.b.png"]])

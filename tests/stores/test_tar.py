@@ -14,7 +14,7 @@ import pytest
 from raypipe.errors import StoreError
 from raypipe.stores.base import name_of
 from raypipe.stores.folder import FolderStore
-from raypipe.stores.tar_and_zip import TarStore
+from raypipe.stores.tar import TarStore
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes | None = None, **fields: object) -> None:

@@ -13,7 +13,7 @@ import webdataset
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.tar_and_zip import TarStore
+from raypipe.stores.tar import TarStore
 
 
 def make(path: Path, *members: tuple[str, bytes], **options: Any) -> TarStore:

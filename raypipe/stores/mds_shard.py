@@ -1,19 +1,11 @@
-"""One shard of MDS or LitData: a file of samples, which may be compressed as a whole.
+"""One shard of MDS: a file of samples, which may be compressed as a whole, and is then unpacked into memory.
 
-    uint32 n | uint32 offsets (n + 1) | … | samples, from one offset to the next
-
-A compressed shard is unpacked into memory, up to 1 GiB. LitData also packs it in frames of some samples each:
-
-    "LDFZ01" 0 0 | uint16 1 | uint16 | uint32 n, samples of a frame, number of frames |
-    uint32 offsets (n + 1), from 0 |
-    of each frame: uint32 first sample, samples | uint64 place | uint32 packed bytes, unpacked bytes |
-    frames, by zstd
+uint32 n | uint32 offsets (n + 1) | … | samples, from one offset to the next
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -21,17 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from raypipe.errors import StoreError
-from raypipe.stores.archive import OpenFile
+from raypipe.storage.local_file import OpenFile
 
 MAX_UNPACKED_BYTES = 1 << 30
-FRAMES = "zstd in frames"
-"""The codec of LitData's frames."""
 
-_FRAMES_MAGIC = b"LDFZ01\0\0"
-_FRAMES_HEAD = struct.Struct("<8sHHIII")
-_FRAME = np.dtype([("first", "<u4"), ("num", "<u4"), ("place", "<u8"), ("packed", "<u4"), ("unpacked", "<u4")])
 # Name in an index → pyarrow's.
-_CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy", FRAMES: "zstd"}
+_CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
 
 
 @dataclass(frozen=True)
@@ -41,15 +28,15 @@ class Shard:
     Attributes:
         name: its path below the folder of the index.
         num_samples: that it holds.
-        num_bytes: of the file; -1 where the index does not say.
+        num_bytes: of the file.
         codec: how it is compressed, such as `zstd:7`; empty = not.
-        unpacked_bytes: its size, unpacked, or a limit of it; only with a codec.
+        unpacked_bytes: its size, unpacked; only with a codec.
         unpacked_name: a file of the same, uncompressed, which need not be there; empty = none.
     """
 
     name: str
     num_samples: int
-    num_bytes: int = -1
+    num_bytes: int
     codec: str = ""
     unpacked_bytes: int = -1
     unpacked_name: str = ""
@@ -60,7 +47,7 @@ def check_shard(shard: Shard) -> None:
     path = PurePosixPath(shard.name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in shard.name or "\\" in shard.name:
         raise ValueError(f"the shard {shard.name!r} is no file below this folder")
-    if shard.num_samples < 0 or shard.num_bytes < -1:
+    if shard.num_samples < 0 or shard.num_bytes < 0:
         raise ValueError(f"{shard.name} with {shard.num_samples} samples in {shard.num_bytes} bytes")
     if not shard.codec:
         return
@@ -99,11 +86,6 @@ class OpenShard:
                 f"{name} is damaged, or another shard than the index describes: it begins with {table[0]} and "
                 f"{self.offsets[0]}, for {num_samples} samples; copy it again"
             )
-        if num_samples and self.offsets[0] == self.offsets[-1]:
-            raise StoreError(
-                f"{name} has no samples by position, as LitData's shards of nested samples, which are Arrow: "
-                "write them flat"
-            )
 
     def part(self, start: int, num_bytes: int) -> bytes:
         """As many bytes from `start` on as there are. Threads may share the shard; it may raise StoreError."""
@@ -122,7 +104,7 @@ def open_file(path: str | Path, shard: Shard, name: str) -> OpenFile:
     except OSError as error:
         raise StoreError(f"{name} cannot be opened: {error}; copy it again") from error
     found = os.fstat(file.descriptor).st_size
-    if shard.num_bytes not in (-1, found):
+    if shard.num_bytes != found:
         raise StoreError(f"{name} is truncated, or damaged: {found} bytes, needs {shard.num_bytes}; copy it again")
     return file
 
@@ -134,11 +116,8 @@ def unpacked(file: OpenFile, shard: Shard, name: str) -> bytes:
     try:
         if packed_bytes > MAX_UNPACKED_BYTES:
             raise ValueError(f"{packed_bytes:,} bytes; the limit is {MAX_UNPACKED_BYTES:,}")
-        packed = file.path.read_bytes()
-        if shard.codec == FRAMES:
-            return _of_frames(packed)
-        return _unpacked(packed, codec, shard.unpacked_bytes)
-    except (pa.ArrowException, OSError, ValueError, struct.error) as error:
+        return _unpacked(file.path.read_bytes(), codec, shard.unpacked_bytes)
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise StoreError(f"{name} cannot be unpacked by {codec}: {error}; copy it again") from error
 
 
@@ -151,25 +130,3 @@ def _unpacked(packed: bytes, codec: str, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise ValueError(f"more than {max_bytes} bytes")
     return content
-
-
-def _of_frames(packed: bytes) -> bytes:
-    """What a shard in frames would be without them."""
-    magic, version, _, num_samples, _, num_frames = _FRAMES_HEAD.unpack_from(packed)
-    if (magic, version) != (_FRAMES_MAGIC, 1):
-        raise ValueError(f"it begins with {magic!r}, version {version}, in place of {_FRAMES_MAGIC!r}, version 1")
-    place = _FRAMES_HEAD.size + 4 * (num_samples + 1)
-    offsets = np.frombuffer(packed, "<u4", num_samples + 1, _FRAMES_HEAD.size)
-    frames = np.frombuffer(packed, _FRAME, num_frames, place)
-    if frames["unpacked"].sum(dtype=np.int64) > MAX_UNPACKED_BYTES:
-        raise ValueError(f"it unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
-    table = np.concatenate([[num_samples], offsets.astype(np.int64) + 4 * (num_samples + 2)])
-    if table[-1] >= 1 << 32:
-        raise ValueError(f"its offsets go up to {offsets[-1]}")
-    parts = [table.astype("<u4").tobytes()]
-    for frame in frames:
-        start, size = int(frame["place"]), int(frame["packed"])
-        parts.append(_unpacked(packed[start : start + size], "zstd", int(frame["unpacked"])))
-        if len(parts[-1]) != frame["unpacked"]:
-            raise ValueError(f"the frame at byte {start} is truncated")
-    return b"".join(parts)

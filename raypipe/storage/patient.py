@@ -1,0 +1,230 @@
+"""A file system elsewhere, each of whose operations waits by a policy, that of `storage.patience`."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.fs
+
+from raypipe.storage.counts import count
+
+T = TypeVar("T")
+
+Make = Callable[[str, str], pyarrow.fs.FileSystem]
+"""Makes pyarrow's own of a scheme and a host, with the credentials of the moment."""
+
+
+Policy = Callable[[Callable[..., None]], Any]
+"""Of what counts operations, makes what they wait by, see `storage.patience.Patience`."""
+
+
+class PatientFileSystem(pyarrow.fs.PyFileSystem):
+    """A file system elsewhere, each of whose operations waits.
+
+    To be tried again, what is written to `open_output_stream` stays in memory until it is closed; what `write` and
+    `upload` are given is there anyway.
+
+    Args:
+        scheme, host: of its addresses.
+        make, policy: see above.
+
+    Raises:
+        OSError, ArrowException, OutageError: it cannot be made.
+    """
+
+    def __init__(self, scheme: str, host: str, make: Make, policy: Policy) -> None:
+        self._made_by = scheme, host, make, policy
+        super().__init__(_Handler(scheme, host, make, policy))
+        self.call("open", host, lambda inner: None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_by
+
+    @property
+    def inner(self) -> pyarrow.fs.FileSystem:
+        """pyarrow's own, which does not wait."""
+        return self.handler.inner()
+
+    def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
+        """What `do` makes of pyarrow's own; it may be called several times."""
+        return self.handler.call(operation, path, do)
+
+    def open_input_file(self, path: str) -> PatientInput:
+        return PatientInput(self.handler, path)
+
+    def write(self, path: str, content: bytes | memoryview) -> None:
+        """Write an object, which is there once it is written whole."""
+        self.handler.write(path, content)
+
+
+def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Copy a local file, or a folder with all that is in it, to a file system."""
+    if isinstance(filesystem, PatientFileSystem):
+        filesystem.call("write", path, lambda inner: upload(local, inner, path))
+        return
+    here = pyarrow.fs.LocalFileSystem()
+    # One thread, as Ray Train does for S3: uploads take threads of the same pool.
+    pyarrow.fs.copy_files(
+        local, path, source_filesystem=here, destination_filesystem=filesystem, use_threads=False
+    )
+
+
+class PatientInput(io.RawIOBase):
+    """An object, open for reading; threads may call `read_at` at one time."""
+
+    def __init__(self, handler: _Handler, path: str) -> None:
+        self._handler, self._path, self._at = handler, path, 0
+        self._opened: tuple[Any, Any] = (None, None)  # by which file system, and the file
+        self._size: int = self._call("open", lambda file: file.size())
+
+    def _call(self, operation: str, do: Callable[[pa.NativeFile], T]) -> T:
+        return self._handler.call(operation, self._path, lambda inner: do(self._native(inner)))
+
+    def _native(self, inner: pyarrow.fs.FileSystem) -> pa.NativeFile:
+        opened_by, file = self._opened
+        if opened_by is not inner:  # that has other credentials
+            file = inner.open_input_file(self._path)
+            self._opened = inner, file
+        return file
+
+    def size(self) -> int:
+        return self._size
+
+    def metadata(self) -> Any:
+        return self._call("open", lambda file: file.metadata())
+
+    def read_at(self, num_bytes: int, start: int) -> bytes:
+        """Bytes from a place on, fewer at the end."""
+        data = self._call("read", lambda file: file.read_at(num_bytes, start))
+        count("read", bytes=len(data))
+        return data
+
+    def read(self, num_bytes: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        data = self.read_at(left if num_bytes is None or num_bytes < 0 else min(num_bytes, left), self._at)
+        self._at += len(data)
+        return data
+
+    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
+        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed and (file := self._opened[1]):
+            file.close()
+        super().close()
+
+
+class _Output(io.BytesIO):
+    """What becomes an object when it is closed, as `pa.PythonFile` writes it."""
+
+    def __init__(self, handler: _Handler, path: str) -> None:
+        super().__init__()
+        self._handler, self._path = handler, path
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                self._handler.write(self._path, self.getvalue())
+        finally:
+            super().close()
+
+
+def _waiting(operation: str, name: str, *keywords: str) -> Any:
+    """A method that calls one of pyarrow's own by its name; keywords are of the arguments at the end."""
+
+    def method(self: _Handler, first: Any, *others: Any) -> Any:
+        where = first[0] if isinstance(first, list) else getattr(first, "base_dir", first)
+        arguments = others[: len(others) - len(keywords)]
+        options = dict(zip(keywords, others[len(arguments) :], strict=True))
+        attempts = itertools.count()
+
+        def do(inner: pyarrow.fs.FileSystem) -> Any:
+            is_first = not next(attempts)
+            try:
+                return getattr(inner, name)(first, *arguments, **options)
+            except FileNotFoundError:
+                # An earlier attempt has deleted it, whose answer was lost.
+                if is_first or operation != "delete":
+                    raise
+
+        return self.call(operation, where, do)
+
+    return method
+
+
+class _Handler(pyarrow.fs.FileSystemHandler):
+    """What pyarrow calls; see `PatientFileSystem`."""
+
+    def __init__(self, scheme: str, host: str, make: Make, policy: Policy) -> None:
+        self._scheme, self._make = scheme, lambda: make(scheme, host)
+        self._renew = None if host.startswith("anonymous@") else self._forget
+        self._made: pyarrow.fs.FileSystem | None = None
+        self._policy, self._lock = policy(count), threading.Lock()
+
+    def inner(self) -> pyarrow.fs.FileSystem:
+        with self._lock:
+            self._made = self._made or self._make()
+            return self._made
+
+    def _forget(self) -> None:
+        self._made = None
+
+    def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
+        found: T = self._policy.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Handler) and self.inner().equals(other.inner())
+
+    def get_type_name(self) -> str:
+        return self._scheme
+
+    def normalize_path(self, path: str) -> str:
+        return self.inner().normalize_path(path)
+
+    get_file_info = _waiting("info", "get_file_info")
+    get_file_info_selector = _waiting("list", "get_file_info")
+    create_dir = _waiting("write", "create_dir", "recursive")
+    delete_dir = _waiting("delete", "delete_dir")
+    delete_dir_contents = _waiting("delete", "delete_dir_contents", "missing_dir_ok")
+    delete_file = _waiting("delete", "delete_file")
+    move = _waiting("write", "move")
+    copy_file = _waiting("write", "copy_file")
+
+    def delete_root_dir_contents(self) -> None:
+        raise OSError("nobody deletes all that there is")
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(PatientInput(self, path), mode="r")
+
+    open_input_stream = open_input_file
+
+    def write(self, path: str, content: bytes | memoryview) -> None:
+        def write(inner: pyarrow.fs.FileSystem) -> None:
+            with inner.open_output_stream(path) as stream:
+                stream.write(content)
+
+        self.call("write", path, write)
+        count("write", bytes=len(content))
+
+    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
+        return pa.PythonFile(_Output(self, path), mode="w")
+
+    def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
+        raise OSError("objects are written whole")

@@ -1,0 +1,277 @@
+"""Uncompressed tars as stores: WebDataset's, see `raypipe.stores.webdataset`, or class folders, `class/image.jpg`.
+
+One scan of a tar's headers by `tarfile`, which trusts nothing in them, finds what is there; samples are then read
+by position. Nothing is ever extracted, so what the members' names say has no effect on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.files import RemoteFile, look_up, read_json, write_json
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.local_cache import shared_cache
+from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open_regular
+from raypipe.storage.patience import in_threads
+from raypipe.stores.addresses import list_files
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, as_text, by_part, join_fingerprints, part_of
+from raypipe.stores.class_folders import class_samples, is_sample, sample_suffixes
+from raypipe.stores.webdataset import Index, Place, Scan, find_samples, index_samples
+
+_NUM_FETCHES = 4  # tars that are fetched and scanned at a time
+# A scan takes some 80 us for each member: of a local tar below this size, a few seconds at most.
+_SMALL_BYTES = 64 << 20
+_INDEX_FILE = "tar-5.json"  # in the cache; another layout gets another number
+# Names are up to 4 KiB, extended attributes up to 64 KiB.
+_MAX_HEADER_BYTES = 128 << 10
+_ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
+
+
+class TarStore(FileStore["_Opened"]):
+    """A store in one tar, in several, `NAME-{0000..0099}.tar`, or in a folder of `*.tar`, local or remote.
+
+    Class folders: members `class/image.jpg`. Classes are the folders that hold images, in the order of their
+    names; samples are sorted by shard, by class, then by member name. Of members of a tar with one name, the last
+    counts, as in extraction. Links, hidden files, absolute names and names with `..` do not count.
+
+    WebDataset: members `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`. Samples are in the order of the
+    tars and of their members. A tar is of this layout if any sample has a label as it has them, or if text or JSON
+    stands beside every image.
+
+    Remote tars are read through the node's cache, see `storage.local_cache`. Each node fetches and scans all of
+    them once; the result stays in its cache, as it does for large local ones. The fingerprint is a hash over the
+    members' names, sizes and modification times. A member over 512 MiB is None.
+
+    Args:
+        address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
+        image_column: of WebDataset: the suffix of the images; "image" = any that is one of images.
+        label_column: of WebDataset: the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
+            field `label`.
+    """
+
+    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
+        super().__init__(address, image_column, label_column)
+
+    def close(self) -> None:
+        super().close()
+        if self._found:
+            shared_cache().close([archive.file for archive in self._found])
+
+    def _open(self) -> _Opened:
+        archives = self._found
+        if archives is None:
+            files = list_files(self.address, lambda name: name.endswith(".tar"), "*.tar")
+            archives = in_threads(_find, files)
+            if is_remote(self.address):
+                self._found = archives
+        scans = in_threads(self._scanned, archives, _NUM_FETCHES)
+        return _Opened(archives, self._index([archive.name for archive in archives], scans))
+
+    def _scanned(self, archive: _Archive) -> Scan:
+        """What is in a tar. Scans of remote and of large ones are kept on the node, for all its processes."""
+        state: list[Any] = list(self._options)
+        lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if isinstance(archive.file, RemoteFile):
+            index = shared_cache().folder_of(archive.file) / _INDEX_FILE
+        else:
+            found = os.fstat(archive.file.descriptor)
+            state += [found.st_size, found.st_mtime_ns, found.st_ino]
+            try:
+                folder = make_cache_folder("scans") if found.st_size >= _SMALL_BYTES else None
+            except OSError:  # it is for speed alone
+                folder = None
+            if folder is None:
+                return self._checked_scan(Path(archive.name), archive.name)
+            name = hashlib.blake2b(os.fsencode(archive.name), digest_size=16).hexdigest()
+            index = folder / f"{name}-{_INDEX_FILE}"
+            lock = locked(index.with_suffix(".lock"))  # one process scans, and the others wait
+        with lock:
+            with contextlib.suppress(ConfigError, KeyError, TypeError):
+                kept = read_json(index)
+                if kept["state"] == state:
+                    return kept["found"]
+            scan = self._checked_scan(archive.open().path, archive.name)
+            with contextlib.suppress(ConfigError):
+                write_json(index, {"state": state, "found": scan})
+        return scan
+
+    def _checked_scan(self, path: Path, name: str) -> Scan:
+        try:
+            return _scan(path, name, *self._options)
+        except StoreError:
+            raise
+        except Exception as error:  # tarfile lets half a dozen types through
+            raise StoreError(
+                f"{name} cannot be read as tar: {type(error).__name__}: {error!s:.500}; it is compressed, which "
+                "allows no random access, or truncated or no tar: uncompress it, or copy it again"
+            ) from error
+
+    def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
+        has_samples = ["samples" in scan for scan in scans]
+        if all(has_samples):
+            return index_samples(names, scans)
+        if any(has_samples):
+            first, other = names[has_samples.index(True)], names[has_samples.index(False)]
+            raise StoreError(
+                f"{first} has the WebDataset layout, and {other} has not, or no labels: all tars of one store "
+                "have one layout"
+            )
+        if self._options != ("image", "label"):
+            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options}")
+        return _index_class_folders(self.address, scans, ", or that of WebDataset, key.jpg beside key.cls")
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """One tar. A local one stays open, so that it is the one that was scanned; a remote one is cached."""
+
+    name: str
+    file: OpenFile | RemoteFile
+
+    def open(self) -> OpenFile:
+        return self.file if isinstance(self.file, OpenFile) else shared_cache().get(self.file, OpenFile)
+
+
+class _Opened:
+    """The tars of a store, and what is in them."""
+
+    groups = None
+
+    def __init__(self, archives: list[_Archive], index: Index) -> None:
+        self._archives, self._index = archives, index
+        self.columns, self.classes, self.fingerprint = tuple(index.columns), index.classes, index.fingerprint
+        labels = index.columns.get("label")
+        self.label_is_class = labels is None or (labels.dtype == np.int64 and labels.ndim == 1)
+
+    def __len__(self) -> int:
+        return int(self._index.bounds[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        return {name: self._read(name, indices) for name in columns}
+
+    def _read(self, column: str, indices: np.ndarray) -> Any:
+        places = self._index.columns[column]
+        if column == "label":
+            return places[indices]
+        contents: list[bytes | None] = [None] * len(indices)
+        for number, positions in by_part(indices, self._index.bounds):
+            archive = self._archives[number]
+            file = archive.open()
+            for position, place in zip(positions.tolist(), places[indices[positions]].tolist(), strict=True):
+                contents[position] = _content(file, archive.name, *place)
+        return list(map(as_text, contents)) if column in self._index.texts else contents
+
+    def sample_name(self, index: int) -> str:
+        archive = self._archives[part_of(self._index.bounds, index)[0]]
+        start = int(self._index.columns["image"][index][0]) - tarfile.BLOCKSIZE
+        # Of a name beyond 100 characters, or of an extended header's, this has the beginning.
+        header = os.pread(archive.open().descriptor, tarfile.BLOCKSIZE, start)
+        return f"{archive.name}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
+
+
+def _find(listed: RemoteFile) -> _Archive:
+    address = listed.address
+    if is_remote(address):
+        return _Archive(address, listed.checked(look_up(address)))
+    try:
+        return _Archive(address, OpenFile(Path(address)))
+    except OSError as error:
+        raise StoreError(f"{address} cannot be read as tar: {error}; check the path") from error
+
+
+def _content(file: OpenFile, name: str, start: int, num_bytes: int) -> bytes | None:
+    """What is at a place; None if there is none, or it is over 512 MiB."""
+    if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
+        return None
+    # pread leaves the file's position alone, so threads and forks may share the file.
+    content = os.pread(file.descriptor, num_bytes, start)
+    if len(content) < num_bytes:
+        raise StoreError(f"{name} has become shorter than {start + num_bytes} bytes; copy it again")
+    return content
+
+
+def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
+    """Read all headers of a tar, and the labels of a WebDataset's."""
+    found: list[tuple[str, Place | None]] = []
+    with (
+        _HeaderReader(io.FileIO(path, opener=open_regular)) as file,
+        tarfile.open(fileobj=file, mode="r:") as tar,
+    ):
+        start = -1
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
+            if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
+                raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
+            is_file = member.isreg() and not member.issparse()
+            start = tar.offset
+            place = (member.offset_data, member.size, member.mtime) if is_file else None
+            found.append((str(PurePosixPath(member.name)), place))
+        # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
+        assert tar.fileobj is not None
+        tar.fileobj.seek(tar.offset)
+        if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
+        samples = find_samples(name, found, file.fileno(), image_column, label_column)
+    if samples is not None:
+        return {"samples": samples}
+    images: dict[str, Place] = {}
+    suffixes = sample_suffixes(member_name for member_name, place in found if place)
+    for member_name, place in found:
+        images.pop(member_name, None)  # the last of a name counts, and if it is a link, none
+        if place and is_sample(PurePosixPath(member_name), suffixes):
+            images[member_name] = place
+    return {"members": images}
+
+
+class _HeaderReader(io.BufferedReader):
+    """A tar as `tarfile` reads it while it looks for headers.
+
+    What follows a header and belongs to it, such as a long name, is read whole: a damaged size would take the
+    rest of the file for it. And for a number of n digits `tarfile` takes n² steps (CVE-2024-6232).
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"an extended header of {size} bytes at byte {self.tell()}")
+        content = super().read(size)
+        if size > tarfile.BLOCKSIZE and _ENDLESS_NUMBER.search(content):
+            raise tarfile.ReadError(
+                f"an extended header at byte {self.tell() - len(content)} is nothing but a number"
+            )
+        return content
+
+
+def _index_class_folders(address: str, scans: Sequence[Scan], hint: str) -> Index:
+    """The index of tars of {"members": name → place}: samples are sorted by tar, by class, then by name."""
+    shards = [scan["members"] for scan in scans]
+    classes, found = class_samples(address, shards, hint)
+    pairs = list(zip(shards, found, strict=True))
+    places = [members[name][:2] for members, samples in pairs for _, name in samples]
+    labels = [label for samples in found for label, _ in samples]
+    return Index(
+        columns={"image": np.array(places, np.int64), "label": np.array(labels, np.int64)},
+        texts=frozenset(),
+        classes=classes,
+        bounds=np.cumsum([0] + [len(samples) for samples in found]),
+        fingerprint=join_fingerprints([_fingerprint(members, samples) for members, samples in pairs]),
+    )
+
+
+def _fingerprint(members: dict[str, list[float]], samples: list[tuple[int, str]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for _, name in samples:
+        line = "\0".join(map(str, (name, *members[name][1:])))
+        digest.update(f"{line}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()

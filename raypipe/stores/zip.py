@@ -1,0 +1,81 @@
+"""Zips of class folders, `class/image.jpg`, a source of `raypipe convert`, which reads it once."""
+
+from __future__ import annotations
+
+import io
+import logging
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from raypipe.errors import StoreError
+from raypipe.storage.local_file import open_regular
+from raypipe.stores.addresses import list_files
+from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.class_folders import class_samples, is_sample, sample_suffixes
+
+logger = logging.getLogger(__name__)
+
+
+class ZipSamples:
+    """The samples of one zip or of several, by zip, by class, then by name; members count as those of a tar do.
+
+    A member that is damaged, or over 512 MiB, is {"image": None}, and a warning names it.
+
+    Args:
+        address: a local file, or several, `NAME-{0000..0099}.zip`.
+
+    Attributes:
+        classes: class names, position = label.
+    """
+
+    def __init__(self, address: str | Path) -> None:
+        files = list_files(str(Path(address).absolute()), lambda name: name.endswith(".zip"), "*.zip")
+        self._paths = [file.address for file in files]
+        self._members = [_members(path) for path in self._paths]
+        self.classes, self._samples = class_samples(str(address), self._members)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for path, members, samples in zip(self._paths, self._members, self._samples, strict=True):
+            with _opened(path) as archive:
+                for label, name in samples:
+                    yield {"image": _content(archive, members[name], path), "label": label}
+
+
+def _opened(path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(io.BufferedReader(io.FileIO(path, opener=open_regular)))
+    except Exception as error:  # of half a dozen types
+        reason = f"{type(error).__name__}: {error!s:.500}; it is truncated or no zip: copy it again"
+        raise StoreError(f"{path} cannot be read as zip: {reason}") from error
+
+
+def _members(path: str) -> dict[str, zipfile.ZipInfo]:
+    """Name → member, of those that may be samples; the last of a name counts."""
+    with _opened(path) as archive:
+        infos = archive.infolist()
+    suffixes, members = sample_suffixes(info.filename for info in infos), dict[str, zipfile.ZipInfo]()
+    for info in infos:
+        key = PurePosixPath(info.filename)
+        members.pop(str(key), None)
+        is_file = not info.filename.endswith("/") and not stat.S_ISLNK(info.external_attr >> 16)
+        if is_file and is_sample(key, suffixes):
+            members[str(key)] = info
+    return members
+
+
+def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> bytes | None:
+    where = f"{path}, {info.filename!r}"
+    try:
+        if info.file_size <= MAX_SAMPLE_BYTES:
+            return archive.read(info)
+        reason = "it is over 512 MiB"
+    except (RuntimeError, NotImplementedError) as error:  # a password, or a method
+        raise StoreError(f"{where}, is not read: {error}; make the zip anew (zip -0), without one") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = str(error)
+    logger.warning("%s: %s", where, reason)
+    return None

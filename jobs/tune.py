@@ -55,7 +55,7 @@ def policies(run: RunConfig, trials: int, transforms: tuple[Any, ...]) -> list[R
 class Trial(tune.Trainable):
     """Trains one of `runs` in its own process; a step of it is an epoch. Its checkpoints are the run's own."""
 
-    def setup(self, config: dict[str, Any], runs: list[RunConfig], **options: Any) -> None:
+    def setup(self, config: dict[str, Any], runs: list[RunConfig], **options: Any) -> None:  # type: ignore[override]
         train_alone("trial")
         run = runs[config["number"]]
         folder = f"{run.storage_path}/{run.name}"

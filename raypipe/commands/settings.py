@@ -52,7 +52,7 @@ def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
 def parse_command(
     name: str, command: Callable[..., Any], args: list[str] | None = None, doc: str | None = None
 ) -> dict[str, Any]:
-    """The arguments of a command, by default of the program's own arguments; a job has no name, and help of its own.
+    """The arguments of a command, by default of the program's own arguments; a job has a doc, and no name.
 
     If `target` is a run's folder, the run has settings that the others override. Unknown settings and values of a
     wrong type, in a file or on the command line, end the program with exit code 2.

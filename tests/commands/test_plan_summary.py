@@ -53,7 +53,7 @@ def test_the_command_shows_the_plan_as_a_table(
     found = json.loads(last)
     assert found["samples"] == 96 and found["left_out"] > 0 and set(found["sources"]) == {"photos", "drawings"}
     rows = {line[1:].split("│")[0].strip(): line for line in lines if line.startswith("│")}
-    assert "80 samples, 20 left out, share (0.5, 0.8), passes (0.6" in rows["sources photos"]
+    assert "100 samples, 20 left out, share (0.5, 0.5), passes (0.6" in rows["sources photos"]
     assert "% to " in rows["shares of 4 classes, drawn"]
 
 

@@ -150,7 +150,7 @@ def main() -> None:
     found = measure(raypipe.open_store(args.store), transform, args)
     ray.shutdown()
     rows = [(name.replace("_bytes", "").replace("_", " "), f"{n / 2**20:,.0f} MiB") for name, n in found.items()]
-    table(args.store, rows)
+    table(args.store, dict(rows))
     print(json.dumps(found), flush=True)
 
 

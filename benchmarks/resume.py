@@ -101,11 +101,11 @@ def main() -> None:
     ray.shutdown()
     table(
         f"{args.store}: a resume in an epoch of {NUM_SAMPLES:,} samples, {args.repeats} repeats",
-        [
-            ("first batch, at the epoch's start", f"{found['resume_start_s']:.2f} s"),
-            ("first batch, at its last step", f"{found['resume_end_s']:.2f} s"),
-            ("end / start", f"{found['resume_ratio']:.3f}"),
-        ],
+        {
+            "first batch, at the epoch's start": f"{found['resume_start_s']:.2f} s",
+            "first batch, at its last step": f"{found['resume_end_s']:.2f} s",
+            "end / start": f"{found['resume_ratio']:.3f}",
+        },
     )
     print(json.dumps(found), flush=True)
 

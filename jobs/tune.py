@@ -1,173 +1,149 @@
 """Search for an augmentation policy on your own store.
 
     uv run jobs/tune.py                                            on the digits that scikit-learn ships
-    uv run jobs/tune.py --config run.yaml --tune.trials 24 --tune.transforms '[light, heavy]'
+    uv run jobs/tune.py --config run.yaml --trials 24 --transforms '[light, heavy]'
     uv run jobs/tune.py --resume runs/tune-20261121-104600-3fa2    go on where it stopped
     uv run jobs/train.py --config runs/tune-20261121-104600-3fa2/best.yaml
 
-The search's folder has config.yaml, best.yaml, report.json with every trial, trials/NAME/ with what each training
-leaves behind, and tune/ with Ray Tune's records, which a resume needs. It unpickles them, and a pickle runs code:
-give it only folders that nobody else can write to.
-
-ASHA (Li et al. 2020, arXiv:1810.05934) stops a trial at half of its epochs unless it is among the better half of
-those that have come so far. What is best of many is so by luck as well: so it is trained again, with seeds that
-the search has not seen, and so is the run's own policy, and the two are compared seed by seed.
+ASHA (Li et al. 2020, arXiv:1810.05934) stops a trial at half of its epochs unless it is in the better half so far.
+The best of many is also the luckiest: so it and the run's own policy are trained again with new seeds and compared
+seed by seed. A resume unpickles Ray Tune's records, which runs code: give it folders that you alone can write to.
 """
 
 import json
-from dataclasses import asdict, replace
-from pathlib import Path
+import os
+from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-import yaml
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
 
 from raypipe.commands.cli import run_job
-from raypipe.commands.tune import TuneConfig, policies, share_out, told, train_all
-from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.config import AugmentConfig, RunConfig, StrengthConfig
+from raypipe.device.augment import PRESETS
+from raypipe.errors import ConfigError, RunError
 from raypipe.rayext.cluster import cluster_resources, connect, preflight
+from raypipe.rayext.failures import cause_of
+from raypipe.rayext.trainer import train_alone
 from raypipe.storage.files import write_json, write_text
-from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import spec_of
-from raypipe.train.launch import check_augment
 from raypipe.train.learning import num_classes_of
-from raypipe.train.run_folder import CONFIG_FILE, CONFIG_HEAD, as_plain, located
-from raypipe.transform.presets import build_transform
+from raypipe.train.loop import Trainer
+from raypipe.train.run_folder import CONFIG_FILE, CONFIG_HEAD, as_plain, located, store_config
+from raypipe.transform.presets import check_transform
 
 
-def search(given: RunConfig, tune: TuneConfig) -> dict[str, Any]:
-    """Search on a run's own stores, and keep the better one of the best policy and the run's own: `policy`.
-
-    `val_accuracy` is its mean over the seeds, `default_val_accuracy` that of the run's own; `config` trains it.
-    """
-    if not given.plan.val_interval or (given.store.train and not given.store.val):
-        raise ConfigError("a search needs a validation: set store.val, and plan.val_interval above 0")
-    with located(given, "tune-") as (run, folder, _):
-        # Trials have folders of their own to run in.
-        names = ("train", "val", "exclude", "val_exclude")
-        addresses: dict[str, Any] = {name: absolute(getattr(run.store, name)) for name in names}
-        run = replace(run, store=replace(run.store, **addresses))
-        chosen = policies(tune, run)
-        for policy in chosen:  # what is wrong is told before anything starts
-            build_transform(policy.transform.train, run.transform.final_size)
-            check_augment(policy.augment)
-        spec = spec_of(run, folder)
-        if spec.columns.target is not None:
-            raise ConfigError("a search compares accuracies, which only classes have: name another label_column")
-        train = replace(run.train, num_workers=1, min_workers=0, num_classes=num_classes_of(run, spec))
-        connect()
-        gpu = preflight(run.pool, train, run.plan.per_step).gpu
-        base = replace(run, storage_path=f"{folder}/trials", train=replace(train, use_gpu=gpu))
-        at_once, share = share_out(cluster_resources(), base, tune.trials)
-        check_memory(spec, share.max_actors, 1, at_once)
-        settings = as_plain(run) | {"tune": json.loads(json.dumps(asdict(tune)))}
-        write_yaml(f"{folder}/{CONFIG_FILE}", settings, CONFIG_HEAD)
-        listed = "\n".join(f"{number:>10} {told(policy)}" for number, policy in enumerate(chosen))
-        print(f"search     {folder}\ntrials     {at_once} at a time, of\n{listed}", flush=True)
-        try:
-            searched = search_runs(base, tune, chosen)
-            trials = train_all(
-                f"{folder}/tune/search", searched, at_once, share, searched[0].plan.epochs // 2 or 1
-            )
-            best = best_of(trials)
-            print(f"final      {told(chosen[best])}, and the run's own, {tune.repeats} seeds each", flush=True)
-            finals = final_runs(base, tune, chosen[best])
-            compared = train_all(f"{folder}/tune/final", finals, at_once, share, run.plan.epochs)
-        except KeyboardInterrupt:
-            print(f"stopped; go on with --resume {folder.removeprefix('file://')}", flush=True)
-            raise
-        if failed := [each for each in compared if each["error"]]:
-            raise RaypipeError(f"{finals[failed[0]['number']].name} failed: {failed[0]['error']}")
-        accuracies = [each["accuracy"] for each in compared]
-        first, second = accuracies[: tune.repeats], accuracies[tune.repeats :]
-        verdict, text = judge(first, second)
-        kept = chosen[best] if verdict["better"] else run
-        print(f"{text}\nkept: {told(kept)}", flush=True)
-        write_yaml(f"{folder}/best.yaml", as_plain(replace(kept, name="")), f"# {text}.\n")
-        result = {
-            **verdict,
-            "val_accuracy": mean(first if verdict["better"] else second),
-            "default_val_accuracy": mean(second),
-            "policy": told(kept),
-            "config": f"{folder}/best.yaml".removeprefix("file://"),
-            "trials": len(trials),
-            "failed": sum(bool(each["error"]) for each in trials),
-            "run_dir": folder.removeprefix("file://"),
-        }
-        tried = [{"policy": told(policy)} | trial for policy, trial in zip(chosen, trials, strict=True)]
-        comparison = {"seeds": seeds(tune, run), "best": first, "default": second}
-        write_json(
-            f"{folder}/report.json", {**result, "best": best, "comparison": comparison, "all_trials": tried}
-        )
-        return result
+def policies(run: RunConfig, trials: int, transforms: tuple[Any, ...]) -> list[RunConfig]:
+    """The run with each policy: its own, none, and those that its seed draws; more trials only add some."""
+    rng, plain = np.random.default_rng(run.plan.seed), AugmentConfig(mean=run.augment.mean, std=run.augment.std)
+    sets = [plain, run.augment, *(replace(plain, preset=each) for each in PRESETS)]  # type: ignore[arg-type]
+    for ops in PRESETS.values():  # a flip makes other digits
+        sets.append(replace(plain, ops=[dict(op) for op in ops if op["op"] != "RandomHorizontalFlip"]))
+    found, drawn = [run], replace(run, augment=plain)
+    while len(found) < trials:
+        found += [drawn] if drawn not in found else []
+        mixup, cutmix = (rng.integers(0, 2, 2) * round(10 ** rng.uniform(-1, 0), 2)).tolist()
+        strength = StrengthConfig(peak=float(rng.choice([0.4, 0.7, 1.0])))
+        augment = replace(sets[rng.integers(len(sets))], mixup_alpha=mixup, cutmix_alpha=cutmix, strength=strength)
+        transform = [run.transform.train, *transforms][rng.integers(1 + len(transforms))]
+        drawn = replace(run, transform=replace(run.transform, train=transform), augment=augment)
+    return found
 
 
-def absolute(address: str) -> str:
-    """A local path as one that a process in any folder understands; a URI, and what is empty, as it is."""
-    return str(Path(address).absolute()) if address and "://" not in address else address
+class Trial(tune.Trainable):
+    """Trains one of `runs` in its own process; a step of it is an epoch. Its checkpoints are the run's own."""
+
+    def setup(self, config: dict[str, Any], runs: list[RunConfig], **options: Any) -> None:  # type: ignore[override]
+        train_alone("trial")
+        run = runs[config["number"]]
+        folder = f"{run.storage_path}/{run.name}"
+        store_config(run, folder)
+        self._trainer = Trainer(run, spec_of(run, folder), run.train.num_classes, run_uri=folder, **options)
+        self._epochs = self._trainer.epochs()
+
+    def step(self) -> dict[str, Any]:
+        done = next(self._epochs, "ended") == "ended"
+        figures, plan = self._trainer.figures(), self._trainer.plan
+        epochs = figures["steps"] // plan.steps_per_epoch  # not Tune's steps: a resumed trial has done some before
+        return {"epochs": epochs, "accuracy": figures.get("val_accuracy", 0.0), "done": done}
 
 
-def write_yaml(address: str, content: dict[str, Any], above: str = "") -> None:
-    write_text(address, above + yaml.safe_dump(content, sort_keys=False))
+def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
+    """Train runs side by side, also those that a call before began; ASHA stops poor ones from epoch `first` on."""
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a store's path is relative to this folder
+    run, offer, least = runs[0], cluster_resources(), runs[0].pool.least_actors
+    share = preflight(run.pool, run.train, run.plan.per_step)  # of one alone
+    most = offer.free_gpus if share.gpu else offer.free_cpus / (share.cpus_per_worker + least)
+    at_once = max(1, min(int(most), len(runs)))
+    own = {"max_actors": max(least, share.max_actors // at_once), "device": "" if share.gpu else "cpu"}
+    trial: Any = tune.with_parameters(Trial, runs=runs, **own)
+    trial = tune.with_resources(trial, {"CPU": share.cpus_per_worker, "GPU": int(share.gpu)})
+    if tune.Tuner.can_restore(folder):
+        tuner = tune.Tuner.restore(folder, trial, resume_errored=True)
+    else:
+        asha = ASHAScheduler("epochs", "accuracy", "max", run.plan.epochs, first, 2, stop_last_trials=False)
+        search = tune.TuneConfig(scheduler=asha, max_concurrent_trials=at_once)
+        storage, _, name = folder.rpartition("/")
+        none = tune.CheckpointConfig(checkpoint_at_end=False)  # a run has its own
+        place = tune.RunConfig(name=name, storage_path=storage, checkpoint_config=none, verbose=1)
+        numbers = {"number": tune.grid_search(list(range(len(runs))))}
+        tuner = tune.Tuner(trial, param_space=numbers, tune_config=search, run_config=place)
+    found: Any = tuner.fit()
+    results = sorted(found, key=lambda result: result.config["number"])
+    if len(results) < len(runs) or not all(each.error or each.metrics.get("done") for each in results):
+        raise KeyboardInterrupt  # which Ray Tune has taken, to keep what was begun
+    return results
 
 
-def search_runs(base: RunConfig, tune: TuneConfig, chosen: list[RunConfig]) -> list[RunConfig]:
-    """The trials: equal in all but their policies, validated after each epoch."""
-    plan = replace(base.plan, epochs=tune.epochs or max(1, base.plan.epochs // 2), val_interval=1)
-    return [
-        replace(base, transform=policy.transform, augment=policy.augment, plan=plan, name=f"search-{number}")
-        for number, policy in enumerate(chosen)
-    ]
-
-
-def final_runs(base: RunConfig, tune: TuneConfig, best: RunConfig) -> list[RunConfig]:
-    """The trainings that are compared: of the best policy with each seed, then of the run's own with each."""
-    plans = [replace(base.plan, val_interval=base.plan.epochs, seed=seed) for seed in seeds(tune, base)]
-    return [
-        replace(base, transform=policy.transform, augment=policy.augment, plan=plan, name=f"final-{name}-{number}")
-        for name, policy in (("best", best), ("default", base))
-        for number, plan in enumerate(plans)
-    ]
-
-
-def seeds(tune: TuneConfig, run: RunConfig) -> list[int]:
-    """The seeds of the final comparison, none of which is that of the trials."""
-    return np.random.SeedSequence([run.plan.seed, tune.seed]).generate_state(tune.repeats).tolist()
-
-
-def best_of(trials: list[dict[str, Any]]) -> int:
-    """The number of the best trial that is not the run's own policy, of those that went furthest.
-
-    Raises:
-        RaypipeError: all of them failed.
-    """
-    candidates = [trial for trial in trials if trial["number"] and not trial["error"]]
-    if not candidates:
-        raise RaypipeError(f"every trial failed, the last one so: {trials[-1]['error']}")
-    return max(candidates, key=lambda trial: (trial["epochs"], trial["accuracy"]))["number"]
-
-
-def judge(first: list[float], second: list[float]) -> tuple[dict[str, Any], str]:
-    """Compare the accuracies of two policies, in [0, 1], with the same seeds in the same order, at least two.
-
-    Returns:
-        `better`: whether the first is, by more than chance; `gain` and `spread`: mean and standard deviation of
-        the differences, first minus second; and the same in a sentence.
-    """
+def judge(first: list[float], second: list[float]) -> dict[str, Any]:
+    """Whether the first policy is `better`, seed by seed; with three seeds one of eleven equals is called so."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    gain, spread = mean(differences), stdev(differences)
-    error = spread / len(differences) ** 0.5
-    # With three seeds one of eleven comparisons of equals passes this by chance, with five one of seventeen
-    # (Student's t).
-    better = gain > 2 * error
-    return {"better": better, "gain": gain, "spread": spread}, (
-        f"the best policy of the search is {'better' if better else 'not better by more than chance'}: "
-        f"{mean(first):.4f} against {mean(second):.4f} over {len(first)} seeds, a gain of "
-        f"{100 * gain:+.2f} points with a standard error of {100 * error:.2f}"
-    )
+    gain, error = mean(differences), stdev(differences) / len(differences) ** 0.5
+    return {"better": gain > 2 * error, "gain": gain, "standard_error": error}
+
+
+def search(run: RunConfig, *, trials: int = 12, seeds: int = 3, transforms: tuple[Any, ...] = ()) -> Any:
+    """Search, and keep the better of the best policy and the run's own.
+
+    Args:
+        run: settings; a trial has half of their plan.epochs. Their plan.seed draws the policies too.
+        trials: policies to try, of which the first are the run's own and none at all; at least 2.
+        seeds: of the comparison; at least 2.
+        transforms: CPU transforms of training to choose from, beside transform.train.
+    """
+    if min(trials, seeds) < 2 or not run.plan.val_interval or (run.store.train and not run.store.val):
+        raise ConfigError("a search needs 2 trials, 2 seeds and a validation: store.val and plan.val_interval")
+    for transform in transforms:
+        check_transform(transform, run.transform.final_size)
+    with located(run, "tune-") as (run, folder, _):
+        own = {"trials": trials, "seeds": seeds, "transforms": transforms}
+        write_text(f"{folder}/{CONFIG_FILE}", CONFIG_HEAD + json.dumps(as_plain(run) | own))
+        print(f"search     {folder}; go on with it by --resume", flush=True)
+        train = replace(run.train, num_workers=1, min_workers=0, num_classes=num_classes_of(run, spec_of(run)))
+        chosen = policies(replace(run, storage_path=f"{folder}/trials", train=train), trials, transforms)
+        connect()
+        plan = replace(run.plan, epochs=max(1, run.plan.epochs // 2), val_interval=1)
+        runs = [replace(each, plan=plan, name=f"search-{i}") for i, each in enumerate(chosen)]
+        results = train_all(f"{folder}/tune/search", runs, max(1, plan.epochs // 2))
+        tried = [{"error": str(each.error or ""), "epochs": 0, "accuracy": 0.0} | each.metrics for each in results]
+        order = [(not each["error"], each["epochs"], each["accuracy"]) for each in tried]
+        best = max(range(1, trials), key=lambda i: order[i])
+        new = np.random.SeedSequence(run.plan.seed).generate_state(seeds).tolist()
+        plans = [replace(run.plan, val_interval=run.plan.epochs, seed=each) for each in new]
+        runs = [replace(chosen[i], plan=p, name=f"final-{i}-{p.seed}") for i in (best, 0) for p in plans]
+        results = train_all(f"{folder}/tune/final", runs, run.plan.epochs)
+        if errors := [each.error for each in results if each.error]:
+            raise RunError(f"a training of the comparison failed: {cause_of(errors[0])}")
+        first, second = np.reshape([each.metrics["accuracy"] for each in results], (2, seeds)).tolist()
+        found = judge(first, second) | {"best": first, "default": second, "config": f"{folder}/best.yaml"}
+        kept = chosen[best if found["better"] else 0]
+        kept = replace(run, name="", transform=kept.transform, augment=kept.augment)
+        write_json(f"{folder}/best.yaml", as_plain(kept))  # JSON is YAML
+        write_json(f"{folder}/report.json", found | {"trials": tried, "policies": list(map(as_plain, chosen))})
+        return found
 
 
 if __name__ == "__main__":
-    run_job(search, __doc__, tune=TuneConfig)
+    run_job(search, __doc__)

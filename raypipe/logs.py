@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -144,28 +146,42 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def number(value: float) -> str:
+    """A figure as people write it, of about four digits."""
+    if not math.isfinite(value):
+        return "none"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+
+
 def shown(value: Any) -> str:
-    """A value of a command's result; a list of numbers is a range, least to most; a dict has counts or words."""
+    """A value of a command's result: a list of numbers is a range, a tuple two values, a dict counts or words."""
     if isinstance(value, dict):
-        return ", ".join(
-            f"{each:,} {name}" if isinstance(each, int) else f"{name} ({each})" for name, each in value.items()
-        )
+        named = ((name.replace("_", " "), each) for name, each in value.items())
+        return ", ".join(f"{n:,} {name}" if type(n) is int else f"{name} ({shown(n)})" for name, n in named)
+    if isinstance(value, tuple):
+        return " / ".join(map(shown, value))
     if isinstance(value, list):
         is_range = all(isinstance(item, int) for item in value)
         return (" … " if is_range else ", ").join(map(shown, value))
-    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
+    if isinstance(value, float):
+        return number(value)
+    return f"{value:,}" if type(value) is int else "none" if value is None else str(value)
 
 
-def table(title: str, rows: list[tuple[str, str]]) -> None:
-    """Print names and values as a table, on standard output."""
+def table(heading: str, found: Mapping[str, Any]) -> None:
+    """Print names and values as a table, on standard output; a dict of dicts or lists takes several rows."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table(show_header=False)
-    shown.add_column()
-    shown.add_column(justify="right")
-    for name, value in rows:
-        shown.add_row(escape(printable(name)), escape(printable(value)))
-    print(printable(title))  # not the table's own, which would be broken to the table's width
-    Console().print(shown)
+    drawn = Table(show_header=False)
+    drawn.add_column()
+    drawn.add_column(justify="right")
+    for name, value in found.items():
+        values = value if isinstance(value, Mapping) else {}
+        several = any(isinstance(each, Mapping | list | tuple) for each in values.values())
+        title = name.replace("_", " ")
+        for row, cell in [(f"{title} {each}", values[each]) for each in values] if several else [(title, value)]:
+            drawn.add_row(escape(printable(row)), escape(printable(shown(cell))))
+    print(printable(heading))  # not the table's own, which would be broken to the table's width
+    Console().print(drawn)

@@ -14,8 +14,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import re
 import reprlib
 import sys
 from collections.abc import Mapping
@@ -110,7 +112,7 @@ def _as_kind(value: Any, kind: Any) -> Any:
         if isinstance(value, list | tuple):
             return origin([_within(each, parts[0], number) for number, each in enumerate(value)])
     elif origin is dict:
-        if isinstance(value, Mapping) and all(_fits(key, parts[0]) for key in value):
+        if isinstance(value, Mapping) and all(fits(key, parts[0]) for key in value):
             return {_as_kind(key, parts[0]): _within(each, parts[1], key) for key, each in value.items()}
     elif isinstance(value, plain):
         return value
@@ -130,7 +132,8 @@ def _within(value: Any, kind: Any, place: object) -> Any:
         raise _UnfitError(error.kind, error.value, (place, *error.path)) from None
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
+    """Whether `check` takes a value."""
     try:
         _as_kind(value, kind)
     except _UnfitError:
@@ -199,14 +202,6 @@ def kinds_of(section: type) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(section)}
 
 
-def kind_at(section: Any, key: str) -> Any:
-    """The type of a field at a key such as `augment.strength.peak`; None = there is none."""
-    for name in key.split("."):
-        fits = isinstance(section, type) and issubclass(section, Section)
-        section = kinds_of(section).get(name) if fits else None
-    return section
-
-
 @dataclass(frozen=True)
 class Section:
     """Settings that are checked by their types: a script that builds them has no command line that would."""
@@ -224,3 +219,45 @@ class Section:
     def _require(self, ok: bool, name: str, value: object, expected: str) -> None:
         if not ok:
             raise ConfigError(f"{self._prefix}{name} must be {expected}, got {shown(value)}")
+
+
+def is_section(kind: Any) -> bool:
+    """Whether a type is a section of settings."""
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+class Setting(NamedTuple):
+    """A setting: its type, its default, and what the documentation of its section says of it."""
+
+    kind: Any
+    default: Any
+    about: str
+
+
+def settings_of(section: type[Section]) -> dict[str, Setting]:
+    """All settings of a section and of those within it, by their whole names, such as `augment.strength.peak`."""
+    found: dict[str, Setting] = {}
+    default, about = section(), described(section)
+    for name, kind in kinds_of(section).items():  # type: ignore[arg-type] # a class is hashable
+        if is_section(kind):
+            found |= settings_of(kind)
+        else:
+            found[section._prefix + name] = Setting(kind, getattr(default, name), about.get(name, ""))
+    return found
+
+
+def build(section: type[Section], values: Mapping[str, Any]) -> Any:
+    """A section with settings by their whole names, and defaults for others; ConfigError where one is wrong."""
+    given: dict[str, Any] = {}
+    for name, kind in kinds_of(section).items():  # type: ignore[arg-type]
+        if is_section(kind):
+            given[name] = build(kind, values)
+        elif section._prefix + name in values:
+            given[name] = values[section._prefix + name]
+    return section(**given)
+
+
+def described(documented: Any) -> dict[str, str]:
+    """What the docstring of a section or a function says of each attribute or argument."""
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}

@@ -6,6 +6,7 @@ import ast
 import functools
 import json
 import re
+import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from without_ray import one_thread, only_rank
 
 import raypipe
 from raypipe.commands import cli, settings
-from raypipe.commands.tune import TuneConfig
 from raypipe.config import RunConfig
 from raypipe.pages.report import write_report
 from raypipe.stores import Store, digits_stores
@@ -28,6 +28,8 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.transform.presets import PRESETS, check_transform
 
 from conftest import samples, write_tar  # isort: skip
+
+SEARCH = runpy.run_path(str(ROOT / "jobs" / "tune.py"))["search"]
 
 
 def test_there_are_commands_of_every_kind() -> None:
@@ -44,8 +46,8 @@ def test_every_command_is_understood(
     if words[0] != "raypipe":
         args = [f"{tmp_path}/run.yaml" if word.endswith("best.yaml") else word for word in words[1:]]
         args = [word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args]  # which is not asked for here
-        run, own = settings.parse_job(args, None, tune=TuneConfig)
-        assert isinstance(run, RunConfig) and own
+        own = settings.parse_command("", SEARCH if words[0].endswith("tune.py") else cli.train, args)
+        assert isinstance(own["run"], RunConfig)
         return
     called = []
 
@@ -65,7 +67,7 @@ def test_every_command_is_understood(
 def test_all_settings_are_settings(tmp_path: Path) -> None:
     for block in blocks("yaml"):
         (tmp_path / "some.yaml").write_text(block)
-        run, _ = settings.parse_job([f"--config={tmp_path / 'some.yaml'}"], None)
+        run = settings.parse_run([f"--config={tmp_path / 'some.yaml'}"], None)
         assert set(yaml.safe_load(block)) <= set(vars(run))
         for transform in (run.transform.train, run.transform.val):
             check_transform(transform, run.transform.size, run.transform.decode_as == "array")
@@ -423,7 +425,7 @@ def test_what_docs_transforms_has_makes_images(
         return MicroBatchMaker(made).batch(next(made.plan.micro_batches(made.plan.start())))["image"]
 
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])
-    saved, _ = settings.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
+    saved = settings.parse_run([f"--config={tmp_path / 'run.yaml'}"], None)
     assert saved.transform.train == "policy.json"
     image = first(transform=saved.transform)
     assert image.shape == (16, 32, 32, 3)
@@ -432,7 +434,7 @@ def test_what_docs_transforms_has_makes_images(
     at = next(spec.plan.micro_batches(spec.plan.start()))
     assert MicroBatchMaker(spec).batch(at)["image"].shape == (16, 32, 32, 3)
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[2])
-    mine, _ = settings.parse_job([f"--config={tmp_path / 'run.yaml'}"], None)
+    mine = settings.parse_run([f"--config={tmp_path / 'run.yaml'}"], None)
     for name in (mine.transform.train, mine.transform.val, "my_transforms:turned"):
         assert first(transform=mine.transform, train_transform=name).shape == (16, 32, 32, 3), name
 

@@ -84,19 +84,16 @@ def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(
 
 @pytest.mark.cluster
 @pytest.mark.soak  # tests/commands/test_bench.py measures a stream
-def test_bench_prints_ceiling_stream_and_gaps(stores: dict[str, Path]) -> None:
+def test_bench_prints_ceiling_stream_and_the_cpus_for_a_rate(stores: dict[str, Path]) -> None:
     command = ["-m", "raypipe.commands.cli", "bench", str(stores["train"]), "--transform.size", "64"]
-    done = run(*command, "--seconds", "2", "--plan.micro_batch_size", "32", "--pool.max_actors", "1")
+    done = run(
+        *command, "--seconds", "2", "--plan.micro_batch_size", "32", "--pool.max_actors", "1", "--images-per-s=9"
+    )
     found = last_line(done)
-    assert list(found)[:5] == [
-        "ceiling_images_per_s",
-        "stream_images_per_s",
-        "ratio",
-        "first_batch_s",
-        "boundary_gap_ratio",
-    ]
+    assert list(found)[:4] == ["ceiling_images_per_s", "stream_images_per_s", "ratio", "first_batch_s"]
     assert all(value > 0 for value in found.values() if isinstance(value, float))
     assert (found["actors"], found["micro_batch"], found["micro_batch_bytes"]) == (1, 32, 32 * 64 * 64 * 3)
+    assert found["cpus_needed"] == 1 and "9 images/s need 1 such CPUs" in done.stdout
     assert "stream / ceiling" in done.stdout and "The stream runs at" in done.stdout
 
 

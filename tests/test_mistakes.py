@@ -42,7 +42,6 @@ def of_an_image(image):
 MISTAKES = {
     "a setting is misspelt": (["--plan.epoch=3"], "did you mean plan.epochs?"),
     "a section is left out": (["--epochs=3"], "did you mean plan.epochs?"),
-    "an old name": (["--plan.per_step=8"], "plan.per_step is called plan.global_batch_size"),
     "an unknown choice": (["--plan.shuffle=globl"], "plan.shuffle"),
     "no whole number": (["--plan.seed=1.5"], "plan.seed must be a whole number of at least 0, got 1.5"),
     "a word for a number": (

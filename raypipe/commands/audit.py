@@ -8,9 +8,8 @@ from typing import Any
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.logs import shown, table
+from raypipe.logs import table
 from raypipe.lookup import num_cpus
-from raypipe.pages import number
 from raypipe.plan.schedule import shares
 from raypipe.storage.filesystem import as_uri, join
 
@@ -25,13 +24,12 @@ def inspect(
     verify: bool = False,
     show_plan: bool = False,
     output: str = "",
-    html: str = "",
     add_sizes: bool = False,
 ) -> dict[str, Any]:
-    """Print or draw a store, or what a run draws of it; find all samples that cannot be decoded; or add sizes.
+    """Print what a store is, or what a run draws of it; find all samples that cannot be decoded; or add sizes.
 
-    Example: raypipe inspect train.lmdb --html train.html
-    Example: raypipe inspect --config run.yaml --show-plan --html plan.html
+    Example: raypipe inspect train.lmdb
+    Example: raypipe inspect --config run.yaml --show-plan
     Example: raypipe inspect train.lmdb --verify --output bad.json
     Example: raypipe inspect train.tar --add-sizes
 
@@ -43,72 +41,56 @@ def inspect(
         show_plan: show what an epoch of the run contains: steps, left-overs, sources, classes, draws of a sample.
         output: with --verify: where to write the list of bad samples, for --store.exclude, a local path or
             a URI; empty = NAME.bad.json in this folder, if any are bad.
-        html: write a page of samples, classes, sizes and mixing here, or with --show-plan a page of the plan; a
-            local path or a URI.
         add_sizes: write the width and height of every image, by its header, to a file beside the store, where
             filters and weights find them; in parallel on Ray.
     """
-    from raypipe.commands import inspection
+    from raypipe.commands import image_sizes, inspection
     from raypipe.streaming.spec import open_train, run_columns
     from raypipe.transform.targets import check_columns
 
     if output and not verify:
         raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
-    if sum(map(bool, (html and not show_plan, show_plan, verify, add_sizes))) > 1:
+    if show_plan + verify + add_sizes > 1:
         raise ConfigError(
-            "--html shows what a store is, --verify finds its bad samples, --show-plan shows an epoch, and "
-            "--add-sizes writes sizes beside the store: give one at a time (--html goes with --show-plan)"
+            "--verify finds a store's bad samples, --show-plan shows an epoch, and --add-sizes writes sizes "
+            "beside the store: give one at a time"
         )
     if show_plan:
-        return _show_plan(run, html)
+        return _show_plan(run)
     opened, targets = open_train(run), run.transform.target_columns
     if add_sizes:
-        from raypipe.commands import image_sizes
-
         found = image_sizes.add_sizes(opened, exif=run.transform.apply_exif)
-        table(str(opened.address), _rows(found))
+        table(opened.address, found)
         return found
     check_columns(opened, targets, "transform.{}_column")
     if not verify:
-        samples = inspection.sampled(opened, targets)
-        found = inspection.describe(opened, samples=samples)
-        if html:
-            from raypipe.commands import store_page
-
-            found["html"] = store_page.write_page(opened, samples, html)
-        table(str(opened.address), _rows(found))
+        found = inspection.describe(opened, targets)
+        table(opened.address, found)
         return found
     found = inspection.verify(opened, output, targets=targets, columns=run_columns(run, opened))
-    reasons = found.pop("reasons")
-    rows = _rows(found)
-    for first, name, num, error in reasons:
+    told = dict(found)
+    for first, name, num, error in found.pop("reasons"):
         others = f" and {num - 1:,} others" if num > 1 else ""
-        rows.append((f"sample {first}{others}", f"{error} ({name})" if name else error))
+        told[f"sample {first}{others}"] = f"{error} ({name})" if name else error
     if found["bad"]:
-        rows += [("to exclude them", f"--store.exclude {found['list']}")]
-    table(str(opened.address), rows)
+        told["to exclude them"] = f"--store.exclude {found['list']}"
+    del told["reasons"]
+    table(opened.address, told)
     return found
 
 
-def _show_plan(run: RunConfig, html: str) -> dict[str, Any]:
-    from raypipe.commands import plan_page
+def _show_plan(run: RunConfig) -> dict[str, Any]:
+    from raypipe.commands.plan_summary import summary
     from raypipe.streaming.spec import spec_of
 
     spec = spec_of(run)
-    found, contents = plan_page.summary(spec)
-    if html:
-        found["html"] = plan_page.write_page(spec, found, contents, html)
-    table(str(spec.stores["train"].address), plan_page.rows(found, spec.plan))
+    found = summary(spec)
+    told = dict(found)
+    if classes := told.pop("classes", None):
+        for which, shares in zip(("stored", "drawn"), zip(*classes.values(), strict=True), strict=True):
+            told[f"shares of {len(classes)} classes, {which}"] = f"{min(shares):.3%} to {max(shares):.3%}"
+    table(spec.stores["train"].address, told)
     return found
-
-
-def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """A command's result, for people; of two streams, each setting that differs has a row of its own."""
-    plain = dict(found)
-    differ = plain.pop("settings", {})
-    shapes: dict[type, Any] = {float: number, bool: str}
-    rows = [(name.replace("_", " "), shapes.get(type(value), shown)(value)) for name, value in plain.items()]
-    return rows + [(name, f"{one} / {other}") for name, (one, other) in differ.items()]
 
 
 def digest(
@@ -179,7 +161,7 @@ def digest(
         found["output"] = output
     if expected:
         found |= compared_with(expected, made)
-    table(spec.stores["train"].address, _rows(found))
+    table(spec.stores["train"].address, _told(found))
     if expected:
         print(_verdict(found))
     return found
@@ -197,9 +179,15 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
     from raypipe.streaming.digest import DigestFile, compare
 
     found = compare(DigestFile.read(first), DigestFile.read(second))
-    table(f"{first}, {second}", _rows(found))
+    table(f"{first}, {second}", _told(found))
     print(_verdict(found))
     return found
+
+
+def _told(found: dict[str, Any]) -> dict[str, Any]:
+    """The same, with the two values of each setting that differs beside each other."""
+    differ = {"settings": {name: tuple(pair) for name, pair in found.get("settings", {}).items()}}
+    return {name: value for name, value in (found | differ).items() if value != {}}
 
 
 def _verdict(found: dict[str, Any]) -> str:
@@ -225,5 +213,5 @@ def report(run: RunConfig, folder: str = "", *, against: str = "", output: str =
         raise ConfigError("there is no run to report: name its folder, or set name to that of the run")
     found = write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
     for summary in filter(None, (found, found["against"])):
-        table(summary["run"], _rows({name: value for name, value in summary.items() if name != "against"}))
+        table(summary["run"], {name: value for name, value in summary.items() if name != "against"})
     return found

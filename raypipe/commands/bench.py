@@ -4,8 +4,7 @@
                    submitted job, as many tasks of the cluster
     stream         what one consumer gets from the whole pipe, in its steady state
     first batch    from ray.init to the first micro-batch
-    boundary gap   the gap before the first block of a segment, as a multiple of the gap between other blocks
-    costs          CPU time and bytes of an image, which `raypipe plan-capacity` sizes a cluster by
+    costs          CPU time and bytes of an image, by which docs/costs.md sizes a cluster
 
 The machine's speed drifts, so the ceiling is measured before and after each stream. Blocks come in clumps, as many
 as there are actors, so the stream's rate is the slope of a line through all of them: a difference between two of
@@ -15,10 +14,9 @@ them would count up to one clump too much.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -31,24 +29,23 @@ from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus, versions
-from raypipe.pages import number
-from raypipe.storage.files import check_place, write_json
 from raypipe.stores import Store
 from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
-
+# Actors beyond those that a rate needs: they start, fail and share their nodes with others.
+_HEADROOM = 0.15
 
 Figures = dict[str, float]
 
 
 def bench(
-    run: RunConfig, target: str = "", *, seconds: float = 20.0, repeats: int = 1, output: str = ""
+    run: RunConfig, target: str = "", *, seconds: float = 20.0, repeats: int = 1, images_per_s: float = 0.0
 ) -> dict[str, Any]:
     """Measure the stream against the ceiling of this machine, or, submitted, of the cluster.
 
-    Example: raypipe bench imagenet.lmdb --transform.train heavy --repeats 3
+    Example: raypipe bench imagenet.lmdb --transform.train heavy --repeats 3 --images-per-s 20000
 
     Args:
         run: settings; those of the training store, transform.train, the micro-batch's size and the pool matter.
@@ -57,31 +54,38 @@ def bench(
         target: see `settings.command_parser`.
         seconds: that each stream runs for, about.
         repeats: how often all is measured; medians are printed.
-        output: write what is found to this file too, for plan-capacity; a local path or a URI.
+        images_per_s: a rate, of all GPUs together, for which the CPUs and the network are computed; 0 = none.
     """
     from raypipe.streaming.spec import open_train
 
-    if output:
-        check_place(output)
     opened = open_train(run)
     actors = run.pool.max_actors or _cpus_here()
     config = config_without_files(run.transform)
     pool = dataclasses.replace(run.pool, engine="ray", min_actors=actors, max_actors=actors)
-    micro_batch = run.plan.micro_batch_size
+    micro_batch = min(run.plan.micro_batch_size, len(opened))
     measured = []
     for _ in range(repeats):
         before = ceiling(opened, config, actors, seconds / 2)
         stream = stream_once(opened, config, pool, micro_batch, seconds, before["images_per_s"])
         measured.append(compared(before, stream, ceiling(opened, config, actors, seconds / 2)))
-    found = summary(measured)
-    report = found | measured_settings(opened, config, actors, micro_batch) | {"cache": pool.cache}
-    if output:
-        write_json(output, report)
+    found: dict[str, Any] = summary(measured)
     what = f"{opened.address}: {brief(config.train)} at {config.size_text} px"
     how = f"{actors} actors, micro-batches of {micro_batch}, {repeats} repeats"
-    table(f"{what}, {how}", [(_UNITS[name], number(value)) for name, value in found.items() if name in _UNITS])
+    table(f"{what}, {how}", {_UNITS[name]: float(value) for name, value in found.items()})
     print(verdict(found, actors))
-    return report
+    found |= {"store": opened.address, "transform": config.train, "size": config.size, "actors": actors}
+    found |= {"micro_batch": micro_batch, "cache": pool.cache, "cpus": num_cpus(), "versions": versions()}
+    if images_per_s:
+        found["cpus_needed"] = cpus = cpus_needed(found, images_per_s, pool.cpus_per_actor)
+        sent, read = (
+            images_per_s * num_bytes * 8 / 1e9
+            for num_bytes in (found["micro_batch_bytes"] / micro_batch, found["encoded_bytes_per_image"])
+        )
+        print(
+            f"{images_per_s:,.0f} images/s need {cpus:,} such CPUs, {_HEADROOM:.0%} to spare, which read "
+            f"{read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of pixels."
+        )
+    return found
 
 
 _UNITS = {
@@ -89,7 +93,6 @@ _UNITS = {
     "stream_images_per_s": "stream, images/s",
     "ratio": "stream / ceiling",
     "first_batch_s": "first batch, s",
-    "boundary_gap_ratio": "gap between segments / gap within",
     "micro_batch_bytes": "micro-batch, bytes",
     "read_cpu_s_per_image": "reading, CPU s/image",
     "transform_cpu_s_per_image": "transform, CPU s/image",
@@ -105,9 +108,13 @@ def verdict(found: Figures, actors: int) -> str:
     )
     if found["ratio"] > 1:
         said += " More than 100 % is the drift of this machine's speed: measure longer, or with --repeats 3."
-    if "boundary_gap_ratio" not in found:
-        said += " Each segment of this store is one block, so gaps between segments cannot be compared."
     return said
+
+
+def cpus_needed(found: dict[str, Any], images_per_s: float, cpus_per_actor: float) -> int:
+    """CPUs of actors as fast as those of a measured stream, for a rate and some headroom."""
+    per_actor = found["stream_images_per_s"] / found["actors"]
+    return math.ceil(math.ceil(images_per_s * (1 + _HEADROOM) / per_actor) * cpus_per_actor)
 
 
 def _cpus_here() -> int:
@@ -193,8 +200,8 @@ def stream_once(
         guess: images/s that the stream does not exceed by far: so many epochs are planned.
 
     Returns:
-        What `steady` finds; `first_batch_s`, from ray.init to the first micro-batch; `micro_batch_bytes`, of the
-        pixels of one micro-batch.
+        `images_per_s`, see `steady`; `first_batch_s`, from ray.init to the first micro-batch;
+        `micro_batch_bytes`, of the pixels of one micro-batch.
     """
     import ray
 
@@ -207,17 +214,17 @@ def stream_once(
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
     epochs = max(3, round(guess * seconds / len(store)))
-    plan = PlanConfig(epochs=epochs, micro_batch_size=min(micro_batch, len(store)))
+    plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
     label = "label" if "label" in store.columns else ""
     spec = StreamSpec(store, store, plan=plan, transform=transform, pool=pool, label_column=label)
     started = time.perf_counter()
     connect()
-    blocks, num_bytes = list[tuple[float, int, tuple[str, int]]](), 0
+    blocks, num_bytes = list[tuple[float, int]](), 0
     (iterator,) = splits(spec, spec.plan.start(), max_actors=pool.max_actors)
     for block in (stream := host_blocks(iterator)):
         arrived, batches = time.perf_counter(), list(block)
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
-        blocks.append((arrived, num_images, (batches[0].at.split, batches[0].at.epoch)))
+        blocks.append((arrived, num_images))
         images = {
             name: each for name, each in batches[0].arrays().items() if name.partition(".")[0] in (IMAGE, VIEW)
         }
@@ -227,32 +234,18 @@ def stream_once(
         del block, batches
     stream.close()
     ray.shutdown()
-    return {"first_batch_s": blocks[0][0] - started, "micro_batch_bytes": num_bytes, **steady(blocks)}
+    first_batch_s = blocks[0][0] - started
+    return {"images_per_s": steady(blocks), "first_batch_s": first_batch_s, "micro_batch_bytes": num_bytes}
 
 
-def steady(blocks: Sequence[tuple[float, int, tuple[str, int]]]) -> Figures:
-    """The rate of a stream in its steady state, and the cost of its boundaries.
-
-    Args:
-        blocks: of each block the time at which it arrived, its images, and its segment.
-
-    Returns:
-        `images_per_s`; `boundary_gap_ratio`, of the mean gap before the first block of a segment to that before
-        the others, left out where one of them has none.
-    """
+def steady(blocks: Sequence[tuple[float, int]]) -> float:
+    """The steady rate of a stream, images/s, by the arrival and the number of images of each block."""
     # The first blocks come while actors still start, and a buffer fills: leave out a sixth.
     kept = blocks[max(1, len(blocks) // 6) :]
     if len(kept) < 3:
         raise ConfigError(f"the stream brought {len(blocks)} blocks, too few for a rate: raise --seconds")
-    arrivals = np.array([arrived for arrived, _, _ in kept])
-    images_until = np.cumsum([num_images for _, num_images, _ in kept])
-    gaps = np.diff(arrivals)
-    boundary = np.array([a[2] != b[2] for a, b in itertools.pairwise(kept)])
-    found = {"images_per_s": float(np.polyfit(arrivals - arrivals[0], images_until, 1)[0])}
-    if boundary.any() and not boundary.all():
-        # Clumps make single gaps long or short: a mean, not a median, sees each in full.
-        found["boundary_gap_ratio"] = float(gaps[boundary].mean() / gaps[~boundary].mean())
-    return found
+    arrivals, num_images = np.array(kept).T
+    return float(np.polyfit(arrivals - arrivals[0], num_images.cumsum(), 1)[0])
 
 
 def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
@@ -265,21 +258,5 @@ def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
 
 def summary(measured: list[Figures]) -> Figures:
     """Medians over the repeats; ratios are medians of each repeat's own ratio."""
-    names = [name for name in measured[0] if all(name in one for one in measured)]
-    found = {name: statistics.median(one[name] for one in measured) for name in names}
+    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
     return found | {"micro_batch_bytes": int(found["micro_batch_bytes"])}
-
-
-def measured_settings(store: Store, transform: TransformConfig, actors: int, micro_batch: int) -> dict[str, Any]:
-    """What was measured, and on what: the part of a report that is no measurement."""
-    return {
-        "store": str(store.address),
-        "transform": transform.train,
-        "size": transform.size,
-        "actors": actors,
-        "micro_batch": min(micro_batch, len(store)),
-        "read": "actor" if store.groups is None else "stage",
-        "cpus": num_cpus(),
-        "machine": platform.machine(),
-        "versions": versions(),
-    }

@@ -5,26 +5,19 @@ setting by its name, such as `--plan.seed 1`.
 
 Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, or a machine that
 is not fit; 2 wrong usage; 75 a run was stopped, and has a checkpoint to go on from; 130 interrupted.
-
-`raypipe --print_completion shtab-bash` (or `shtab-zsh`) prints the script by which a shell completes commands,
-options and choices; it needs shtab.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal
 
-from jsonargparse import set_parsing_settings
-
-from raypipe.commands import audit, bench, capacity, doctor, settings
+from raypipe.commands import audit, bench, doctor, settings
 from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
 from raypipe.logs import configure_logs, phase, printable
@@ -33,8 +26,6 @@ from raypipe.stores import open_source, store_options
 from raypipe.train.interrupts import Stopped
 
 logger = logging.getLogger(__name__)
-
-set_parsing_settings(add_print_completion_argument=True)
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -160,7 +151,6 @@ def show_status(folder: str) -> dict[str, Any]:
     return status_module.status(folder)
 
 
-# None is called as a public name of raypipe is: jsonargparse would import that one too, to find out which it is.
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "train": train,
     "convert": convert_store,
@@ -168,7 +158,6 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "digest": audit.digest,
     "digest-diff": audit.digest_diff,
     "inspect": audit.inspect,
-    "plan-capacity": capacity.plan_capacity,
     "preview": draw_preview,
     "report": audit.report,
     "doctor": doctor.doctor,
@@ -179,57 +168,26 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
-    given = settings.with_dashes(sys.argv[1:] if args is None else args)
+    given = sys.argv[1:] if args is None else args
 
     def command() -> dict[str, Any]:
-        name = given[0] if given else "--help"
-        if name in ("-h", "--help"):
-            _help().parse_args([name])
-        if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, 1)
-            if not name.startswith("-"):
-                settings.Parser().error(
-                    f"there is no command {name}" + (f": did you mean {near[0]}?" if near else "")
-                )
-            _parser_of_all().parse_args([name, *given[1:]])  # completion, which ends the program
-        function = COMMANDS[name]
-        return function(**settings.parse_command(name, function, given[1:]))
+        parser = settings.Parser("raypipe", __doc__)
+        parser.usage = "raypipe COMMAND [--OPTION VALUE …]"
+        commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND", required=True)
+        for each, function in COMMANDS.items():
+            about = (function.__doc__ or "").partition("\n")[0]
+            commands.add_parser(each, help=about.replace("%", "%%"), add_help=False)
+        name = parser.parse_args(given[:1] or ["--help"]).name
+        return COMMANDS[name](**settings.parse_command(name, COMMANDS[name], given[1:]))
 
     _finish(command)
 
 
-def _help() -> argparse.ArgumentParser:
-    """The parser of `raypipe --help` alone: the settings of all commands take seconds."""
-    parser = argparse.ArgumentParser(
-        prog="raypipe",
-        usage="raypipe COMMAND [--OPTION VALUE …]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND --help")
-    for name, function in COMMANDS.items():
-        commands.add_parser(name, help=_about(function).replace("%", "%%"))
-    return parser
-
-
-def _about(command: Callable[..., Any]) -> str:
-    return (command.__doc__ or "").partition("\n")[0]
-
-
-def _parser_of_all() -> settings.Parser:
-    parser = settings.Parser(prog="raypipe", description=__doc__)
-    subcommands = parser.add_subcommands()
-    for name, function in COMMANDS.items():
-        subcommands.add_subcommand(name, settings.command_parser(name, function), help=_about(function))
-    return parser
-
-
-def run_job(job: Callable[..., dict[str, Any]], doc: str | None, **sections: type) -> None:
-    """The body of a script in jobs/: settings in, see `settings.parse_job`, one JSON object out."""
+def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
+    """The body of a script in jobs/: settings in, see `settings.parse_command`, one JSON object out."""
 
     def parsed() -> dict[str, Any]:
-        run, own = settings.parse_job(None, doc, **sections)
-        return job(run, **own)
+        return job(**settings.parse_command("", job, doc=doc))
 
     _finish(parsed)
 

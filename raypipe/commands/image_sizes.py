@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.commands.inspection import PART, READ, TASKS_PER_CPU, read_each, task_bounds
-from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
+from raypipe.commands.inspection import READ, read_each
+from raypipe.commands.tasks import PART, check_wanted, run_over
 from raypipe.errors import ConfigError, SampleError
-from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
 from raypipe.stores.base import Store
 from raypipe.stores.scan import SIZE_COLUMNS, sizes_address, write_sizes
@@ -60,22 +58,16 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
         ConfigError: the store has sizes, or no place for a file beside it.
         StoreError, ResourceError: see `verify`.
     """
-    from raypipe.stores.parquet import ParquetStore
-
     address, num_samples = sizes_address(store), len(store)
     if set(SIZE_COLUMNS) <= set(store.columns):
         raise ConfigError(f"{store.address} has columns width and height already")
     if not address or address.startswith("hf://"):
         raise ConfigError(f"{store.address}: nothing can be written beside it; `raypipe convert` writes sizes too")
     check_place(address)
-    connect()
     started = time.perf_counter()
-    what, here = "the reading of sizes", "://" not in store.address
-    reader = store.forwards() if isinstance(store, ParquetStore) else store
-    bounds = task_bounds(store, count_cpus(what, here) * TASKS_PER_CPU).tolist()
-    calls = [(reader, *ends, exif) for ends in itertools.pairwise(bounds)]
     sizes = np.full((num_samples, 2), -1, np.int32)
-    for first, part in run_tasks(what, here, size_range, calls, num_samples, lambda part: len(part[1]), progress):
+    parts = run_over("the reading of sizes", store, size_range, (exif,), lambda part: len(part[1]), progress)
+    for first, part in parts:
         sizes[first : first + len(part)] = part
     address = write_sizes(store, sizes)
     seconds = time.perf_counter() - started

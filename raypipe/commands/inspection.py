@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
+from raypipe.commands.tasks import PART, check_wanted, run_over
 from raypipe.errors import ConfigError, RaypipeError, SampleError, StoreError
-from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.numbers import NPY
@@ -37,17 +36,12 @@ from raypipe.transform.targets import decode_targets
 
 # Samples that a description looks at: decoded within a second or two.
 _NUM_SAMPLED = 64
-# Ranges of unlike cost even out over the CPUs; each opens the store anew, which of a folder is a scan.
-TASKS_PER_CPU = 2
-
 NO_TARGETS: Mapping[str, str] = {}
 # Samples whose values tell what a column holds.
 _NUM_TYPED = 8
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
 READ = 16
-# Samples that a task checks between two signs of life: a driver hears of hundreds of tasks.
-PART = 256
 # Of a store that is read in groups so many are read: each costs as much as all of its samples.
 _NUM_PLACES = 8
 
@@ -147,9 +141,9 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
 def check_range(
     wanted: Path,
     store: Store,
-    num_samples: int,
     start: int,
     stop: int,
+    num_samples: int,
     targets: Mapping[str, str] = NO_TARGETS,
     columns: SampleColumns = NO_COLUMNS,
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
@@ -179,15 +173,12 @@ def check_range(
         yield len(indices), num_bytes, bad
 
 
-def describe(
-    store: Store, targets: Mapping[str, str] = NO_TARGETS, samples: list[CheckedSample] | None = None
-) -> dict[str, Any]:
+def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str, Any]:
     """What a store is.
 
     Args:
         store: to look at.
         targets: columns of masks and boxes that are decoded with the images, see `TransformConfig.target_columns`.
-        samples: of `sampled`, where they are at hand.
 
     Returns:
         `store` (address), `kind`, `samples`, `bytes` (of the encoded images, by the mean of the sampled),
@@ -199,7 +190,7 @@ def describe(
     Raises:
         StoreError: it cannot be opened.
     """
-    samples = sampled(store, targets) if samples is None else samples
+    samples = sampled(store, targets)
     sizes = [len(sample.image or b"") for sample in samples]
     good = [sample for sample in samples if not sample.error]
     return {
@@ -270,19 +261,12 @@ def verify(
         ConfigError: the list cannot be written at `output`.
         ResourceError: there is no CPU to spare, or a task died.
     """
-    from raypipe.stores.parquet import ParquetStore
-
     num_samples = len(store)
     default = f"{Path(store.address).name}.bad.json"
     check_place(output or default)
-    connect()
     started = time.perf_counter()
-    what, here = "the verification", "://" not in store.address
-    reader = store.forwards() if isinstance(store, ParquetStore) else store
-    bounds = task_bounds(store, count_cpus(what, here) * TASKS_PER_CPU).tolist()
-    ranges = itertools.pairwise(bounds)
-    calls = [(reader, num_samples, start, stop, targets, columns) for start, stop in ranges]
-    parts = list(run_tasks(what, here, check_range, calls, num_samples, lambda part: part[0], progress))
+    arguments = num_samples, targets, columns
+    parts = list(run_over("the verification", store, check_range, arguments, lambda part: part[0], progress))
     seconds = time.perf_counter() - started
     bad = sorted(itertools.chain(*(found for *_, found in parts)), key=lambda entry: entry["index"])
     address = output or (default if bad else None)
@@ -305,12 +289,3 @@ def _reasons(bad: list[dict[str, Any]]) -> list[tuple[int, str, int, str]]:
     counts = Counter(entry["error"] for entry in bad)
     first = {entry["error"]: entry for entry in reversed(bad)}
     return [(first[error]["index"], first[error]["name"], number, error) for error, number in counts.items()]
-
-
-def task_bounds(store: Store, num_tasks: int) -> np.ndarray:
-    """Bounds of the tasks' ranges, int64 (n + 1,); no group is cut, so that none is read twice."""
-    num_tasks = max(1, min(num_tasks, len(store) // PART))
-    bounds = np.linspace(0, len(store), num_tasks + 1).astype(np.int64)
-    if store.groups is not None and len(store):
-        bounds = store.groups[np.searchsorted(store.groups, bounds)]
-    return np.unique(bounds)

@@ -1,149 +1,252 @@
-"""The settings of a run, from YAML files and the command line: of jobs and of commands alike."""
+"""The settings of a run, from YAML files and the command line: of jobs and of commands alike.
+
+A command is a function whose parameters are its options. Those without defaults are given by their places, or as
+options where they have names alone. `run` stands for all settings of a run, another section for its own settings;
+`target` and `folder` are optional, and given by place.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import dataclasses
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser
 
-from raypipe.config import RunConfig, TrainConfig
+from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, without_credentials
 from raypipe.logs import printable
 from raypipe.lookup import search_here
-from raypipe.section import check, kind_at
+from raypipe.section import Setting, build, check, described, expected, fits, is_section, settings_of
+from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
 from raypipe.storage.patience import impatient
 
+_OPTIONAL = {
+    "target": (
+        "[STORE|RUN]",
+        "a store, or the folder of a run, whose settings then come first; empty = store.train",
+    ),
+    "folder": ("[RUN]", "the folder of a run; empty = that of storage_path and name"),
+}
+_MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform are 1 MiB at most, see `transform_steps`
+
 
 def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
     """A RunConfig from `--config FILE.yaml` and overrides; the digits' where no store is named."""
-    return parse_job(args, doc)[0]
+
+    def job(run: RunConfig) -> None: ...
+
+    return parse_command("", job, args, doc)["run"]
 
 
-def parse_job(args: list[str] | None, doc: str | None, **sections: type) -> tuple[RunConfig, dict[str, Any]]:
-    """A RunConfig as `parse_run` makes it, and the job's own sections of settings, by their names.
+def parse_command(
+    name: str, command: Callable[..., Any], args: list[str] | None = None, doc: str | None = None
+) -> dict[str, Any]:
+    """The arguments of a command, by default of the program's own arguments; a job has a doc, and no name.
 
-    Unknown keys, in the file or on the command line, end the program with exit code 2.
+    If `target` is a run's folder, the run has settings that the others override. Unknown settings and values of a
+    wrong type, in a file or on the command line, end the program with exit code 2.
+
+    Raises:
+        ConfigError: settings do not go together, there is no run to resume, or its settings name code.
     """
-    parser = Parser(description=doc)
-    for name, section in sections.items():
-        parser.add_class_arguments(section, name)
-    _add_run(parser)
-    own = _parsed(parser, with_dashes(sys.argv[1:] if args is None else args))
-    return own.pop("run"), own
+    parser, parameters = command_parser(name, command, doc), inspect.signature(command).parameters
+    given = parser.read(sys.argv[1:] if args is None else args)
+    values = _with_base(given, parser) if "run" in parameters else given
+    sections = {each: kind for each, kind in get_type_hints(command).items() if is_section(kind)}
+    return {each: values[each] for each in parameters if each in values} | {
+        each: build(section, values) for each, section in sections.items()
+    }
 
 
-def command_parser(name: str, command: Callable[..., Any]) -> Parser:
-    """The parser of a command, by its parameters; those without defaults are given by their places, or as options
-    where they have names alone.
-
-    One named `run` stands for all settings of a run; `target` and `folder` are optional, and given by place.
-    """
-    about = (inspect.getdoc(command) or "").partition("\nArgs:")[0]
-    parameters = inspect.signature(command).parameters
-    optional = [name for name, each in parameters.items() if name in _OPTIONAL and each.default == ""]
-    places = [_OPTIONAL[name][0] for name in optional]
-    for each in parameters.values():
-        if each.default is each.empty and each.name != "run":
-            option = f"--{each.name} " if each.kind is each.KEYWORD_ONLY else ""
-            places.append(option + each.name.upper())
-    parser = Parser(prog=f"raypipe {name}", usage=" ".join(["%(prog)s", *places, "[--OPTION VALUE …]"]))
-    parser.description = about
-    for place in optional:
-        parser.add_argument(place, nargs="?", default="", help=_OPTIONAL[place][1])
-    parser.add_function_arguments(command, as_group=False, as_positional=True, skip={"run", *optional})
-    if "run" in parameters:
-        _add_run(parser)
+def command_parser(name: str, command: Callable[..., Any], doc: str | None = None) -> Parser:
+    """The parser of a command, or, without a name, of the program that runs."""
+    description, _, _ = (inspect.getdoc(command) or "").partition("\nArgs:")
+    parser, places = Parser(f"raypipe {name}" if name else None, doc or description), ["%(prog)s"]
+    kinds, about = get_type_hints(command, include_extras=True), described(command)
+    for key, parameter in inspect.signature(command).parameters.items():
+        setting = Setting(kinds[key], parameter.default, about.get(key, ""))
+        if is_section(setting.kind):
+            for each, found in settings_of(setting.kind).items():
+                parser.add_setting(each, found)
+        elif key in _OPTIONAL and not setting.default:
+            place, meaning = _OPTIONAL[key]
+            places.append(place)
+            parser.add_setting(key, setting._replace(about=meaning), place=place, nargs="?")
+        elif setting.default is not parameter.empty:
+            parser.add_setting(key, setting)
+            parser.flags |= {f"--{key}"} if setting.default is False else set()
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            places.append(f"--{key} {key.upper()}")
+            parser.add_setting(key, setting, required=True)
+        else:
+            places.append(key.upper())
+            parser.add_setting(key, setting, place=key.upper())
+    parser.usage = " ".join([*places, "[--OPTION VALUE …]"])
+    if "run" in kinds:
+        parser.add_argument("--config", action="append", help="YAML file with any of the settings of a run")
     return parser
 
 
-def parse_command(name: str, command: Callable[..., Any], args: list[str]) -> dict[str, Any]:
-    """The arguments of a command; `target`, if it is a run's folder, has settings that the others override."""
-    parser = command_parser(name, command)
-    if "run" in inspect.signature(command).parameters:
-        return _parsed(parser, args)
-    check_no_pipe(args)
-    return parser.instantiate_classes(parser.parse_args(args)).as_dict()
+class Parser(argparse.ArgumentParser):
+    """argparse's, of settings that are checked as a script's are; its errors are short and show no credentials.
+
+    Attributes:
+        known: the settings, by their whole names.
+        flags: options that need no value.
+    """
+
+    def __init__(self, prog: str | None = None, description: str | None = None, **options: Any) -> None:
+        look = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, allow_abbrev=False, formatter_class=look, **options)
+        self.known: dict[str, Setting] = {}
+        self.flags: set[str] = set()
+
+    def add_setting(self, key: str, setting: Setting, place: str = "", **options: Any) -> None:
+        """Add an option, or, with a place, an argument that is given by it."""
+        self.known[key] = setting
+        names = [key] if place else [f"--{key}", *(["-o"] if key == "output" else [])]
+        default = "" if setting.default is inspect.Parameter.empty else f"; default: {setting.default!r}"
+        about = f"{setting.about} ({expected(setting.kind)}{default})".replace("%", "%%")
+        metavar = place or key.rpartition(".")[2].upper()
+        self.add_argument(*names, metavar=metavar, help=about, default=argparse.SUPPRESS, **options)
+
+    def read(self, args: list[str]) -> dict[str, Any]:
+        """The settings that files and arguments give, by their whole names; an argument beats a file."""
+        found, unknown = self.parse_known_intermixed_args([_normalized(arg, self.flags) for arg in args])
+        if unknown:
+            meant = self._meant(unknown[0].removeprefix("--").partition("=")[0])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        texts = vars(found)
+        configs = {file: read_text(file, _MAX_CONFIG_BYTES) for file in texts.pop("config", None) or ()}
+        try:
+            given: dict[str, Any] = {}
+            for file, text in configs.items():
+                given |= self.flat(_loaded(text, file))
+            given |= {key: _from_text(text, self.known[key].kind) for key, text in texts.items()}
+            return {key: check(key, value, self.known[key].kind) for key, value in given.items()}
+        except ConfigError as error:
+            self.error(str(error))
+
+    def flat(self, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """Settings as YAML has them, in sections, by their whole names; ConfigError where one is unknown."""
+        given: dict[str, Any] = {}
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            if key in self.known:
+                given[key] = value
+            elif not any(each.startswith(f"{key}.") for each in self.known):
+                raise ConfigError(f"{key} is unknown{self._meant(key)}")
+            elif isinstance(value, Mapping | None):
+                given |= self.flat(value or {}, f"{key}.")
+            else:
+                raise ConfigError(f"{key} must be settings by their names, got {value!r}")
+        return given
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with two lines."""
+        self.exit(2, f"error: {printable(without_credentials(message))}\nsee --help\n")
+
+    def _meant(self, key: str) -> str:
+        """The setting that an unknown one may be."""
+        last = [each for each in self.known if each.rpartition(".")[2] == key.rpartition(".")[2]]
+        found = get_close_matches(key, self.known, 1) or last
+        return f": did you mean {found[0]}?" if found else ""
 
 
-def with_dashes(args: list[str]) -> list[str]:
-    """Options as the parsers know them: `--micro-batch-size=8` as `--micro_batch_size=8`, `--overwrite` as
-    `--overwrite=true`, `-o` as `--output`."""
-    return [_normalized(arg) for arg in args]
-
-
-def _normalized(arg: str) -> str:
-    if arg == "-o" or arg.startswith("-o="):  # such parsers make no short options
-        return "--output" + arg[2:]
+def _normalized(arg: str, flags: set[str]) -> str:
+    """An option as parsers know it: `--micro-batch-size=8` as `--micro_batch_size=8`, a flag as `--flag=true`."""
     if not arg.startswith("--"):
         return arg
     name, equals, value = arg.partition("=")
     name = "--" + name[2:].replace("-", "_")
-    return name + ("=true" if name in _FLAGS and not equals else equals + value)
+    return name + ("=true" if name in flags and not equals else equals + value)
 
 
-def _add_run(parser: Parser) -> None:
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings of a run below")
-    parser.add_class_arguments(RunConfig, as_group=False)
+class _Loader(yaml.SafeLoader):
+    """YAML's with the numbers and words of its version 1.2: 1e-3 is a number, `off` and a date are words."""
 
 
-def _parsed(parser: Parser, args: list[str]) -> dict[str, Any]:
-    """The settings of a run as `run`, and what else the parser knows, by name."""
-    check_no_pipe(args)
-    given = parser.parse_args(args)
-    target = given.get("target", "")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in known if not tag.endswith((":bool", ":float", ":timestamp"))]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_FLOAT = re.compile(r"(?i)([-+]?((\d[\d_]*\.[\d_]*|\.\d+)(e[-+]?\d+)?|\d+e[-+]?\d+|\.inf)|\.nan)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?i)(true|false)$"), list("tTfF"))
+
+
+def _loaded(text: str, where: str) -> dict[str, Any]:
+    """The settings that a YAML file has; ConfigError where it is none of settings."""
+    try:
+        values = yaml.load(text, _Loader) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} holds no settings")
+    return values
+
+
+def _from_text(text: str, kind: Any) -> Any:
+    """What an argument means, as a setting of a type: YAML, or, where only that fits, the text as it is."""
+    value = text
+    if kind is not str:
+        with contextlib.suppress(yaml.YAMLError):
+            value = yaml.load(text, _Loader)
+    return value if fits(value, kind) or not fits(text, kind) else text
+
+
+def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
+    """What is given, over the settings of the run that is resumed or looked at, or over those of the digits."""
     # What help need not wait for.
     from raypipe.train.run_folder import folder_to_resume, read_config
 
-    resume = folder_to_resume(given.resume, given.storage_path, given.name)
+    values = {name: setting.default for name, setting in settings_of(RunConfig).items()} | given
+    target = given.get("target", "")
+    resume = folder_to_resume(values["resume"], values["storage_path"], values["name"])
     of_target = target if not resume and _is_run(target) else ""
     if resume:
-        check_owner(resume, given.trust)
+        check_owner(resume, values["trust"])
+    base = ""
     if of_run := resume or of_target:
         base = read_config(as_uri(of_run))
-    elif not (target or given.store.train):
+    elif not (target or values["store.train"]):
         base = (files("raypipe") / "digits.yaml").read_text()
-    else:
-        base = ""
-    # Settings that come first give way to later ones.
-    values = parser.instantiate_classes(parser.parse_args([f"--config={base}", *args] if base else args)).as_dict()
-    values.pop("config", None)
-    values["trust"] = given.trust  # whatever the stored configuration says
-    values["resume"] = resume or given.resume
-    run = RunConfig(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunConfig)})
+    values |= parser.flat(_loaded(base, of_run)) | given
+    values |= {"trust": given.get("trust", False), "resume": resume or values["resume"]}
     if target and not of_run:
-        run = dataclasses.replace(run, store=dataclasses.replace(run.store, train=target))
+        values["store.train"] = target
     if of_target:
-        if not given.trust:
-            _check_code(of_target, run, set(dict(_code_of(given.as_dict())).values()))
+        if not values["trust"]:
+            _check_code(of_target, values, {code for _, code in _code_of(given)})
         # No command with a target trains, so none imports a model.
-        run = dataclasses.replace(run, train=TrainConfig(num_workers=run.train.num_workers))
-    train = run.store.train
+        foreign = [key for key in values if key.startswith("train.") and key != "train.num_workers"]
+        values = {key: value for key, value in values.items() if key not in foreign}
+    train = values["store.train"]
     stores = train.values() if isinstance(train, dict) else (train,)
-    _close_here(filter(None, (of_run, *stores, run.store.val, *map(str, values.values()))))
-    if any(_code_of(dataclasses.asdict(run))):
+    own = (value for key, value in given.items() if isinstance(value, str) and "." not in key)
+    _close_here(filter(None, (of_run, *stores, values["store.val"], *own)))
+    if any(_code_of(values)):
         search_here()  # before Ray is told where its workers look, which need not be in this folder
-    return {"run": run, **values}
+    return values
 
 
-def _check_code(target: str, run: RunConfig, own: set[str]) -> None:
+def _check_code(target: str, values: dict[str, Any], own: set[str]) -> None:
     """Raise ConfigError where the configuration of a target names code that the user has not named too.
 
     Any folder may imitate a run's, and belongs to whoever has downloaded it.
     """
-    foreign = {at: code for at, code in _code_of(dataclasses.asdict(run)) if code not in own}
+    foreign = {at: code for at, code in _code_of(values) if code not in own}
     if foreign:
         named = ", ".join(f"{at}: {code}" for at, code in foreign.items())
         raise ConfigError(
@@ -152,9 +255,9 @@ def _check_code(target: str, run: RunConfig, own: set[str]) -> None:
         )
 
 
-def _code_of(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _code_of(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Settings that may name code, and the code: all with a colon of the transform and of the augmentation."""
-    todo: list[tuple[str, Any]] = [(name, settings[name]) for name in ("transform", "augment")]
+    todo = [(key, value) for key, value in values.items() if key.startswith(("transform.", "augment."))]
     while todo:
         at, value = todo.pop()
         if isinstance(value, str) and ":" in value:
@@ -187,86 +290,3 @@ def _is_run(address: str) -> bool:
             return bool(address) and has_config(as_uri(address))
     except (ConfigError, OSError, UnicodeError):  # those who open it as a store tell what is wrong with it
         return False
-
-
-def check_no_pipe(args: list[str]) -> None:
-    """Raise ConfigError where an argument is a pipe: the parser reads configurations from such, and waits."""
-    for arg in args:
-        value, is_pipe = arg.partition("=")[2] if arg.startswith("--") else arg, False
-        with contextlib.suppress(OSError, ValueError):  # of what is no path
-            is_pipe = Path(value).is_fifo()
-        if is_pipe:
-            raise ConfigError(f"{value} is a FIFO, not a regular file: write what it brings to a file first")
-
-
-_OPTIONAL = {
-    "target": (
-        "[STORE|RUN]",
-        "a store, or the folder of a run, whose settings then come first; empty = store.train",
-    ),
-    "folder": ("[RUN]", "the folder of a run; empty = that of storage_path and name"),
-}
-_FLAGS = {"--add_sizes", "--overwrite", "--verify", "--no_ray", "--show_plan"}
-
-_RENAMED = {
-    "checkpoint_every": "checkpoint_interval",
-    "clip_norm": "max_grad_norm",
-    "exif": "apply_exif",
-    "gpu": "use_gpu",
-    "in_flight": "max_in_flight",
-    "leave_out": "exclude",
-    "log_every": "log_interval",
-    "micro_batch": "micro_batch_size",
-    "per_step": "global_batch_size, which is micro_batch_size times it",
-    "prefer_nodes": "label_selector",
-    "runs": "storage_path",
-    "val_every": "val_interval",
-    "val_leave_out": "val_exclude",
-    "workers": "num_workers",
-}
-"""What settings were called once, and are called now."""
-
-_WRONG_TYPE = re.compile(r'Parser key "([\w.]+)":.*(?:Got|Given) value: (.*)', re.DOTALL)
-_UNKNOWN = re.compile(
-    r"unrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '([\w.]+)'|"
-    r"Option '([\w.]+)' is not accepted"
-)
-
-
-class Parser(ArgumentParser):
-    """jsonargparse's, whose errors are short, and show a wrong value, but no credentials in it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **({"allow_abbrev": False} | kwargs))
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            super().error(without_credentials(message), ex)
-        short = self._of_type(message) + self._meant(message)
-        self.exit(2, f"error: {printable(without_credentials(short))}\nsee --help\n")
-
-    def _of_type(self, message: str) -> str:
-        """The message about a value of the wrong type, as a script gets it; any other as it is."""
-        if match := _WRONG_TYPE.match(message):
-            name, text = match.groups()
-            kinds = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
-            kind = kind_at(RunConfig, name) or kinds.get(name)
-            with contextlib.suppress(yaml.YAMLError):
-                text = yaml.safe_load(text)
-            try:
-                check(name, text, kind if kind is not None else Any)
-            except ConfigError as error:
-                return str(error)
-        return message
-
-    def _meant(self, message: str) -> str:
-        """The setting that an unknown one may be."""
-        if not (match := _UNKNOWN.search(message)):
-            return ""
-        key = ".".join(filter(None, match.groups()))
-        section, dot, name = key.rpartition(".")
-        if name in _RENAMED:
-            return f": {key} is called {section}{dot}{_RENAMED[name]} now"
-        known = [action.dest for action in self._actions]
-        found = get_close_matches(key, known, 1) or [each for each in known if each.rpartition(".")[2] == name]
-        return f": did you mean {found[0]}?" if found else ""

@@ -52,7 +52,7 @@ def status(folder: str) -> dict[str, Any]:
         "last checkpoint": found["checkpoint"] or "none",
         "last fault": found["faults"][-1] if found["faults"] else "none",
     }
-    table(folder, list(rows.items()))
+    table(folder, rows)
     return found
 
 

@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from raypipe.errors import ResourceError
+from raypipe.rayext.cluster import connect
 from raypipe.rayext.failures import get
+from raypipe.stores.base import Store
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
 # A task that is told to stop does so within a chunk.
 _STOP_S = 30.0
+# Ranges of unlike cost even out over the CPUs; each opens the store anew, which of a folder is a scan.
+_PER_CPU = 2
+# Samples that a task looks at between two signs of life: a driver hears of hundreds of tasks.
+PART = 256
+
+
+def run_over(
+    what: str,
+    store: Store,
+    function: Callable[..., Iterator[Any]],
+    arguments: tuple[Any, ...],
+    num_done: Callable[[Any], int],
+    progress: bool = True,
+) -> Iterator[Any]:
+    """`run_tasks` over ranges that make up a store: one on a local path by this node, one at a URI by all nodes.
+
+    Args:
+        function: called with the file, the store, the ends of a range, and the arguments.
+    """
+    from raypipe.stores.parquet import ParquetStore
+
+    connect()
+    here = "://" not in store.address
+    reader = store.forwards() if isinstance(store, ParquetStore) else store
+    bounds = task_bounds(store, count_cpus(what, here) * _PER_CPU).tolist()
+    calls = [(reader, *ends, *arguments) for ends in itertools.pairwise(bounds)]
+    yield from run_tasks(what, here, function, calls, len(store), num_done, progress)
+
+
+def task_bounds(store: Store, num_tasks: int) -> np.ndarray:
+    """Bounds of the tasks' ranges, int64 (n + 1,); no group is cut, so that none is read twice."""
+    num_tasks = max(1, min(num_tasks, len(store) // PART))
+    bounds = np.linspace(0, len(store), num_tasks + 1).astype(np.int64)
+    if store.groups is not None and len(store):
+        bounds = store.groups[np.searchsorted(store.groups, bounds)]
+    return np.unique(bounds)
 
 
 def run_tasks(

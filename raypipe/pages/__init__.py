@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.logs import printable
+from raypipe.logs import number, printable
 
 _MAX_POINTS = 400  # of a line: more would not be told apart
 _MAX_MARKED = 20  # values of a line that have a dot each
@@ -42,14 +41,12 @@ class Series:
 
     Attributes:
         name: for the legend.
-        x, y: of equal lengths; x ascends, but for dots.
-        dots: dots alone, in any order, instead of a line.
+        x, y: of equal lengths; x ascends.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    dots: bool = False
 
 
 def render(template: str, **values: Any) -> str:
@@ -87,10 +84,9 @@ def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zer
         figure = Figure((4.6, 2.1))
         axes = figure.add_axes((0.16, 0.12, 0.78, 0.83))  # with room for 1,281,167 at the left
         axes.grid(axis="y", clip_on=False)
-        for (line, points), colour in zip(drawn, itertools.cycle(COLOURS), strict=False):
-            style = "." if line.dots else ".-" if len(points) <= _MAX_MARKED else "-"
-            # Thousands of dots are smaller as pixels.
-            axes.plot(*points.T, style, color=colour, markersize=5, clip_on=False, rasterized=line.dots)
+        for (_, points), colour in zip(drawn, itertools.cycle(COLOURS), strict=False):
+            style = ".-" if len(points) <= _MAX_MARKED else "-"
+            axes.plot(*points.T, style, color=colour, markersize=5, clip_on=False)
         if from_zero:
             axes.update_datalim([(drawn[0][1][0, 0], 0)])
         axes.locator_params(nbins=5)
@@ -99,7 +95,7 @@ def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zer
             axis.set_major_formatter("{x:,.10g}")
         file = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, dpi=200, metadata=no_metadata)
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     svg = file.getvalue()
     # Without what stands before the element, and without names that the page's other charts have as well.
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg[svg.index("<svg") :])
@@ -111,13 +107,6 @@ def thinned(line: Series) -> np.ndarray:
     """Its finite points, float (N, 2); of a line with more than 400, the means of neighbours."""
     points = np.array([line.x, line.y], float).T
     points = points[np.isfinite(points).all(1)]
-    if line.dots or len(points) <= _MAX_POINTS:
+    if len(points) <= _MAX_POINTS:
         return points
     return np.array([neighbours.mean(0) for neighbours in np.array_split(points, _MAX_POINTS)])
-
-
-def number(value: float) -> str:
-    """A figure as people write it, of about four digits."""
-    if not math.isfinite(value):
-        return "none"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from raypipe.commands import cli
-from raypipe.commands.inspection import _reasons, describe, task_bounds, verify
+from raypipe.commands.inspection import _reasons, describe, verify
+from raypipe.commands.tasks import task_bounds
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store

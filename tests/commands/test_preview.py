@@ -292,7 +292,7 @@ def test_the_command_takes_steps_and_files_of_them(stores: dict[str, Path], tmp_
 @pytest.mark.parametrize(
     "option",
     [
-        *("--indices=[3,100]", "--augment.mixup_alpha=-1", "-o=a/b/c.png"),
+        *("--indices=[3,100]", "--augment.std=[1]", "-o=a/b/c.png"),
         *("--transform.train=lihgt", "--transform.train=[{Blurr: {}}]"),
     ],
 )

@@ -19,7 +19,6 @@ import raypipe
 from raypipe.commands.image_sizes import size_of
 from raypipe.commands.inspection import describe, sampled
 from raypipe.commands.preview import preview
-from raypipe.commands.store_page import render
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import on_device
@@ -310,10 +309,8 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
     store._columns["image"][3] = store._columns["image"][3][:-1]
     samples = sampled(store)
     assert [sample.index for sample in samples if sample.error] == [3] and "truncated" in samples[3].error
-    found = describe(store, samples=samples)
+    found = describe(store)
     assert found["formats"] == {"npy": NUM} and found["height_px"][0] == 24 and found["bad"] == 1
-    page = render(store, samples)
-    assert page.count("data:image/jpeg") == NUM - 1
     image = store._columns["image"][0]
     assert size_of(image) == {"width": 20, "height": 24} and size_of(image[:90]) == {"width": -1, "height": -1}
 

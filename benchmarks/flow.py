@@ -85,7 +85,7 @@ def case(
     count = grown = 0
     with MemoryWatch() as memory:
         for batch in host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]):
-            assert batch.image.shape == (MICRO_BATCH, CROP, CROP, 3)
+            assert batch["image"].shape == (MICRO_BATCH, CROP, CROP, 3)
             if slow is None or count < slow:
                 time.sleep(trainer_s)
             count += 1

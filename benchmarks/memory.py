@@ -125,7 +125,7 @@ def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argpa
     with MemoryWatch() as memory:
         for batch in host_batches(iterator):
             arrivals.append(time.perf_counter())
-            num_bytes = batch.image.nbytes
+            num_bytes = batch["image"].nbytes
         in_flight = blocks_in_flight(spec.pool, args.actors, 1)
     most, block = most_per_s(np.array(arrivals)), max(1, MAX_BYTES // num_bytes)
     return {

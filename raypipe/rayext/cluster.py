@@ -22,7 +22,7 @@ from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
 from raypipe.plan.schedule import shares
-from raypipe.rayext.console import quiet_console
+from raypipe.rayext.console import json_lines, quiet_console
 from raypipe.rayext.limits import autoscaler_limits
 from raypipe.rayext.local import LOCAL_CLUSTER, note_start
 from raypipe.rayext.shortage import LEAST_SHARE, floor, needs, too_few_cpus
@@ -83,6 +83,8 @@ def connect(
     """
     if ray.is_initialized():
         return
+    if log == "json":
+        json_lines()
     # With it Ray also leaves out the "(Actor pid=…)" before the lines of workers.
     ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log == "json" else None
     job = ray.job_config.JobConfig()

@@ -131,4 +131,6 @@ def _print_lines(data: dict[str, Any], *args: Any, **options: Any) -> None:
     _rays_print(data, *args, **options)
 
 
-_rays_worker.print_worker_logs = _print_lines
+def json_lines() -> None:
+    """From now on lines of Ray's processes are JSON in this process's output; called before it connects."""
+    _rays_worker.print_worker_logs = _print_lines

@@ -261,7 +261,7 @@ def test_log_lines_of_actors_and_of_the_supervisor_are_json_with_their_place(end
     text = "".join(path.read_text() for path in logs.glob("worker-*.err"))
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     lines = [line for line in lines if line.get("run") == RUN]
-    bad = {(x["split"], x["epoch"], x["step"]) for x in lines if x["logger"] == "raypipe.streaming.maker"}
+    bad = {(x["split"], x["epoch"], x["step"]) for x in lines if x["logger"] == "raypipe.streaming.bad_samples"}
     assert {(split, epoch) for split, epoch, _ in bad} == {(s, e) for s in ("train", "val") for e in (0, 1)}
     assert all(epoch * 4 <= step < epoch * 4 + 4 for split, epoch, step in bad if split == "train")
     (fault, _) = (line for line in lines if line["logger"] == "raypipe.streaming.supervisor")

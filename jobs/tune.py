@@ -67,7 +67,7 @@ class Trial(tune.Trainable):
         done = next(self._epochs, "ended") == "ended"
         figures, plan = self._trainer.figures(), self._trainer.plan
         epochs = figures["steps"] // plan.steps_per_epoch  # not Tune's steps: a resumed trial has done some before
-        return {"epochs": epochs, "accuracy": figures.get("val_accuracy", 0.0), "done": done}
+        return {"epochs": epochs, "accuracy": figures.get("val_accuracy") or 0.0, "done": done}
 
 
 def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
@@ -91,8 +91,8 @@ def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
         numbers = {"number": tune.grid_search(list(range(len(runs))))}
         tuner = tune.Tuner(trial, param_space=numbers, tune_config=search, run_config=place)
     found: Any = tuner.fit()
-    results = sorted(found, key=lambda result: result.config["number"])
-    if len(results) < len(runs) or not all(each.error or each.metrics.get("done") for each in results):
+    results: list[Any] = sorted(found, key=lambda result: result.path)  # by their numbers
+    if len(results) < len(runs) or not all(each.error or (each.metrics or {}).get("done") for each in results):
         raise KeyboardInterrupt  # which Ray Tune has taken, to keep what was begun
     return results
 
@@ -127,7 +127,8 @@ def search(run: RunConfig, *, trials: int = 12, seeds: int = 3, transforms: tupl
         plan = replace(run.plan, epochs=max(1, run.plan.epochs // 2), val_interval=1)
         runs = [replace(each, plan=plan, name=f"search-{i}") for i, each in enumerate(chosen)]
         results = train_all(f"{folder}/tune/search", runs, max(1, plan.epochs // 2))
-        tried = [{"error": str(each.error or ""), "epochs": 0, "accuracy": 0.0} | each.metrics for each in results]
+        none = {"error": "", "epochs": 0, "accuracy": 0.0}
+        tried = [none | (each.metrics or {}) | {"error": str(each.error or "")} for each in results]
         order = [(not each["error"], each["epochs"], each["accuracy"]) for each in tried]
         best = max(range(1, trials), key=lambda i: order[i])
         new = np.random.SeedSequence(run.plan.seed).generate_state(seeds).tolist()

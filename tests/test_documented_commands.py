@@ -11,6 +11,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.filter import matching
+from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 
 from conftest import CLASSES, picture, samples, write_tar  # isort: skip
@@ -138,15 +140,23 @@ def test_docs_running_converts_verifies_and_audits(folder: Path, capsys: pytest.
     assert run(there, capsys)["samples"] == 64 == len(open_store(there[-1]))
 
 
-@runs(("running.md", "stop"))
+@runs(("running.md", "stop"), ("running.md", "status"))
 @pytest.mark.usefixtures("s3")
-def test_docs_running_stops_a_run_in_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
-    (words,) = of("running.md", "stop")
+def test_docs_running_stops_a_run_in_a_bucket_and_tells_where_it_stands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (words,), (status,) = of("running.md", "stop"), of("running.md", "status")
     filesystem, path = open_filesystem(words[2])
     with filesystem.open_output_stream(f"{path}/config.yaml") as file:
         file.write(CONFIG_HEAD.encode())
     assert run(words, capsys)["stop_requested"]
     filesystem.open_input_stream(f"{path}/stop").close()
+    chronicle = Chronicle(1, 0, (filesystem, path))
+    chronicle.begin(False, lambda: {"to_step": 90}, None)
+    with chronicle.waiting("train-e0000-s000000-m000", lambda: "the reader is awaited"):
+        chronicle._look(time.time())
+        assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
+    chronicle.close()
 
 
 @runs(("running.md", "bench"))
@@ -165,15 +175,6 @@ def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     off, kept, *_ = of("cache.md", "digest")
     assert run(off, capsys)["samples"] == 2 * 192
     assert run(kept, capsys)["equal"]
-
-
-@pytest.mark.usefixtures("folder")
-def test_docs_cache_has_the_same_digest_from_a_device(capsys: pytest.CaptureFixture[str]) -> None:
-    write_atomically("train.lmdb", samples(200), CLASSES)
-    *_, streamed, on_device = of("cache.md", "digest")
-    assert run(streamed, capsys)["micro_batches"] == 40 * 3
-    found = run(on_device, capsys)
-    assert found["equal"] and [*found["settings"]] == ["cache"]
 
 
 @runs(("cloud.md", "convert"))

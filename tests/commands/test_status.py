@@ -11,7 +11,6 @@ import pytest
 
 from raypipe.commands.cli import main
 from raypipe.commands.status import standing
-from raypipe.config import PoolConfig
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.lease import taken
 from raypipe.streaming.chronicle import Chronicle
@@ -48,7 +47,7 @@ def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str,
 def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chronicle = Chronicle(PoolConfig(), 2, 0, open_filesystem(tmp_path.as_uri()))
+    chronicle = Chronicle(2, 0, open_filesystem(tmp_path.as_uri()))
     with taken(tmp_path.as_uri()):
         chronicle.begin(False, lambda: {"to_step": 90}, None)
         chronicle.step = 40

@@ -57,7 +57,7 @@ def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
     found = [{**table.to_pylist()[0], "block": block_of(table)} for table in tables]
     for table, row in zip(tables, found, strict=True):  # its time is measured, and no matter of the plan
         assert (row.pop("read_s", None) or 0.0) == reader_seconds(table)
-        assert (reader_seconds(table) > 0) == bool(row.get("encoded"))
+        assert (reader_seconds(table) > 0) == bool(row.get("image"))
     return found
 
 

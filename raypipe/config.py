@@ -286,7 +286,7 @@ class TransformConfig(Section, prefix="transform."):
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
         if self.target_columns:  # which are in pixels of the image as it is stored
             only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
-            self._only(only, "transform.mask_column, transform.boxes_column or transform.keypoints_column")
+            self._only(only, self.target_settings)
 
     def _only(self, values: dict[str, Any], with_what: str) -> None:
         for name, value in values.items():
@@ -317,6 +317,11 @@ class TransformConfig(Section, prefix="transform."):
         """Store columns of the image's targets, by "mask", "boxes" and "keypoints"; mostly empty."""
         named = [each.name for each in fields(self) if each.name.endswith("_column")]
         return {name.removesuffix("_column"): column for name in named if (column := getattr(self, name))}
+
+    @property
+    def target_settings(self) -> str:
+        """The settings that name `target_columns`, for messages."""
+        return ", ".join(f"transform.{name}_column" for name in self.target_columns)
 
 
 @dataclass(frozen=True)

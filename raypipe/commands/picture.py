@@ -5,7 +5,8 @@ from __future__ import annotations
 import colorsys
 import itertools
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,17 +30,15 @@ class Tile:
         image: uint8 (H, W, 3); None where there is none.
         lines: the caption, three lines at most.
         reason: why there is no image.
-        mask: uint8 (H, W), classes, drawn over it: 0 as it is, 255 dark, others tinted.
-        boxes: float (K, 5), `[x0, y0, x1, y1, label]`, drawn over it; those of label -1 are left out.
-        keypoints: float (K, 3), `[x, y, label]`, likewise; those of negative labels are left out.
+        targets: by name. Drawn over it are mask, uint8 (H, W), classes (0 as it is, 255 dark, others tinted);
+            boxes, float (K, 5), `[x0, y0, x1, y1, label]`; and keypoints, float (K, 3), `[x, y, label]`. Boxes and
+            keypoints of negative labels are left out.
     """
 
     image: np.ndarray | None
     lines: tuple[str, ...] = ()
     reason: str = ""
-    mask: np.ndarray | None = None
-    boxes: np.ndarray | None = None
-    keypoints: np.ndarray | None = None
+    targets: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def draw(rows: list[list[Tile]], titles: list[str], headers: list[str], columns: tuple[str, ...] = STAGES) -> Any:
@@ -76,16 +75,16 @@ def _draw_tile(axes: Any, tile: Tile) -> None:
         return
     # Enlarged pixels stay pixels.
     axes.imshow(tile.image, interpolation="nearest" if max(tile.image.shape) <= _TILE else "auto")
-    if tile.mask is not None:
-        axes.imshow(_COLOURS[tile.mask], interpolation="nearest")
-    for x0, y0, x1, y1, label in () if tile.boxes is None else tile.boxes:
+    if "mask" in tile.targets:
+        axes.imshow(_COLOURS[tile.targets["mask"]], interpolation="nearest")
+    for x0, y0, x1, y1, label in tile.targets.get("boxes", ()):
         if label >= 0:
             # Coordinates of pixels are those of their centres here.
             place = (x0 - 0.5, y0 - 0.5), x1 - x0, y1 - y0
             axes.add_patch(
                 Rectangle(*place, fill=False, edgecolor=_COLOURS[1 + int(label) % 254, :3], linewidth=2)
             )
-    for x, y, label in () if tile.keypoints is None else tile.keypoints:
+    for x, y, label in tile.targets.get("keypoints", ()):
         if label >= 0:
             colour = _COLOURS[1 + int(label) % 254, :3]
             axes.plot(x, y, "o", markersize=5, color=colour, markeredgecolor="white", scalex=False, scaley=False)

@@ -126,7 +126,7 @@ class Preview:
             drawn: dict[str, Any] = decode_targets(sample.columns, self._targets, (height, width))
         except SampleError as error:
             return Tile(None, lines, str(error))
-        return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), **drawn)
+        return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), targets=drawn)
 
     def _pixels(self, image: bytes | None) -> np.ndarray:
         if self.config.decode_as == "array":
@@ -183,9 +183,9 @@ class Preview:
         # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
         drawn: dict[str, Any] = {name: made[name][row].copy() for name in self._targets}
         return [
-            Tile(None if reason else as_rgb(made[IMAGE][row]).copy(), tuple(lines), reason, **drawn),
-            Tile(augmented[row].copy(), (own,), **drawn),
-            Tile(fed[row].copy(), label, **drawn),
+            Tile(None if reason else as_rgb(made[IMAGE][row]).copy(), tuple(lines), reason, targets=drawn),
+            Tile(augmented[row].copy(), (own,), targets=drawn),
+            Tile(fed[row].copy(), label, targets=drawn),
         ]
 
     def _class(self, label: Any) -> str:

@@ -33,7 +33,9 @@ from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.column_types import NUM_PROBED
+from raypipe.transform.contents import stream_fields
 from raypipe.transform.decode_array import decode_array
+from raypipe.transform.fields import IMAGE
 from raypipe.transform.presets import is_preset, num_pixels
 from raypipe.transform.sizes import has_sizes, most_pixels
 
@@ -100,7 +102,7 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams
 
 
 def _micro_batch_bytes(spec: StreamSpec) -> int:
-    """Of the pixels, and masks, of the largest micro-batch that presets make; 0 = a transform is none."""
+    """Of pixels and targets of their size, in the largest micro-batch of presets; 0 = a transform is none."""
     largest = most_pixels(spec.transform, spec.plan.config.bucket_sides)
     pixels = [
         largest if is_preset(each) else num_pixels(each, spec.transform.final_size) or 0
@@ -112,10 +114,12 @@ def _micro_batch_bytes(spec: StreamSpec) -> int:
 
 
 def _bytes_of(spec: StreamSpec, pixels: int) -> int:
-    """Of a micro-batch of images, and masks, of so many pixels; 0 = not known."""
+    """Of a micro-batch of images, and targets of their size, of so many pixels; 0 = not known."""
     pixel_bytes = _pixel_bytes(spec)
-    if pixel_bytes and spec.transform.mask_column:
-        pixel_bytes += 1
+    if pixel_bytes:
+        targets = stream_fields(spec.transform)
+        of_pixels = (each for name, each in targets.items() if name != IMAGE and each.shape is None)
+        pixel_bytes += sum(np.dtype(each.dtype).itemsize for each in of_pixels)
     return spec.plan.config.micro_batch_size * pixels * pixel_bytes
 
 

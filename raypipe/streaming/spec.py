@@ -369,7 +369,7 @@ def _check_views(config: TransformConfig, split: Split) -> None:
     """Raise ConfigError where something does not go with a split's views."""
     reason = ""
     if config.target_columns:
-        reason = "transform.mask_column, boxes_column and keypoints_column are of one image: leave them out"
+        reason = f"{config.target_settings} is of one image: leave it out"
     elif config.crop_decode == "scaled":
         reason = (
             "transform.crop_decode='scaled' decodes each crop by itself, where views share one decoding: leave it "

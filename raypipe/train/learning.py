@@ -372,9 +372,8 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     """
     if run.transform.target_columns:
         raise ConfigError(
-            "a run trains a classifier, which has no use for transform.mask_column, boxes_column and "
-            "keypoints_column: leave them out, or write a loop of your own around raypipe.loader, as "
-            "docs/targets.md does"
+            f"a run trains a classifier, which has no use for {run.transform.target_settings}: leave it out, or "
+            "write a loop of your own around raypipe.loader, as docs/targets.md does"
         )
     for split, transform in spec.transforms.items():
         if makes_views(transform):

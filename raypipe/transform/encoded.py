@@ -32,9 +32,9 @@ from raypipe.transform.sizes import Size, sides_of
 
 DATA, CROP, FLIP = "encoded.data", "encoded.crop", "encoded.flip"
 ENCODED_FIELDS = {
-    DATA: Field("bytes", on_device=False),
-    CROP: Field("array", "int32", (4,), on_device=False),
-    FLIP: Field("array", "bool", (), on_device=False),
+    DATA: Field("bytes"),
+    CROP: Field("array", "int32", (4,)),
+    FLIP: Field("array", "bool", ()),
 }
 """The encoded image; the box (top, left, height, width) that is cut from it, pixels; whether it is mirrored."""
 

@@ -11,7 +11,8 @@
     encoded.data         bytes, for the device to decode      `Ragged`
     encoded.crop, .flip  int32 (4,), bool: what to cut        (B, 4), (B,)
 
-`stream_fields` in `raypipe.transform.contents` lists those of a stream.
+`stream_fields` in `raypipe.transform.contents` lists those of a stream. Arrays go to the training device, but for
+those of the group `encoded`, which its decoder takes from the host.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class Field:
         fill: rows that do not count hold it, and rows that are padded: a number, or one for each entry of the last
             axis.
         is_padded: a sample may have fewer entries along the first axis than the shape.
-        on_device: it goes to the training device. Only arrays do.
     """
 
     kind: Kind = "array"
@@ -53,7 +53,6 @@ class Field:
     shape: tuple[int, ...] | None = None
     fill: float | tuple[float, ...] = 0
     is_padded: bool = False
-    on_device: bool = True
 
 
 class Ragged(NamedTuple):

@@ -154,7 +154,7 @@ def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
     elif transform.decode_as == "array":
         reason = "transform.decode_as='array' gives none of 8 bits"
     elif transform.target_columns:
-        reason = "transform.mask_column, boxes_column and keypoints_column name what it does not keep"
+        reason = f"{transform.target_settings} names what it does not keep"
     elif transform.crop_decode == "scaled":
         reason = "with transform.crop_decode='scaled' each crop is decoded at a scale of its own"
     if reason and pool.cache != "off":

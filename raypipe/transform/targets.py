@@ -261,6 +261,9 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
     return numbers.reshape(-1, width)
 
 
+_KEYWORDS = ("mask", "bboxes", "keypoints")  # that Albumentations knows; others go the way of masks
+
+
 def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
     """A copy of an Albumentations Compose that takes targets along, and draws the same for the image.
 
@@ -280,7 +283,7 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
         raise ConfigError(
             f"masks, boxes and keypoints are transformed by an albumentations.Compose, and the transform is a "
             f"{type(transform).__name__}: name a preset, wrap it in albumentations.Compose([…]), or leave "
-            "transform.mask_column, transform.boxes_column and transform.keypoints_column out"
+            f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} out"
         )
     given = transform.processors.get("bboxes")
     params, boxes = None, "boxes" in targets
@@ -302,6 +305,9 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             keypoint_params=library.KeypointParams("xy", remove_invisible=False)
             if "keypoints" in targets
             else None,
+            additional_targets={
+                keyword: "mask" for name in targets if (keyword := TARGETS[name].keyword) not in _KEYWORDS
+            },
             p=transform.p,
             is_check_shapes=False,
             save_applied_params=transform.save_applied_params,

@@ -54,7 +54,7 @@ def test_a_mask_tints_and_a_box_frames_its_place() -> None:
     image, mask = np.full((80, 80, 3), 50, np.uint8), np.zeros((80, 80), np.uint8)
     mask[:40, :40], mask[:40, 40:] = 1, 255
     boxes = np.array([[40, 40, 80, 80, 2], [0, 0, 0, 0, -1]], np.float32)
-    seen = pixels([[Tile(image, mask=mask, boxes=boxes)]])[-ROW:, LEFT:].astype(int)
+    seen = pixels([[Tile(image, targets={"mask": mask, "boxes": boxes})]])[-ROW:, LEFT:].astype(int)
     assert (seen[100, 40] == 50).all() and (seen[120, 120] == 50).all()
     tinted, ignored, frame = seen[40, 40], seen[40, 120], seen[80, 120]
     assert tinted.max() - tinted.min() > 80 and (ignored < 40).all() and frame.max() == 255

@@ -198,8 +198,8 @@ def test_absent(tmp_path: Path) -> None:
 
 def test_close_closes_the_file(tmp_path: Path) -> None:
     def is_open() -> bool:
-        paths = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
-        return str(tmp_path / "a.tar") in paths
+        links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+        return tmp_path / "a.tar" in {link.readlink() for link in links}
 
     store = make(tmp_path / "a.tar", "a/1.png")
     store.read(np.array([0]))

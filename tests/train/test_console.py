@@ -84,7 +84,11 @@ def test_of_rays_lines_progress_goes_to_who_shows_it_noise_nowhere_and_all_else_
     assert left == [{"pid": 3, "is_err": False, "lines": ["a user's print"]}]
 
 
-def test_all_lines_of_rays_processes_are_json_where_this_processes_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "print_worker_logs", worker.print_worker_logs)  # it is put back afterwards
+    rays.json_lines()
     data = {"pid": "raylet", "ip": "10.0.0.1", "is_err": False, "lines": ["A worker\ndied", '{"message": "mine"}']}
     configure_logs("json")
     try:
